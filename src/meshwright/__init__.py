@@ -58,12 +58,15 @@ _LAZY_IMPORTS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a public name when the name is first used."""
+    """Imports the module of a public name at its first use, and returns the object.
+
+    Raises: AttributeError for any other name.
+    """
     if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     return getattr(import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Returns the public names, sorted."""
     return sorted(__all__)

@@ -5,7 +5,7 @@ import sys
 
 def main() -> int:
     """Runs the command line and returns its exit code. A Ctrl-C during the imports gives the same message and exit code
-    as a later one."""
+    as a later Ctrl-C."""
     try:
         from meshwright.cli.main import main as command
     except KeyboardInterrupt:

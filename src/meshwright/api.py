@@ -1,8 +1,9 @@
 """The public Python functions of planning: load a job, search plans, estimate, verify and simulate one plan.
 
-Each is also a name of the package: `mw.load`, `mw.plan`, `mw.estimate`, `mw.verify`, `mw.simulate`.
+Each function is also an attribute of the package: `mw.load`, `mw.plan`, `mw.estimate`, `mw.verify`, `mw.simulate`.
 
-Guarantees: importing this module imports no torch. `load` imports torch only for a model that no closed formula covers.
+Guarantees: importing this module imports no torch. `load` imports torch only to trace a model that the planner's closed
+formulas do not cover.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshwright.spec.plan import Plan, parse_plan
 def load(path: str | Path) -> Job:
     """Reads the job file at `path`.
 
-    Raises: InputError, which names the line and the field that is wrong.
+    Raises: InputError that names the wrong field, and its line if it is known.
     """
     from meshwright.cli.trace_model import trace_job_model
 
@@ -50,11 +51,12 @@ def estimate(job: Job, plan: Plan | str) -> Estimate:
 
 
 def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
-    """Runs a small model of the job's kind on real ranks of this machine and compares it with one device.
+    """Runs a scaled-down version of the job's model and plan on real ranks of this machine, and compares it with one
+    device.
 
     `plan` replaces the plan of the job file. `dtype` is float64, float32 or both. Returns one dictionary for each
-    precision: 'equal' says whether it agrees, with the largest differences, and 'first' names the first module that
-    differs.
+    precision. Its key 'equal' says whether the results agree, 'first' names the first module that differs, and other
+    keys have the largest differences.
 
     Raises: InputError for a wrong job or plan; RankFailed when a rank fails.
     """
@@ -66,9 +68,8 @@ def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> lis
 
 
 def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0) -> SimulationResult:
-    """Simulates one step of a plan or a plan name, with `faults`, and `steps` steps in which ranks fail.
-
-    With 0 steps the run ends at the last failure.
+    """Simulates one step under a plan or a plan name, with the slow ranks and links of `faults`. Also simulates a run
+    of `steps` steps, in which the killed ranks of `faults` die. With 0 steps this run ends after the last death.
 
     Raises: InputError when the plan cannot run, or a fault names a rank or a step that does not exist.
     """

@@ -1,5 +1,9 @@
-"""Analyses the structure of any `nn.Module`: its blocks, embedding and head, the parts that tensor parallelism can
-shard, and the tensors that pipeline stages need.
+"""Analyses the structure of any `nn.Module`: its blocks, embedding and head, the layers that tensor parallelism can
+shard, and the tensors that pipeline stages need. The runtime derives sharding and stages from the result
+(`ModelGraph`), and the planner derives the costs of the model.
+
+A region is a group of column-parallel layers and the row-parallel layers that read their outputs. A stack is a list of
+blocks that pipeline stages cut.
 
 The model is called as in training: each module in its own train or eval mode, with gradients enabled, on the example
 inputs. No analysis changes the model (dry_run.py).
@@ -9,7 +13,7 @@ The structure comes from three kinds of forward:
   function. It finds blocks, regions, per-head arguments and parameter order. If a weight must stay unsharded, the
   sharding of all later operations changes. So the forward repeats, up to MAX_TRACE_PASSES times, until no further
   weight must stay unsharded. If a forward fails in the model's own dtypes, it runs in bfloat16, which some kernels
-  require. One more forward, in eval mode, finds weights that only evaluation writes to.
+  require. One more forward, in eval mode, finds weights that the model writes to only in eval mode.
 - `record_dataflow` (dataflow_recorder.py) runs one forward on the meta device and records which storages every torch
   function reads and writes. The record gives the modules that use each parameter, the tensors that cross stage
   boundaries, and the parameters of each stage. If the forward reads tensor values, it is repeated with real tensors. If
@@ -17,11 +21,11 @@ The structure comes from three kinds of forward:
 - `analysis.profile` runs two training steps on fake tensors, the second with twice as many rows. The difference gives
   FLOPs and activation bytes per token.
 
-Shapes cannot show that a sharded block computes the same values. So three numeric checks repeat parts of the forward
-with real values. If the model is small enough, they use float64:
-- `ShardingCheck` (verify_sharding.py, simulated_ranks.py) runs each kind of block as simulated tensor-parallel ranks on
-  two texts of different lengths, and compares outputs and gradients. It finds the integers, such as head counts, that
-  each rank must divide. It also finds code that runs only in training or only for some lengths.
+Shapes cannot show that a sharded block computes the same values as the full block. So three numeric checks repeat parts
+of the forward with real values. If the model is small enough, they use float64:
+- `ShardingCheck` (verify_sharding.py, simulated_ranks.py) runs blocks on simulated tensor-parallel ranks with two texts
+  of different lengths, and compares outputs and gradients. It finds the integers, such as head counts, that each rank
+  must divide. It also finds code that runs only in training or only for some lengths.
 - `sequence_parallel_objection` (verified_regions.py) runs the code between blocks on slices of the sequence. This code
   belongs to no block, so `ShardingCheck` does not run it.
 - `ExpertCheck` (verify_experts.py) runs each expert module separately as expert-parallel and tensor-parallel ranks,

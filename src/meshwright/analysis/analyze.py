@@ -1,11 +1,12 @@
-"""Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and regions for tensor
-parallelism.
+"""Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and tensor-parallel regions.
+Building an engine, `meshwright verify` and the profile for the planner call `analyze_model`.
 
-Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from forwards on the meta device,
-with each module in its training mode (op_trace.py). Regions are then verified numerically (verify_sharding.py). If a
-trace finds column layers that must stay unsharded, the next trace treats them as unsharded. For a model that cannot run
-on the meta device, the analysis uses the tensor-parallel plan of Hugging Face models (`base_model_tp_plan`). Without
-such a plan the blocks are replicated. `ModelGraph.findings` describes the result, including what was not found.
+A region consists of column-parallel layers and the row-parallel layers that read their outputs (regions.py). Blocks are
+the modules in lists of modules of equal classes (block_lists.py). Everything else comes from forwards on the meta
+device, with each module in its training mode (op_trace.py). Regions are then verified numerically (verify_sharding.py).
+If a trace finds column layers that must stay unsharded, the next trace treats them as unsharded. For a model that
+cannot run on the meta device, the analysis uses the tensor-parallel plan of Hugging Face models (`base_model_tp_plan`).
+Without such a plan the blocks are replicated. `ModelGraph.findings` describes the result, including what was not found.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from meshwright.core.printable_text import reason_of
 FORM_CHANGED_REASON = "they change the form of what they are given"
 SEQUENCE_UNVERIFIED_REASON = "the model was analysed for a plan without sequence parallelism"
 MAX_TRACE_PASSES = 24
-"""Maximum number of traces. In each block, one trace finds only the earliest columns that must stay unsharded."""
+"""Maximum number of traces. In each block, a trace finds only the earliest column layers that must stay unsharded."""
 
 
 @limit_analysis_time()
@@ -57,10 +58,11 @@ def analyze_model(
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
-    `use_random_weights`: meta parameters that the check needs get random values. These are the parameters of the first
-    block of each kind and all parameters outside of the blocks. `example`: a batch to call the model with, if the model
-    does not describe its own inputs (example_inputs.py). `splits`: False without tensor parallelism, so that no region
-    is verified. `sequence`: False without sequence parallelism, which the result then refuses.
+    `use_random_weights`: meta parameters that the numeric checks need get random values. These are all parameters
+    outside of the blocks and those of the first block among identical ones. `example`: a batch to call the model with,
+    if the model does not describe its own inputs (example_inputs.py). `splits`: if False (no tensor parallelism), no
+    region is verified and none is in the result. `sequence`: if False, sequence parallelism is not checked, and the
+    result refuses it.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -110,7 +112,7 @@ def analyze_model(
 
 
 def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
-    """Returns one finding for each list: the number of its blocks."""
+    """Returns one finding for each of `lists`: its path and the number of its blocks."""
     return [
         Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
         for path in lists
@@ -119,8 +121,8 @@ def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
 
 # --- traces
 def _trace_with_fallback(state: AnalysisState) -> None:
-    """Repeats the trace until it finds no more columns that must stay unsharded. The model runs in its own dtypes, or
-    in bfloat16 if a kernel requires it.
+    """Repeats the trace until it finds no more column layers that must stay unsharded. The model runs in its own
+    dtypes. If this fails, it runs in bfloat16, which some kernels require.
     """
     try:
         _trace_until_stable(state, None)
@@ -155,7 +157,9 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Records whether the forward writes to a parameter in eval mode only. Evaluation gathers weights too."""
+    """Records whether the forward writes to a parameter in eval mode only. ZeRO 3 must know such writes, because it
+    gathers weights for evaluation too.
+    """
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
         return
@@ -196,8 +200,8 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
 
 
 def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
-    """Returns the outer layers without a run of the model, from its getters and from the registration order of its
-    modules.
+    """Finds the outer layers without running the model: embedding and head by their getters, and the parameters after
+    the blocks by their order of registration.
     """
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
@@ -216,8 +220,8 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
-    """Returns the result of the model's getter `method`, None if the model (for example an audio model) has no such
-    getter.
+    """Returns the result of the model's getter `method`. Returns None if the model does not implement the getter, as
+    some audio models.
     """
     try:
         return getattr(model, method, lambda: None)()
@@ -226,8 +230,8 @@ def _module_from_getter(model: nn.Module, method: str) -> Any:
 
 
 def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
-    """Returns the path of the module of type `kind` that owns the parameter `weight`, also under another name of a tied
-    parameter.
+    """Returns the path of the first module of type `kind` whose `weight` attribute is the parameter named `weight`. For
+    a tied parameter this module may have another name. Returns None if there is no such module.
     """
     wanted = model.get_parameter(weight)
     return next(
@@ -241,8 +245,8 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
 
 
 def _lookup_layer(model: nn.Module, weight: str) -> str | None:
-    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module whose forward is
-    a lookup.
+    """Returns the path of the module that looks up rows of `weight`. This is an `nn.Embedding`, or any other module
+    except an `nn.Linear` that owns the weight. Returns None if there is no such module.
     """
     wanted = model.get_parameter(weight)
     own = (
@@ -330,9 +334,9 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
 
 
 def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
-    """Returns the names of the block arguments that depend on parameters, other than the hidden state.
+    """Returns the names of the block arguments, other than the hidden state, that depend on parameters.
 
-    The result is empty for a model with several stacks. There block_wrapper.py finds the inputs of each stage.
+    For a model with several stacks the result is empty, because block_wrapper.py finds the inputs of each stage.
     """
     seen = state.trace
     if seen is None or len(state.stacks) > 1:
@@ -341,7 +345,9 @@ def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
-    """Returns for each name the greatest common divisor of its sizes in all regions. tp must divide all of them."""
+    """Returns for each name in `RegionCandidate.sizes` the greatest common divisor of its sizes in all regions. tp must
+    divide it.
+    """
     result: dict[str, int] = {}
     for one in found:
         for name, size in one.sizes.items():
@@ -350,7 +356,9 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
 
 
 def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
-    """Returns one line for each kind of region, and one for each reason why layers stay unsharded."""
+    """Returns two lists of findings: one finding for each distinct region, and one for each reason why layers stay
+    unsharded.
+    """
     findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
     for weight, why in state.unsharded.items():
@@ -363,7 +371,9 @@ def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
 
 
 def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) -> dict[str, str]:
-    """Returns the reasons of ModelGraph.unsupported. `matrix` stays whole inside the blocks, '' where none does."""
+    """Returns the reasons of `ModelGraph.unsupported`. `matrix` is the name of a matrix inside the blocks that stays
+    unsharded, '' if there is none. `whole` are the findings about unsharded layers.
+    """
     against_sequence = _no_sequence_parallel_reason(state)
     found = {
         "sequence": against_sequence or (f"{matrix} is not sharded" if matrix else state.sequence_error),
@@ -385,7 +395,9 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
 
 
 def _no_sequence_parallel_reason(state: AnalysisState) -> str:
-    """Returns why the order of blocks or the shapes of regions rule out sequence parallelism, '' if they do not."""
+    """Returns why the lists of blocks, their calls, or the shapes of regions rule out sequence parallelism, '' if they
+    do not.
+    """
     if len(state.lists) > 1:
         return f"the blocks are in several lists ({', '.join(state.lists)})"
     if state.trace and state.trace.repeated:
@@ -398,15 +410,15 @@ def _no_sequence_parallel_reason(state: AnalysisState) -> str:
 
 
 def _whole_matrix(blocks: str, shapes: Mapping[str, torch.Size], splits: Mapping[str, TpSplit]) -> str:
-    """Returns the name of a matrix inside the blocks that stays unsharded, '' if there is none. Such a matrix may mix
-    positions of the sequence, or would read only a slice of the sequence.
+    """Returns the name of a matrix inside the blocks that stays unsharded, '' if there is none. Under sequence
+    parallelism such a matrix may mix positions of the sequence, or would read only a slice of the sequence.
     """
     names = (name for name, shape in shapes.items() if len(shape) > 1 and name not in splits)
     return next((name for name in names if name.startswith(f"{blocks}.")), "")
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:
-    """Returns `splits` with an entry for every name of a shared parameter. Entries of buffers do not change."""
+    """Returns `splits` with an entry for every name of a tied parameter. Entries of buffers do not change."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
     buffers = {name: split for name, split in splits.items() if name not in parameters}

@@ -1,15 +1,16 @@
-"""Finds modules whose result for one row or token depends on the rest of the batch. Then the loss depends on how the
-batch is divided.
+"""Finds modules whose result for one row or token depends on other rows of the batch. With such a module the loss
+depends on how the batch is divided over micro-batches and ranks, so the runtime refuses or checks such plans.
 
-There are two kinds. `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that
-rank a token among all tokens of the batch. Such a module computes a running sum or a top-k along a dimension of all
-tokens. Then it compares the result with a number, such as the capacity of an expert (GShard, arXiv 2006.16668,
-algorithm 1), or uses the result as the routing (experts choose tokens: arXiv 2202.09368). A sort that only reorders
-rows, and is undone later, does not count.
+`find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that rank a token among all
+tokens of the batch. Such a module computes a running sum or a top-k along a dimension that spans all tokens. It may
+compare the result with a number, such as the capacity of an expert (GShard, arXiv 2006.16668, algorithm 1). Or it may
+use the result as the routing (experts choose tokens: arXiv 2202.09368). A sort that only reorders rows, and is undone
+later, does not count.
 
 The number of tokens follows from the input of the block: rows x positions for (rows, positions, features), and rows x
 pixels for images. A dimension of this size does not count if the dimensions before it already contain the tokens. The
-detector sees only shapes. A check at run time determines whether the dependence changes values.
+detector sees only shapes. A check in the first step (runtime/preflight/batch_separability.py) determines whether the
+dependence changes values.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from meshwright.analysis.propagation import OpCall
 
 
 def find_batch_norm(model: nn.Module) -> str:
-    """Returns the path of the first module that uses batch statistics in its current mode, '' if there is none.
+    """Returns the path of the first norm that uses batch statistics in its current mode, '' if there is none.
 
-    A norm in eval mode uses its running statistics, which are equal for every row.
+    A norm in eval mode uses its running statistics, if it has any. They are equal for every row.
     """
     return next((path for path, module in model.named_modules() if _couples_samples(module)), "")
 
@@ -50,12 +51,13 @@ COMPARISON_OPS = frozenset(
 
 @dataclass
 class BatchCouplingDetector:
-    """Follows the operations of one forward. `found` is the path of the module that ranks tokens of the batch, '' if
-    there is none.
+    """Follows the operations of one forward. `found` is the path of the first module that ranks tokens of the batch, ''
+    if there is none.
     """
 
     found: str = ""
     positions: set[int] = field(default_factory=set)
+    """Ids of the tensors that are computed from a running sum or a top-k over all tokens."""
     tokens: set[int] = field(default_factory=set)
     """Possible numbers of tokens of the model's inputs."""
 
@@ -72,7 +74,7 @@ class BatchCouplingDetector:
         where: str,
         block: torch.Tensor | None,
     ) -> None:
-        """Follows one operation.
+        """Follows one operation with the input tensors `given`.
 
         `where` is the path of the innermost running module. `block` is the input of the running block, None outside of
         all blocks.

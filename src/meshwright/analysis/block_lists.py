@@ -1,13 +1,14 @@
-"""Finds the lists of blocks of a model. Determines which lists are stacks, which pipeline stages cut. Assigns
-parameters to layers.
+"""Finds the lists of blocks of a model, determines which of them pipeline stages can cut (the stacks), and assigns
+parameters to layers. The analysis, the pipeline and the tensor-parallel runtime use the results.
 
-A block is one of several modules of the same kind in a list. Stages begin where one block passes a hidden state to the
-next. So a list is a stack if its blocks return the shape that they receive. For example, the encoder of an audio model
-is a stack. The convolutions before it shorten their input, so they count as layers before all blocks, like the
-embedding. Lists that pass hidden states directly to each other form one group. An example is a residual network, whose
-parts each begin with a block that changes the shape. If no list preserves the shape, all lists are stacks. If no weight
-of a list is read, the list is not a stack but counts as a layer before the blocks. An example is the vision encoder of
-a model that receives only text.
+A block is one of several modules of equal class in a list. Pipeline stages begin where one block passes a hidden state
+to the next. So a list is a stack if its blocks return the shape that they receive. For example, the encoder of an audio
+model is a stack. The convolutions before this encoder shorten their input, so they count as layers before all blocks,
+like the embedding. Lists that pass hidden states directly to each other form a group. The lists of a group are stacks
+only if all blocks of the group preserve the shape. If no group preserves the shape, all lists that run are stacks. An
+example is a residual network, where each list begins with a block that changes the shape. If no weight of a list is
+read, the list is not a stack but counts as a layer before the blocks. An example is the vision encoder of a model that
+receives only text.
 
 Guarantees:
 - Every parameter is in exactly one layer. A tied parameter is in the layer that uses it first (the embedding).
@@ -36,8 +37,8 @@ def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list
 
     'embedding' is the vocabulary embedding. 'front' has all other parameters before the blocks. 'head' is the
     vocabulary head, and 'back' has all other parameters after the blocks. If blocks are numbered over several stacks,
-    'between.N' follows the last block of stack N. In a model without a list of blocks, each child with parameters is a
-    block.
+    'between.N' follows 'block.N', the last block of a stack. In a model without a list of blocks, each child with
+    parameters is a block.
     """
     named = dict(model.named_parameters())
     if graph.blocks is None:
@@ -88,10 +89,10 @@ def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list
 
 
 def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
-    """Checks that no block occurs twice in a list.
+    """Checks that no list contains one module twice.
 
     Raises:
-        InputError: a block occurs twice.
+        InputError: a list contains a module twice.
     """
     for path in lists:
         first: dict[int, str] = {}
@@ -111,8 +112,8 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
 def find_block_lists(model: nn.Module) -> list[str]:
     """Returns the paths of the outermost lists of blocks.
 
-    A list with modules of several kinds counts if it contains only blocks. A list of lists does not count, because an
-    inner list is never called.
+    All elements of the list must have submodules. They must be of one class, or in a `ModuleList` of several classes at
+    least one class must occur twice. A list of lists does not count, because an inner list is never called.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -135,7 +136,7 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | None) -> str:
-    """Returns the path of the stack with most parameters among those that ran.
+    """Returns the path of the stack with the most parameters, among the stacks that ran (all `stacks` if none ran).
 
     If a multimodal model receives only text, its largest stack may not run.
     """
@@ -153,9 +154,10 @@ def is_list_used(path: str, seen: TraceLog | None) -> bool:
 
 
 def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
-    """Returns those of `lists` that are stacks, in the order in which they run.
+    """Returns the stacks among `lists`, in the order in which they run. Without a trace (`seen` is None) all lists are
+    stacks.
 
-    A list whose weights were read, but none of whose blocks ran, comes last.
+    If code reads weights of a list but calls none of its blocks, this list is a stack too and comes last.
     """
     if seen is None:
         return list(lists)
@@ -177,7 +179,7 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     """Returns for each stack except the last the parameters that are first used between this stack and the next.
-    `stacks` are in the order in which they run.
+    `stacks` are in the order in which they run. `order` maps parameter names to the order of their first use.
 
     >>> order = {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4}
     >>> params_between_stacks(["one", "two"], order)
@@ -191,14 +193,16 @@ def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tu
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden state: the keyword argument `hidden_states` if there is one, otherwise the first argument."""
+    """Returns the hidden state among the arguments of a block: the first positional argument. Without positional
+    arguments, it is the keyword argument `hidden_states`, otherwise the first keyword argument.
+    """
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with `hidden` in place of the hidden state."""
+    """Returns the arguments of a block with `hidden` in place of the hidden state (see `hidden_of`)."""
     if args:
         return (hidden, *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -206,5 +210,7 @@ def with_hidden(
 
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Returns `output` with `function` applied to its hidden state: the output itself, or its first element."""
+    """Returns `output` of a block with `function` applied to the hidden state. This is the first element of a tuple or
+    list, otherwise the output itself.
+    """
     return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -1,17 +1,19 @@
-"""The recorded dataflow of one run, and what each pipeline stage can compute from it.
+"""Defines the dataflow record of one forward, and derives from it what each pipeline stage can compute. A stack is a
+list of blocks that pipeline stages cut (block_lists.py).
 
-dataflow_recorder.py makes a `DataflowRecord`. runtime/pipeline/block_wrapper.py, runtime/build/stages/partition.py and
-runtime/build read it. A module may read a weight that it does not own. For example, MobileBERT concatenates its
-vocabulary table with another matrix, and many models use `self.table.weight` in their own forward. So the record also
-contains the modules that read each parameter, because the runtime must gather the parameter there.
+dataflow_recorder.py makes a `DataflowRecord`. The runtime reads it when it builds stages (runtime/build), wraps blocks
+(runtime/pipeline/block_wrapper.py) and checks the first step (runtime/preflight). A module may read a weight that it
+does not own. For example, MobileBERT concatenates its vocabulary table with another matrix, and many models use
+`self.table.weight` in their own forward. So the record also contains the modules that read each parameter, because the
+runtime must gather the parameter for them.
 
 [Note: stage dataflow] Every stage runs the code of the whole model. Blocks of other stages return placeholders. At the
 call of its first block, a stage replaces the arguments that depend on parameters by received tensors. At the call of
 the first block of the next stage, it sends the arguments of this block and ends. So code between two blocks belongs to
 the stage of the earlier block. A stage is correct if no tensor that it sends comes from a placeholder. On the last
 stage, no tensor that the loss reads may come from a placeholder. `StageDataflow` checks this operation by operation.
-For each storage it tracks two kinds of sources: placeholders, and parameters outside of the stage's blocks. Such
-parameters are replicated on each stage that needs them.
+For each storage it tracks from which placeholders and from which parameters outside of the stage's blocks its values
+come. These parameters are replicated on each stage that needs them.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
 class TracedOp(NamedTuple):
     """One call of a torch function.
 
-    `reads` and `writes` are storages. `changed` are the storages that it changed in place. `block` is the index of the
-    calling block, -1 outside of all blocks. `blocks_begun` is the number of blocks that had begun. `path` is the path
-    of the innermost running module.
+    `reads` and `writes` are storage indices. `changed` are the indices of the storages that the call changed in place.
+    `block` is the index of the calling block, -1 outside of all blocks. `blocks_begun` is the number of blocks that had
+    begun. `path` is the path of the innermost running module.
     """
 
     name: str
@@ -74,14 +76,15 @@ class TracedOp(NamedTuple):
     path: str
     changed: tuple[int, ...] = ()
     is_unknown: bool = False
-    """Whether no recorded function made the result."""
+    """Whether this entry represents a tensor that no recorded function made."""
 
 
 class BlockInput(NamedTuple):
     """A block argument that depends on parameters or comes from another block.
 
-    `tensor` is the id of the argument. `copied` is the storage of the copy that the block received. `made_from` has one
-    bit for each parameter that the argument depends on. `is_sent`: messages between stages support its type.
+    `tensor` is the Python id of the argument, and `storage` the index of its storage. `copied` is the storage of the
+    copy that the block received. `made_from` has one bit for each parameter that the argument depends on. `is_sent`:
+    messages between stages support the dtype of the argument.
     """
 
     tensor: int
@@ -99,7 +102,9 @@ class BlockEntry(NamedTuple):
 
 
 class BlockExit(NamedTuple):
-    """The return of a block. `values` is the number of returned values, 0 for a bare tensor."""
+    """The return of a block. `writes` are the storages of the returned tensors. `values` is the length of the returned
+    tuple, 0 for any other result.
+    """
 
     block: int
     writes: tuple[int, ...]
@@ -114,15 +119,15 @@ class DataflowRecord:
     """Names of the inputs of the model."""
     is_training: bool
     names: tuple[str, ...]
-    """Parameter names by index. For every index n, storage n is that of parameter n."""
+    """Parameter names by index. The storage of parameter n has index n."""
     events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
     reads: WeightUses = field(default_factory=dict)
     buffer_names: dict[int, str] = field(default_factory=dict)
     """Names of buffers by storage."""
     outputs: tuple[int, ...] = ()
-    """Storages of the outputs of the model, the logits first."""
+    """Storage indices of the outputs of the model, the logits first."""
     made_from: dict[int, int] = field(default_factory=dict)
-    """For each storage, the parameters that its values depend on, as one bit per parameter."""
+    """Maps each storage to the parameters that its values depend on, one bit per parameter."""
     params_without_grad: frozenset[str] = frozenset()
     """Names of parameters that get no gradient."""
     obstacle: tuple[str, int] | None = None
@@ -134,7 +139,7 @@ class DataflowRecord:
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """Indices of the blocks in the order of their calls."""
+        """Returns the indices of the blocks in the order of their calls."""
         return tuple(event.block for event in self.events if isinstance(event, BlockEntry))
 
     replaced: frozenset[str] = frozenset()
@@ -142,8 +147,8 @@ class DataflowRecord:
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:
-        """Names of the buffers that the forward writes to in place. For each, the blocks during or after which it
-        writes; -1 means before the first block.
+        """Maps the name of each buffer that the forward writes to in place to the blocks during or after which it
+        writes. -1 means before the first block.
         """
         found: dict[str, set[int]] = {}
         last = -1
@@ -157,7 +162,7 @@ class DataflowRecord:
 
     @property
     def written_params(self) -> set[str]:
-        """The names of the parameters that the forward writes to."""
+        """Returns the names of the parameters that the forward writes to."""
         return {
             self.names[at]
             for event in self.events
@@ -168,7 +173,7 @@ class DataflowRecord:
 
 
 def names_from_bits(names: Sequence[str], made: int) -> set[str]:
-    """Returns the names whose bits are set.
+    """Returns the elements of `names` whose bits are set in `made`.
 
     >>> sorted(names_from_bits(["a", "b", "c"], 0b101))
     ['a', 'c']
@@ -182,8 +187,8 @@ BlockArgument = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageInterface:
-    """The blocks [start, stop) of one stage. `receives` are the block arguments that arrive from the previous stage.
-    `sends` are those that go to the next stage.
+    """Describes the stage with the blocks [start, stop). `receives` are the block arguments that arrive from the
+    previous stage. `sends` are the block arguments that this stage sends to the next one.
     """
 
     start: int
@@ -217,9 +222,12 @@ class StageDataflow:
     placeholder, whose code does not run.
     """
     sources: dict[int, int] = field(default_factory=dict)
+    """Maps each storage to the bits of the parameters outside of the stage, and of the placeholders, that it comes
+    from.
+    """
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
-    """Received tensors as (stack, argument position, tensor id). Later blocks of this stack read the tensor too if they
-    get it at this position.
+    """Received tensors as (stack, argument position, tensor id). If a later block of the same stack gets the tensor at
+    the same position, it also reads the received tensor.
     """
     needed: int = 0
     missing: str = ""
@@ -227,8 +235,7 @@ class StageDataflow:
     def run(self) -> StageDataflow:
         """Follows all events of the record. Returns this object."""
         record, stage = self.record, self.stage
-        # `stand_in << n` is the bit of the output of block n. `unseen` is the bit of tensors that no recorded function
-        # made.
+        # `stand_in << n` is the bit of the output of block n. `unseen` marks tensors that no recorded function made.
         self.stand_in = 1 << len(record.names)
         self.unseen = self.stand_in << (1 + max(record.calls, default=0))
         self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
@@ -244,8 +251,8 @@ class StageDataflow:
                 self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
         for storage in record.outputs if self.any_output else record.outputs[:1]:
             found = self.sources.get(storage, 0)
-            # With a user's loss, an output that comes from a block of another stage is no error here, because the loss
-            # may ignore it. The dry run of the stages checks the outputs that the loss reads.
+            # A user's loss may ignore an output. So an output that comes from a block of another stage is not an error
+            # here. The dry run of the stages checks the outputs that the loss reads.
             if not self.any_output or found < self.stand_in:
                 self._need(found, "what the model returns")
         return self
@@ -269,8 +276,8 @@ class StageDataflow:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
-        """Requires the values that are written to a buffer, if its module has no parameters. Such a module runs on
-        every stage.
+        """Requires the sources of the values that `op` writes to a buffer, if the module of the buffer has no
+        parameters. Such a module runs on every stage.
         """
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]
@@ -301,10 +308,10 @@ class StageDataflow:
 def trace_stage_parameters(
     record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
 ) -> tuple[set[str], str]:
-    """Returns the names of the parameters that `stage` needs in addition to those of its blocks; and a description of
-    what it cannot compute, '' if nothing is missing.
+    """Returns the names of the parameters that `stage` needs in addition to those of its blocks. Also returns a
+    description of the first tensor that it cannot compute, '' if it can compute all.
 
-    `blocks` are the paths of all blocks.
+    `blocks` are the paths of all blocks. `any_output`: the user supplies the loss, which may read any output.
     """
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
@@ -317,14 +324,14 @@ def trace_stage_parameters(
     assigned: set[str] = set()
 
     def is_present(path: str) -> bool:
-        """Returns whether every module that contains `path` contains blocks, has a parameter of this stage, or has no
-        parameters.
+        """Returns whether the module at `path` and all modules around it exist on this stage. A module exists if it
+        contains blocks, has a parameter of this stage, or has no parameters.
         """
         parts = path.split(".")
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)
 
-    while True:  # a parameter on the stage makes its modules run, which may need more parameters
+    while True:  # with a further parameter on the stage, its module runs there and may need more parameters
         found = StageDataflow(record, stage, own, any_output, is_present).run()
         needed = names_from_bits(record.names, found.needed)
         if found.missing or needed == assigned:

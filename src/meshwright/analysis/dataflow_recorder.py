@@ -1,9 +1,10 @@
-"""Records the dataflow of one training forward, on the meta device or with small real tensors.
+"""Records the dataflow of one training forward, on the meta device or with real tensors. The runtime uses the record to
+build pipeline stages and to gather weights.
 
-[Note: recording] The model runs one forward on its example, with gradients enabled and with each module in its train or
-eval mode. For every torch function the record contains the storages that it reads and writes, the module that called
-it, and the number of blocks that had begun. For every block it contains the arguments and results. Three results follow
-from the record: the modules that read each parameter, the tensors that blocks receive
+[Note: recording] The model runs one forward on its example, with gradients enabled and with each module in its own
+train or eval mode. For every torch function the record contains the storages that the function reads and writes, the
+calling module, and the number of blocks that had begun. For every block it contains the arguments and results. Three
+results follow from the record: the modules that read each parameter, the tensors that blocks receive
 (runtime/pipeline/block_wrapper.py), and what each pipeline stage computes (dataflow.py).
 
 [Note: real tensors] The model runs on the meta device first. If the forward reads tensor values (`tolist`, `nonzero`,
@@ -58,12 +59,12 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
-"""Maximum number of parameter elements of a model that is recorded with real tensors. The largest takes a
-second or two.
+"""Maximum number of parameter elements of a model that is recorded with real tensors. Recording a model of this size
+takes between 1 and 2 s.
 """
 
 SEEDED_RUNS = 4
-"""Number of recordings, each with another seed, of a forward that draws random numbers outside of dropout."""
+"""Number of recordings, each with a different seed, of a forward that draws random numbers outside of dropout."""
 
 RANDOM_OPS = frozenset(
     {
@@ -110,12 +111,12 @@ class DataflowRecorder(TorchFunctionMode):
 
     # --- storage ids
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Returns the index of the storage of `tensor`. The recorder keeps all storages alive, so that no index is
-        reused.
+        """Returns the index of the storage of `tensor`. The recorder references all tensors, so that no storage is
+        freed and no index is reused.
         """
         try:
             place = tensor.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):  # tensors inside torch.func, or without a single storage
+        except (RuntimeError, NotImplementedError):  # some tensors have no storage, such as those inside torch.func
             place = -id(tensor)
         if place not in self.numbers:
             self.numbers[place] = len(self.numbers)
@@ -123,8 +124,8 @@ class DataflowRecorder(TorchFunctionMode):
         return self.numbers[place]
 
     def _register(self, tensor: torch.Tensor) -> None:
-        """Registers a tensor. If no recorded function made it and it requires a gradient, it counts as dependent on all
-        parameters read so far.
+        """Registers a tensor. If it requires a gradient and no recorded function made it, it counts as dependent on all
+        parameters that the forward has read.
         """
         before = len(self.numbers)
         if self.storage_id(tensor) == before and tensor.requires_grad:
@@ -188,10 +189,10 @@ class DataflowRecorder(TorchFunctionMode):
 
     # --- modules
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> list[Any]:
-        """Registers hooks that track the running modules. Returns the hooks.
+        """Registers hooks that track the running modules. Returns the hook handles.
 
-        Each block receives copies of its arguments that depend on parameters. The block computes with the copies. The
-        code around the block continues to use the originals.
+        If an argument of a block depends on parameters or comes from another block, the block receives a copy of the
+        argument. The code around the block continues to use the original.
         """
         numbers = {path: number for number, path in enumerate(blocks)}
         handles = []
@@ -258,7 +259,7 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
     model does not change.
 
     Raises:
-        InputError: the model runs neither on the meta device nor with real tensors. The message gives reason and
+        InputError: the model runs neither on the meta device nor with real tensors. The message has the reason and the
             remedy.
     """
     found = make_example(model, example)
@@ -302,10 +303,10 @@ def _describe_failed_run(error: Exception, example: ExampleInputs) -> Message:
 def _record_over_seeds(
     model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool
 ) -> tuple[DataflowRecord, bool]:
-    """Returns the record, and whether the forward read tensor values.
+    """Returns the record with seed 0, and whether the forward read tensor values.
 
-    A forward that draws random numbers also runs with other seeds. If the blocks or their order then differ, the first
-    block that only one seed calls is recorded as an obstacle.
+    A forward that draws random numbers also runs with other seeds. If it then calls other blocks or changes their
+    order, the record gets an obstacle at the first block that only one of the runs calls.
     """
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
@@ -357,7 +358,7 @@ def _replaced_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> 
 
 
 def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Returns the parameters that get no gradient from any output."""
+    """Returns the names of the parameters that get no gradient from any of the outputs `leaves`."""
     weights = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     reached = {id(leaf) for leaf in leaves}
@@ -376,7 +377,7 @@ def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Seq
 def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
     """Seeds all generators of the host with `seed` and restores their states on exit.
 
-    Yields a function that returns whether Python's or numpy's generator was used.
+    Yields a function that returns whether a number was drawn from Python's or numpy's generator.
     """
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None

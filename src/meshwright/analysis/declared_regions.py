@@ -1,14 +1,15 @@
-"""Tensor-parallel regions that are declared, not traced: by the Hugging Face plan of the model, or by rules of the user
-(`model.rules` of a job).
+"""Builds tensor-parallel regions that are declared instead of traced: by the Hugging Face plan of the model, or by
+rules of the user (`model.rules` of a job). analyze.py adds them to the regions that it traces. A region consists of
+column layers and the row layers that read their outputs.
 
 The plan maps patterns such as 'layers.*.self_attn.q_proj' to 'colwise'. Source: transformers,
 `PretrainedConfig.base_model_tp_plan`. Only the plain styles 'colwise' and 'rowwise' are used. With any other style the
 region stays unsharded.
 
-A user's rule is verified numerically like any other region. It applies to every block with the layers that it names:
-`columns` are split by output features, and `rows` by input features. A rule that names unknown layers, has sizes that
-do not fit, or fails verification raises one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019),
-section 3.
+A user's rule is verified numerically like any other region. It applies to every block that has all layers of the rule:
+`columns` are split by output features, and `rows` by input features. If a rule names unknown or nonlinear layers, has
+sizes that do not match, or fails verification, the analysis raises an InputError. Source of the split: Shoeybi et al.,
+Megatron-LM (2019), section 3.
 """
 
 from __future__ import annotations
@@ -98,11 +99,12 @@ def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
 def propose_user_regions(
     model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]
 ) -> dict[str, int]:
-    """For each rule, adds a region to `found` in each block with the layers of the rule. Returns the index of the rule
-    for each weight of a column layer.
+    """Adds to `found`, for each rule of the user, a region in each of `blocks` that has the layers of the rule. Returns
+    the index of the rule for each weight of a column layer.
 
     Raises:
-        InputError: a rule names unknown layers, has sizes that do not fit, or repeats a region in `found`.
+        InputError: a rule names unknown or nonlinear layers, has sizes that do not match, or names a layer of a region
+            in `found`.
     """
     made: dict[str, int] = {}
     for number, rule in enumerate(user_rules_of(model)):
@@ -145,8 +147,8 @@ def propose_user_regions(
 
 
 def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
-    """Checks that numeric verification accepted every rule. `made` has the rule of each column weight, `whole` the
-    reasons for unsharded weights.
+    """Checks that numeric verification accepted every rule. `made` maps each column weight to the index of its rule.
+    `whole` maps each unsharded weight to the reason.
 
     Raises:
         InputError: verification rejected a rule.

@@ -1,10 +1,11 @@
-"""Dry runs: call a model and a user's loss, and restore everything that the call changed.
+"""Calls a model and a user's loss in dry runs, and restores everything that the call changed. The analysis, the
+preflight checks and `meshwright verify` use it.
 
-An analysis must not change the training. For example, without restoring, a counter that a forward increments would be
-ahead by one from the first training step on. A dry run restores:
+An analysis must not change the training. For example, a counter that the forward increments would otherwise be too
+large by one in every training step. A dry run restores:
 - the mode of each module (some modules may be frozen in eval mode);
-- attributes of modules and of the loss, with the elements of lists, dictionaries and sets, but nothing nested deeper
-  (NLLB-MoE stores an expert capacity, RWKV the layout of its weights, and position caches are plain tensors);
+- attributes of modules and of the loss, such as the expert capacity of NLLB-MoE, the weight layout of RWKV, and
+  position caches. Elements of lists, dictionaries and sets are restored too, but nothing nested deeper;
 - hooks that the forward registers (transformers does, if a class requests hidden states);
 - values of buffers;
 - parameters that the forward writes to.
@@ -47,7 +48,7 @@ CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 
 
 class AttributeSnapshot:
-    """Stores the items of `state` (an object's `__dict__`) whose keys are not in `others`."""
+    """Stores the items of `state` (an object's `__dict__`), except those whose keys are in `others`."""
 
     def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
         self.state, self.others = state, frozenset(others)
@@ -65,7 +66,7 @@ class AttributeSnapshot:
 
 
 class ClosureSnapshot:
-    """Stores the closure variables of a function."""
+    """Stores the values of `cells`, the closure variables of a function."""
 
     def __init__(self, cells: Collection[CellType]) -> None:
         self.before: list[tuple[CellType, Any]] = []
@@ -143,7 +144,9 @@ class ParamWriteRecorder(TorchDispatchMode):
     def __init__(self, spans: Mapping[str, StorageSpan]) -> None:
         super().__init__()
         self.before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """For each written parameter: a view of the written elements, and their values before the first write."""
+        """Maps each written parameter to a view of its elements, and to a copy of their values before the first
+        write.
+        """
         self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
             # Torch functions are disabled because, at ZeRO 3, sharded parameters refuse access to their storage.
@@ -153,12 +156,12 @@ class ParamWriteRecorder(TorchDispatchMode):
 
     @property
     def has_spans(self) -> bool:
-        """Whether there are parameters to record."""
+        """Returns whether there are parameters to record."""
         return bool(self._spans_by_storage)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns the current value of each parameter that was written to. If its memory has been freed since, returns
-        the value before the first write.
+        """Returns the current value of each parameter that was written to, by name. For a parameter whose memory has
+        been freed, returns the value before the first write.
         """
         return {
             name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone()
@@ -166,8 +169,8 @@ class ParamWriteRecorder(TorchDispatchMode):
         }
 
     def restore(self) -> None:
-        """Restores the values from before the first write. Does not restore weights that ZeRO 3 has freed since,
-        because they are gathered again.
+        """Restores the values from before the first write. Weights that ZeRO 3 has freed are not restored, because they
+        are gathered again.
         """
         for tensor, value in self.before.values():
             if tensor.untyped_storage().nbytes():
@@ -202,7 +205,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function` so that no `ParamWriteRecorder` records its writes. These are not writes by the model."""
+    """Wraps `function`, whose writes are not those of the model, so that no `ParamWriteRecorder` records them."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -213,7 +216,7 @@ def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
-"""Dictionaries of tensors and submodules in a module. Code that replaces items of these restores them itself."""
+"""Dictionaries of tensors and submodules in a module. Code that replaces their items must restore them itself."""
 
 
 @contextmanager
@@ -226,7 +229,8 @@ def dry_run(
     """Prepares `model` for a call in eval mode, or in its own modes if `as_it_trains`. On exit restores the model and
     the state of the user's `loss`.
 
-    Yields the recorder of writes to `parameters`. Their storages may differ from those of the model.
+    Yields the recorder of writes to `parameters`. These are storage ranges by name, by default those of the model's
+    parameters. With {} no write is recorded.
     """
     states = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
@@ -282,8 +286,8 @@ def call_with_tensors(
 
 
 class MetaTwins:
-    """Meta tensors with the names and shapes of the parameters and buffers of `model`. `dtype` replaces the
-    floating-point dtype.
+    """Creates meta tensors with the names and shapes of the parameters and buffers of `model`. `dtype` replaces
+    floating-point dtypes, None preserves them.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -331,8 +335,8 @@ POSTPONE_SECONDS = 0.01
 
 
 class _AnalysisTimeout(BaseException):
-    """Is raised when the time limit is reached. It is not an Exception. Otherwise the analysis would mistake it for a
-    failure of the model and try a fallback.
+    """Signals that the time limit is reached. It does not derive from Exception, because the analysis would mistake an
+    Exception for a failure of the model and try a fallback.
     """
 
 
@@ -344,7 +348,7 @@ def limit_analysis_time() -> Iterator[None]:
     Only the main thread can be interrupted, so other threads have no limit.
 
     Raises:
-        InputError: the analysis took longer, or the environment variable is not a positive number.
+        InputError: the analysis exceeded the limit, or TIME_LIMIT_VARIABLE is not a positive number.
     """
     seconds = analysis_time_limit()
     if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
@@ -382,7 +386,7 @@ def limit_analysis_time() -> Iterator[None]:
 
 
 def analysis_time_limit() -> float:
-    """Returns the limit in seconds.
+    """Returns the limit in seconds: TIME_LIMIT_VARIABLE of the environment, or DEFAULT_LIMIT_SECONDS.
 
     Raises:
         InputError: the environment variable is not a positive number.
@@ -404,10 +408,10 @@ def analysis_time_limit() -> float:
 
 
 def _must_postpone(frame: FrameType | None) -> bool:
-    """Returns whether an exception that is raised at `frame` would do harm or be lost.
+    """Returns whether the timeout must not be raised at `frame`.
 
-    During an import it would leave a partially initialised module. In a callback of the garbage collector or in a
-    `__del__`, Python prints and ignores it.
+    During an import the exception would leave a partially initialised module. In a callback of the garbage collector or
+    in a `__del__`, Python would print and ignore the exception.
     """
     callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
     while frame is not None:
@@ -440,8 +444,9 @@ class ExternalFailure(NamedTuple):
 
 
 def external_failure(error: BaseException) -> ExternalFailure | None:
-    """Returns where a file or the network failed and what the user can do, if `error` is such a failure or was caused
-    by one. Returns None for any other error."""
+    """Returns where a file or the network failed, and what the user can do. Returns None if neither `error` nor its
+    causes are an OSError.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
@@ -449,7 +454,7 @@ def external_failure(error: BaseException) -> ExternalFailure | None:
         return None
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
     users = [(name, line) for name, line in reversed(lines) if _is_user_file(name)]
-    users.sort(key=lambda one: "site-packages" in one[0])  # an own file before a library such as requests
+    users.sort(key=lambda one: "site-packages" in one[0])  # prefers the user's file to a library such as requests
     return ExternalFailure(
         f" in {Path(users[0][0]).name}, line {users[0][1]}" if users else "",
         Message(

@@ -1,11 +1,12 @@
-"""Example inputs of a model: those of the user, or inputs made from the model's signature, configuration and layers.
+"""Makes example inputs of a model, from an example of the user or from the model's signature, configuration and layers.
+All analyses and preflight checks call the model with them.
 
-An example of the user has priority: an argument, or the attribute `dummy_inputs` of the model. Otherwise the parameter
-names of forward determine the kind of input: token ids, decoder token ids, images, videos, audio features, waveforms or
-time series. The configuration and its sub-configurations determine the sizes. If no name is known, the model gets a
-positional input that fits its first layers: token ids, pixels, a signal, or vectors. If several shapes are possible,
-the first shape with which the model runs on the meta device is used. Generated examples are meta tensors until values
-are needed.
+An example of the user has priority: an argument, or the attribute `dummy_inputs` of a model without `main_input_name`.
+Otherwise the parameter names of forward determine the type of input: token ids, decoder token ids, images, videos,
+audio features, waveforms or time series. The configuration and its sub-configurations determine the sizes. If no name
+is known, the model gets a positional input that fits its first layers: token ids, pixels, a signal, or vectors. If
+several shapes are possible, the first shape with which the model runs on the meta device is used. Generated examples
+are meta tensors until values are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshwright.analysis.expert_modules import pass_through_experts
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH, EXAMPLE_IMAGE_SIZE = 2, 7, 32
 EXAMPLE_AUDIO_FRAMES = 4 * EXAMPLE_LENGTH
-"""Number of audio frames. It is larger than the text length, because the first layers of audio models shorten the
+"""Number of audio frames of an example. It exceeds EXAMPLE_LENGTH, because the first layers of audio models shorten the
 sequence.
 """
 BOOLEAN_OPS = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
@@ -38,8 +39,8 @@ KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "
 MAX_EXAMPLE_ATTEMPTS = 24
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name. The first dimension of tensors is rows. The argument named '' is passed by position.
-Only the shapes of meta tensors are used.
+"""Arguments of forward by name. Dimension 0 of a tensor counts the rows of the batch. The argument named '' is passed
+by position. Of meta tensors only shapes and dtypes are used.
 """
 InputForm = tuple[tuple[int, ...], torch.dtype]
 """The shape and the dtype of one row of an input."""
@@ -101,10 +102,11 @@ def requires_input(model: nn.Module, name: str) -> bool:
 def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
-    """Returns the example inputs with which `model` is analysed. They have EXAMPLE_BATCH rows and the model's
-    floating-point dtype.
+    """Returns the example inputs with which `model` is analysed. They have the model's floating-point dtype and
+    EXAMPLE_BATCH rows. Only if the tensors of a user's example have different numbers of rows, these numbers remain.
 
-    `length` is the number of token ids. `side` is the size of images, if the model does not specify one.
+    `given` is the user's example. Without it, `length` is the number of token ids per row. `side` is the width and
+    height of images in pixels, if the model does not specify a size.
     """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
@@ -137,7 +139,7 @@ def describe_inputs(example: ExampleInputs) -> str:
 
 
 def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleInputs:
-    """Returns `example` with the positional input under the name of forward's first parameter."""
+    """Returns `example`, with the positional input (named '') renamed to the first parameter of forward."""
     first = next(iter(inspect.signature(model.forward).parameters), "")
     return {name or first: value for name, value in example.items()}
 
@@ -165,9 +167,11 @@ def max_integer_value(example: ExampleInputs) -> int:
 def call_arguments(
     example: ExampleInputs, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1, text: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments to call a model with.
+    """Returns positional and keyword arguments to call a model with, on `device`. `dtype` replaces floating-point
+    dtypes, None preserves them.
 
-    Meta tensors in `example` become small ids below `vocabulary`, or noise. These values depend on `text`.
+    On a device other than meta, integer meta tensors in `example` become ids below `vocabulary`, and floating-point
+    meta tensors become noise. `text` is the seed of both.
     """
     found = {
         name: tree_map(
@@ -194,7 +198,9 @@ def _materialize_input(
 
 
 def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
-    """Returns `value` with floating-point values converted to `kind`. If `cut`, it is resized to EXAMPLE_BATCH rows."""
+    """Returns `value`, converted to the dtype `kind` if it is floating-point. With `cut`, its rows are repeated or cut
+    to EXAMPLE_BATCH.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
@@ -213,8 +219,8 @@ def _meta_input(form: InputForm) -> torch.Tensor:
 
 
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
-    """Yields candidates for the inputs by name, most likely first: the required inputs; then, for a model with several
-    components, all known inputs.
+    """Yields candidates for the inputs by name, most likely first. Each candidate has the required inputs. For a model
+    with several components, further candidates have all inputs with known names.
     """
     signature = inspect.signature(model.forward).parameters
     names = [name for name, parameter in signature.items() if parameter.kind < parameter.VAR_POSITIONAL]
@@ -235,15 +241,17 @@ def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict
 def _with_labels(
     model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]
 ) -> Iterator[dict[str, InputForm]]:
-    """Yields `candidates`, with labels added if forward requires them: one per position, or one per row."""
+    """Yields `candidates`. If forward requires labels, yields each candidate twice: with a label for each position, and
+    with a label for each row.
+    """
     forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
     for one in candidates:
         yield from [{**one, "labels": form} for form in forms] if requires_input(model, "labels") else [one]
 
 
 def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
-    """Returns the inputs of layers that may run first: of the vocabulary or the first convolution, then of all other
-    layers in order of registration.
+    """Returns inputs that fit some layer of the model, most likely first. Inputs of embeddings and `Conv2d` layers come
+    before those of all other layers. Otherwise the order is that of registration.
     """
     found: dict[InputForm, None] = {}
     kinds = (nn.Embedding, nn.Conv2d)

@@ -1,8 +1,9 @@
-"""Modules of stacked experts. Finds them, counts their experts, and temporarily replaces their parameters or expert
-counts.
+"""Finds modules of stacked experts, counts their experts, and temporarily replaces their parameters or expert counts.
+The analysis and runtime/expert_parallel use it.
 
-The forward of such a module takes hidden states, and for each token its expert indices and its routing weights. Another
-form takes only rows for each expert. All parameters of the module are stacked by expert along their first dimension.
+The forward of such a module takes (hidden states, expert indices of each token, routing weights of each token). In
+Llama 4 it takes only rows that are grouped by expert. All parameters of the module are stacked by expert along their
+first dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """Returns the number of stacked experts of a module that takes (token, expert) pairs, 0 for any other module."""
+    """Returns the number of stacked experts of a module whose forward takes hidden states, expert indices and routing
+    weights. Returns 0 for any other module.
+    """
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3:
         return 0
@@ -39,10 +42,11 @@ def num_experts_by_pairs(module: nn.Module) -> int:
 
 
 def num_experts_by_rows(module: nn.Module) -> int:
-    """Returns the number of stacked experts of a module that takes rows sorted by expert, 0 for any other module.
+    """Returns the number of stacked experts of a module whose forward takes only rows sorted by expert. Returns 0 for
+    any other module.
 
-    In Llama 4 such a module gets a row of each token for every expert. The row is zero if the token did not choose the
-    expert.
+    In Llama 4 such a module gets one row for each pair of token and expert. The row is zero if the token did not choose
+    the expert.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
@@ -67,7 +71,7 @@ def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]
 
 @contextmanager
 def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replaces parameters of `module` by the tensors in `state`, by name. Restores them on exit."""
+    """Replaces the parameters named in `state` by the tensors in `state`. Restores the parameters on exit."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for name, tensor in state.items():
         path, _, short = name.rpartition(".")
@@ -84,7 +88,9 @@ def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 @contextmanager
 def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) -> Iterator[None]:
-    """Sets the expert counts of a rank that has 1 / `ranks` of the experts. Restores them on exit."""
+    """Sets the expert counts of `module` to those of a rank with 1 / `ranks` of the experts. Restores the counts on
+    exit.
+    """
     set_expert_count(module, experts, experts.count // ranks)
     try:
         yield
@@ -100,10 +106,10 @@ def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """Makes expert modules return their input, because routing needs values and the model may run on shapes alone.
-    Restores the modules on exit.
+    """Makes expert modules return their input, because routing needs values, which meta tensors do not have. Restores
+    the modules on exit.
 
-    `weighed`: the output for a token is multiplied by its routing weights, so that the router gets a gradient.
+    `weighed`: the output for a token is multiplied by a sum of its routing weights, so that the router gets a gradient.
     """
 
     def stand_in(module: nn.Module) -> Callable[..., Any]:

@@ -1,14 +1,15 @@
-"""Finds the experts of a mixture: modules that take hidden states, the expert indices of each token, and its routing
-weights.
+"""Finds the stacked experts of a mixture-of-experts model and determines how ranks can divide them. `analyze_model`
+adds the result to the `ModelGraph`.
 
-A candidate is a module inside the blocks whose forward takes exactly these three arguments, or only rows for each
-expert. All its parameters are stacked by expert along their first dimension. It should compute each (token, expert)
-pair independently. verify_experts.py verifies four properties numerically:
-- Expert parallelism: a rank that has some of the experts, and receives only their pairs, computes its part of the sum.
-- A pair whose index is beyond all experts contributes nothing, if the module accepts such an index.
-- A routing weight is a factor of the output. So it may be applied on the rank that the token came from.
+A candidate is a module inside the blocks. Its forward takes exactly (hidden states, expert indices of each token,
+routing weights of each token), or only rows grouped by expert. All its parameters are stacked by expert along their
+first dimension. It should compute each (token, expert) pair independently. verify_experts.py verifies four properties
+numerically:
+- Expert parallelism: a rank that has some of the experts, and receives only their pairs, computes its partial sum.
+- A pair whose index is at least the number of experts contributes nothing, if the module accepts such an index.
+- A routing weight is a factor of the output. So the rank that the token came from may apply it.
 - Tensor ranks that have a shard of each expert's inner features compute partial sums. A bias after the inner features
-  is replicated, and each rank adds its fraction of the bias (`replicated`).
+  is replicated, and each of tp ranks adds 1 / tp of it (`replicated`).
 
 The inner dimension and the layout of a fused projection are determined by trying splits until the values agree. The
 code around the experts, such as the router, is verified with the block. In this check the expert module returns its
@@ -50,8 +51,7 @@ def add_experts(
     """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
-    # `hidden` is the default width, for modules whose input is unknown because the model does not run on the meta
-    # device.
+    # If the model does not run on the meta device, the inputs of modules are unknown. Then their width is `hidden`.
     widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
@@ -91,9 +91,9 @@ def find_experts(
     messages: ExpertMessages,
     modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
-    """Returns all experts in forward order. Only the first module of each kind is verified.
+    """Returns all experts in the order of registration. Of identical modules only the first is verified.
 
-    `widths` has the number of input features of each module inside the blocks.
+    `lists` are the paths of the lists of blocks. `widths` has the number of input features of each module inside them.
     """
     found: list[StackedExperts] = []
     known: dict[object, StackedExperts | None] = {}
@@ -112,8 +112,8 @@ def find_experts(
 
 
 def _experts_signature(module: nn.Module, path: str) -> object:
-    """Returns a key that is equal for modules of the same kind: type, modes, and attributes such as functions and
-    configurations.
+    """Returns a key that is equal for identical modules: their types, shapes and attributes, including the identity of
+    functions and configurations. Integers that occur in `path` do not count.
     """
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     others = [
@@ -203,7 +203,7 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
-    """Returns the split of a projection with `size` outputs. If `size` is larger than `features`, it consists of
-    several fused projections, which are concatenated (`together`) or interleaved.
+    """Returns the split of a projection with `size` output features along `dim`. If `size` is larger than `features`,
+    the projection consists of several fused ones, which are concatenated (`together`) or interleaved.
     """
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

@@ -1,4 +1,9 @@
-"""The structure of a model as frozen data. The runtime derives sharding, stages and head counts from it."""
+"""Defines `ModelGraph`, the structure of a model as frozen data. The runtime derives sharding, stages and head counts
+from it.
+
+A region is a group of column-parallel layers and the row-parallel layers that read their outputs. A stack is a list of
+blocks that pipeline stages cut.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ import torch
 
 @dataclass(frozen=True)
 class TpSplit:
-    """The split of a parameter along `dim`. `parts` are the sizes of the parts of a fused parameter along `dim`. Each
-    part is sharded separately.
+    """The split of a parameter over tensor ranks along `dim`. If the parameter is fused (such as Q, K and V in one
+    matrix), `parts` are the sizes of the fused matrices along `dim`. Each of them is sharded separately.
 
-    `ways` is the maximum number of shards of each part (the number of key-value heads), 0 without a limit. With more
-    ranks than `ways`, neighbouring ranks use the same shard.
+    `ways` has the maximum number of shards of each part: the number of key-value heads, 0 without a limit. If there are
+    more ranks than shards, neighbouring ranks use the same shard.
     """
 
     dim: int
@@ -23,18 +28,19 @@ class TpSplit:
     ways: tuple[int, ...] = ()
 
     def has_replicas(self, ranks: int) -> bool:
-        """Returns whether some ranks use the same shard. If so, every rank stores the full parameter and uses
-        its shard.
+        """Returns whether some of `ranks` tensor ranks use the same shard. If so, every rank stores the full parameter,
+        and uses only one shard of it.
         """
         return any(0 < ways < ranks for ways in self.ways)
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """An integer attribute that a forward reads, and the quantity that it counts.
+    """Describes an integer attribute that a forward reads and that each rank must change to its local count.
 
     The attribute `name` belongs to the module at `path`. A name 'config.n' refers to the module's configuration. `kind`
-    is 'heads', 'kv_heads', 'groups' (heads per key-value head), or 'share' (any other size that tp divides).
+    is what the attribute counts: 'kv_heads', 'groups' (query heads per key-value head), or 'share' (the number of heads
+    or any other size that tp divides).
     """
 
     path: str
@@ -47,7 +53,7 @@ class PerHeadArg:
     """An argument of the module at `path` with one entry for each head along `dim`. Every rank has the full argument
     and slices out the entries of its heads.
 
-    `argument` is a position or a name. `heads` is the number of heads. If the size of `dim` is larger, `dim` is (rows x
+    `argument` is a position or a name. `heads` is the number of heads. If `dim` is larger than `heads`, it is (rows x
     heads).
     """
 
@@ -62,11 +68,12 @@ class TpRegion:
     """A region of a block: column-parallel layers, and the row-parallel layers that read their outputs. Paths are full
     module paths.
 
-    At its entry every tensor rank has the full input. The entry is the identity in forward and sums the gradient over
-    ranks in backward. Usually the entry is the input of `module`. `module` is '' if no module has an input that only
-    the column layers read. Then the inputs of the column layers themselves, or of `entries`, are the entries. The
-    outputs of the unsharded layers `mla_inputs` are further entries, because only this region uses them ([Note: MLA
-    inputs] in trace_log.py). `inner_columns` are the column layers after these, which need no entry.
+    At the entry of a region every tensor rank has the full input. The entry is the identity in forward and sums the
+    gradient over ranks in backward. Usually the entry is the input of `module`. `module` is '' if no module has an
+    input that only the column layers read. Then the entries are the inputs of the layers `entries`, or of the column
+    layers if `entries` is empty. The outputs of the unsharded layers `mla_inputs` are further entries, because only
+    this region uses them ([Note: MLA inputs] in trace_log.py). `inner_columns` are the column layers whose inputs are
+    computed from these outputs, so that they need no entry.
     """
 
     module: str
@@ -92,9 +99,10 @@ class TpRegion:
 class StackedExperts:
     """A module of stacked experts. Its forward takes (hidden, indices, weights), or rows grouped by expert (`by_rows`).
 
-    `names` are its parameters. All names are relative to the module. `count_attributes` are the (path, name) of integer
-    attributes that count experts. `splits` shard each expert over tensor ranks. `replicated` are full parameters, of
-    which each tensor rank adds a fraction. `width` is the number of inner features of an expert.
+    `names` are the names of its parameters. All names are relative to the module. `count_attributes` are the (path,
+    name) of integer attributes that count experts. `splits` shard each expert over tensor ranks. `replicated` are
+    biases that every tensor rank stores in full. Each of tp ranks adds 1 / tp of them. `width` is the number of inner
+    features of an expert.
     """
 
     path: str
@@ -109,7 +117,12 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The structure of a model for the runtime. Paths are dotted module paths, and names are full parameter names."""
+    """The structure of a model for the runtime. Paths are dotted module paths, and names are full parameter names.
+
+    `blocks` is the path of the main list of blocks, None if the model has no blocks. `count` is the number of its
+    blocks, or of all blocks (see `spans_stacks`). `embedding` and `head` are the paths of the vocabulary layers, None
+    if there are none. `tied`: both have one weight. `vocabulary` is the number of rows of the embedding table.
+    """
 
     blocks: str | None = None
     count: int = 0
@@ -121,6 +134,7 @@ class ModelGraph:
     splits: dict[str, TpSplit] = field(default_factory=dict)
     """Splits of parameters, and of buffers of norms that are applied to sharded features."""
     divisible: dict[str, int] = field(default_factory=dict)
+    """Sizes that tp must divide, by name, such as 'heads', 'kv_heads' and 'ffn'."""
     partial: tuple[str, ...] = ()
     """Names of replicated parameters that are applied to sharded features, such as a norm of each head. Their gradient
     is partial on each tensor rank.
@@ -130,11 +144,11 @@ class ModelGraph:
     after_blocks: tuple[str, ...] = ()
     """Names of parameters that are used after the blocks, except those of blocks, embedding and head."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Reasons why a feature is unsupported, by kind:
+    """Reasons why a feature is unsupported. The keys are:
 
     - 'sequence': why sequence parallelism would be wrong;
-    - 'matrix': the matrix inside the blocks that is the only such reason;
-    - 'slices': the first difference on a slice of the sequence;
+    - 'matrix': the unsharded matrix inside the blocks that rules out sequence parallelism, if it is the only reason;
+    - 'slices': the first difference between a run on a slice of the sequence and the full run;
     - 'proof': why splits are unverified;
     - 'run': why the model does not run with the example;
     - 'remedy': what the user can do if the model fails to read a file or the network;
@@ -154,14 +168,16 @@ class ModelGraph:
     cannot compute them.
     """
     between_stacks: tuple[tuple[str, ...], ...] = ()
-    """For each stack except the last: names of the parameters outside of blocks that are first used after this
-    stack.
+    """For each stack except the last: names of the parameters outside of blocks that are first used between this stack
+    and the next.
     """
     partly_used: dict[str, TpSplit] = field(default_factory=dict)
-    """Parameters that every tensor rank stores in full, and of which it uses only a shard. Set by `for_tp`."""
+    """Splits of the parameters that every tensor rank stores in full but of which it uses only a shard. `for_tp` sets
+    them.
+    """
 
     def block(self, index: int) -> str:
-        """Returns the path of the block with number `index`."""
+        """Returns the path of block `index`, counted over all stacks if the graph spans them."""
         return self.block_paths[index] if self.spans_stacks else f"{self.blocks}.{index}"
 
     def shards_vocabulary(self, path: str | None) -> bool:
@@ -170,26 +186,26 @@ class ModelGraph:
 
     @property
     def against_sequence(self) -> str:
-        """The reason why sequence parallelism would be wrong, '' if it is correct."""
+        """Returns the reason why sequence parallelism would be wrong, '' if it is correct."""
         return self.unsupported.get("sequence", "")
 
     @property
     def block_paths(self) -> tuple[str, ...]:
-        """Paths of all blocks of all stacks, in the order in which they run."""
+        """Returns the paths of all blocks of all stacks, in the order in which they run."""
         return tuple(f"{path}.{index}" for path, count in self.stacks for index in range(count))
 
     @property
     def spans_stacks(self) -> bool:
-        """Whether blocks are numbered over all stacks. Pipeline stages use this numbering."""
+        """Returns whether blocks are numbered over several stacks, as pipeline stages number them."""
         return len(self.stacks) > 1 and self.count == len(self.block_paths)
 
     def across_stacks(self) -> ModelGraph:
-        """Returns the same graph, with blocks numbered over all stacks."""
+        """Returns this graph with blocks numbered over all stacks."""
         return dataclasses.replace(self, count=len(self.block_paths))
 
     def for_tp(self, ranks: int) -> ModelGraph:
-        """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks move to
-        `partly_used`, because every rank stores them in full.
+        """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks move from
+        `splits` to `partly_used`, because every rank stores them in full.
         """
         used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
@@ -201,10 +217,11 @@ class ModelGraph:
 def shard_intervals(
     size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the interval (start, stop) that tensor rank `index` of `ranks` has in each part of a dimension of `size`.
+    """Returns the interval (start, stop) that tensor rank `index` of `ranks` has in each part of a dimension. `size` is
+    the size of the dimension, or the sizes of its parts.
 
     A shard has ceil(part / ranks) elements, fewer on the last ranks. If `ways` of a part is smaller than `ranks`, the
-    part has only `ways` equal shards, and several ranks have the same one.
+    part has only `ways` shards, and several ranks have the same shard.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))
@@ -225,8 +242,8 @@ def shard_intervals(
 
 
 def shard_view(full: torch.Tensor, split: TpSplit, index: int, ranks: int) -> torch.Tensor:
-    """Returns the shard of `full` that tensor rank `index` of `ranks` uses. It is a view if the shard is contiguous
-    along the dimension.
+    """Returns the shard of `full` that tensor rank `index` of `ranks` uses. The result is a view, unless the split has
+    several parts, which are concatenated into a copy.
     """
     bounds = shard_intervals(split.parts or full.shape[split.dim], index, ranks, split.ways)
     pieces = [full.narrow(split.dim, start, stop - start) for start, stop in bounds]

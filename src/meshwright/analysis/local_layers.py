@@ -1,5 +1,6 @@
-"""Adapts a block to local shards: sets head counts that forwards read, slices arguments with one entry for each head,
-and updates stored layer sizes.
+"""Adapts the modules of a tensor-parallel region to the local shards of a rank, for the tensor-parallel runtime and for
+simulated_ranks.py. Sets head counts, slices arguments with one entry for each head, and updates the sizes that layers
+store. A region consists of column layers and the row layers that read their outputs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ AttributeUndo = list[tuple[nn.Module, str, Any]]
 
 
 def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> AttributeUndo:
-    """Sets the counts of the region to those of each of `ranks` ranks. Returns the previous values. A shared
-    configuration is copied before it is changed.
+    """Sets the `head_counts` of the region to the counts of one of `ranks` tensor ranks. Returns the previous values
+    for `restore_attributes`. A configuration that other modules may share is copied before it is changed.
     """
     undo: AttributeUndo = []
     for count in region.head_counts:
@@ -43,8 +44,8 @@ def restore_attributes(undo: AttributeUndo) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> None:
-    """Sets the size attributes of a layer to the sizes of its weight (Linear, Embedding, convolutions, transformers'
-    Conv1D).
+    """Sets the size attributes of a layer (such as `out_features`) to the sizes of its weight. Other modules do not
+    change.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim < 2:
@@ -55,8 +56,8 @@ def update_layer_sizes(module: nn.Module) -> None:
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that passes to a module only the rank's heads of one argument. `take(tensor, dim)` returns the
-    rank's heads along `dim`.
+    """A forward pre-hook that replaces the argument `one` of a module by the heads of this rank. `take(tensor, dim)`
+    returns the heads of this rank along `dim`.
     """
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -75,8 +76,8 @@ class LocalHeadsHook:
         return args, {**kwargs, key: self.cut(kwargs[key])}
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's heads of (rows x heads). If an earlier block has already computed the tensor from local
-        heads, it is returned unchanged.
+        """Returns the heads of this rank from `tensor`, whose dimension `dim` is (heads) or (rows x heads). Returns
+        `tensor` unchanged if an earlier block has computed it from local heads.
         """
         dim = self.arg.dim
         if tensor.shape[dim] * self.ranks == self.arg.heads:

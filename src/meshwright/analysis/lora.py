@@ -1,11 +1,13 @@
 """Analyses a model with LoRA adapters (peft) as if it had none, then maps the result to the adapted model.
+`analyze_model` and the model loader of `meshwright train` use it.
 
-An adapted layer computes y = W x + s B A x, with the base weight W, the adapter matrices A and B, and a scale s. In a
-column-parallel layer, W and B are split by output features. A is replicated. Its gradient is partial on each rank,
-because B is sharded. In a row-parallel layer, W and A are split by input features, and the outputs are summed over
-ranks. B is replicated. So no product is computed twice. The collectives are those of the base layer. A row layer has
-one more collective, of `rank` features. Source: Hu et al., LoRA, 2021, section 4.1. Both terms are split as in Shoeybi
-et al., Megatron-LM, section 3. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
+An adapted layer computes y = W x + s B A x. W is the base weight, A (r, in) and B (out, r) are the adapter matrices of
+LoRA rank r, and s is a scale. In a column-parallel layer, W and B are split by output features. A is replicated, and
+its gradient is partial on each tensor rank, because B is sharded. In a row-parallel layer, W and A are split by input
+features, and the outputs of both are summed over ranks. B is replicated. So no product is computed twice. A row layer
+needs one collective more than its base layer, on the r outputs of A. Source: Hu et al., LoRA, 2021, section 4.1. Both
+terms are split as in Shoeybi et al., Megatron-LM, section 3. A layer is adapted if it has `base_layer`, `lora_A` and
+`lora_B`.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen, so no check has seen their gradients. A gradient would show whether a layer outside
-    # of the regions works on a slice of the sequence.
+    # The base weights are frozen, so the numeric checks did not compare their gradients. Only these would show whether
+    # a layer outside of the blocks works on a slice of the sequence.
     outside = next(
         (
             path

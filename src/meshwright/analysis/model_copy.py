@@ -1,11 +1,11 @@
-"""Copies a model to the meta device so that the copy is independent of the original. Used for an analysis with another
-batch, and for single-device checks.
+"""Copies a model and the user's loss so that the copy never reaches the original. The preflight checks run a copy on
+the meta device, and the proof of the first step (train/proof) runs a copy in one process.
 
-`copy.deepcopy` does not copy functions. A function that was replaced on an instance, a hook or a loss could still reach
-modules of the original model through its closure, its defaults, or a global variable. Such functions are rebuilt to
-reference the copies. Copied lists, dictionaries and objects then reference the rebuilt functions. If the code of a
-class reaches the model through a global variable or a class attribute, this cannot be changed. `isolated_run` raises if
-the copy reaches the original model at run time.
+`copy.deepcopy` does not copy functions. So hooks, losses, and methods that were replaced on an instance could still
+reach the original model through their closures, their defaults, or global variables. Such functions are rebuilt so that
+they reference the copies. Copied lists, dictionaries and objects then reference the rebuilt functions. The code of a
+class may reach the model through a global variable or a class attribute. Such code cannot be rebuilt, so `isolated_run`
+raises if the copy reaches the original model at run time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
-"""Types that are not searched for references to the model. Their objects are copied as a whole, or never."""
+"""Types whose objects are not searched for references to the model. deepcopy copies such an object as a whole, or not
+at all.
+"""
 
 REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
 """Types whose objects are rebuilt, like functions, if they reference the model."""
@@ -36,21 +38,21 @@ REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A copy of a model and of the user's loss. The loss may reference the model."""
+    """A copy of a model and of the user's loss (None without one). The loss may reference the model."""
 
     model: nn.Module
     loss: Callable[..., torch.Tensor] | None = None
 
     def with_parameters(self, make: Callable[[torch.Tensor], torch.Tensor]) -> ModelCopy:
-        """Returns a copy in which `make` has replaced each parameter. Shared parameters stay shared, and gradient hooks
-        are copied.
+        """Returns a copy in which each parameter is replaced by the result of `make` for it. Tied parameters stay tied.
+        Gradient hooks are copied.
         """
         memo: dict[int, Any] = {}
         parameters = list(self.model.parameters())
         for parameter in parameters:
             memo[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
-            for value in vars(module).values():  # for example the weight that the deprecated weight_norm computes
+            for value in vars(module).values():  # deepcopy rejects non-leaf tensors, such as those of weight_norm
                 if isinstance(value, torch.Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
         model = copy.deepcopy(self.model, memo)
@@ -66,8 +68,8 @@ class ModelCopy:
 
 
 def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
-    """Returns a copy of the model and the loss. The parameters of the copy are on the meta device. Its buffers are
-    copies.
+    """Returns a copy of the model and the loss. The parameters of the copy are on the meta device. Its buffers have
+    real values.
 
     Raises:
         InputError: the model cannot be copied.
@@ -85,7 +87,9 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
 
 
 class FunctionRebinder:
-    """Rebuilds functions that reference copied objects, so that they reference the copies in `memo` of deepcopy."""
+    """Rebuilds functions that reference copied objects, so that they reference the copies. `memo` is the memo of
+    `copy.deepcopy`: it maps the id of each copied object to the copy.
+    """
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
@@ -97,7 +101,9 @@ class FunctionRebinder:
         self.known = 0
 
     def __call__(self, value: Any) -> Any:
-        """Returns `value`, or a rebuilt copy of it if it references a copied object."""
+        """Returns the copy of `value` if it was copied. Returns a rebuilt `value` if it references a copied object,
+        otherwise `value` itself.
+        """
         if id(value) in self.memo:
             return self.memo[id(value)]
         if not self._leads(value):
@@ -116,7 +122,7 @@ class FunctionRebinder:
 
     def rebind_copies(self) -> None:
         """Replaces functions in copied lists, dictionaries and objects by rebuilt functions."""
-        done: set[int] = {id(self.memo)}  # deepcopy keeps the originals alive under this key
+        done: set[int] = {id(self.memo)}  # the entry with this key has the originals and not a copy
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)
             for holder in [self.memo[key] for key in fresh]:
@@ -195,13 +201,15 @@ def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any
 
 
 class ParamAccessGuard(TorchFunctionMode):
-    """Raises if an operation uses a parameter of `model`, because a run of the copy must not reach the original."""
+    """A mode for runs of a copy of `model`. Raises an InputError if a torch function reads a parameter of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = {id(parameter): name for name, parameter in model.named_parameters()}
         self.reached = ""
-        """Description of the part of the model that was reached. It is recorded even if the code catches the error."""
+        """Describes how the copy reached the original model, '' if it did not. It stays set even if the code catches
+        the error.
+        """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in args:
@@ -215,7 +223,7 @@ class ParamAccessGuard(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse(self, line: str) -> None:
-        """Records that the copy reached the model, as described by `line`.
+        """Records that the copy reached the original model. `line` describes how.
 
         Raises:
             InputError: always.

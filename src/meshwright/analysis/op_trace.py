@@ -1,21 +1,23 @@
-"""Traces one training forward on the meta device (shapes only) and records how the weights are used.
+"""Traces one training forward on the meta device (shapes only) and records how the weights are used. analyze.py runs
+the trace, and regions.py builds tensor-parallel regions from the log.
 
 [Note: columns and rows] Inside a block, a matrix product that reads full features can be column-parallel. Its output is
 then sharded by features, and so is everything that is computed from this output. A product that reads a sharded tensor
 is row-parallel. Its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one
 forward separates column layers from row layers in any model, without knowing names. Some column layers must stay
 unsharded: those whose sharded output leaves the block, or enters an operation over all features such as a norm.
-`TraceLog.problems` gives the reason. The next trace receives these weights in `whole`.
+`TraceLog.problems` has the reason for each such weight. The next trace receives these weights in `whole`.
 
-[Note: consumers] A region may begin at the input of a module only if the column layers are the only consumers of that
-input. A residual connection inside the module would be another consumer. Its gradient must not be summed over ranks.
+[Note: consumers] A region consists of column layers and the row layers that read their outputs. It may begin at the
+input of a module only if its column layers are the only consumers of this input. A residual connection inside the
+module also consumes the input, but its gradient must not be summed over ranks.
 
 [Note: full operands] An operation on a sharded tensor may have a full tensor as another operand. There are four cases:
 
-- A parameter with one entry for each sharded feature or head is sharded in the same way.
+- A parameter with one entry for each sharded feature or head is sharded like the features or heads.
 - A parameter that all features or heads use gets a partial gradient on each rank.
 - An argument with one entry for each head, such as a position bias, is sliced: each rank takes its heads.
-- Any other tensor that requires a gradient would get only a part of its gradient. So the columns stay unsharded. To
+- Any other tensor that requires a gradient would get only a partial gradient. So the column layers stay unsharded. To
   know which tensors require a gradient, the trace runs with gradients enabled.
 """
 
@@ -81,12 +83,11 @@ def trace_ops(
     example: ExampleInputs | None = None,
     dtype: torch.dtype | None = None,
 ) -> TraceLog:
-    """Runs `model` once on meta tensors, with each module in its train or eval mode, and returns the log.
+    """Runs `model` once on meta tensors, with each module in its own train or eval mode, and returns the log.
 
-    The weights `whole` stay unsharded. `dtype` replaces the floating-point dtype of the model. Exceptions of the model
-    propagate.
+    `lists` are the paths of the lists of blocks. The weights `whole` stay unsharded. `dtype` replaces the
+    floating-point dtype of the model, None preserves it. Exceptions of the model propagate.
     """
-
     twins = MetaTwins(model, dtype)
     state, buffers = twins.parameters, twins.buffers
     args, kwargs = call_arguments(make_example(model, example), dtype)
@@ -164,21 +165,21 @@ class OpTracer(TorchFunctionMode):
         self.shapes: dict[str, torch.Size] = {}
         self.ids = {id(tensor) for tensor in inputs if not tensor.is_floating_point()}
         self.stack: list[str] = []
-        self.plain: dict[str, str | None] = {}  # linear layers that are running or ran: the name of their bias
+        self.plain: dict[str, str | None] = {}  # maps layers that ran and add their bias last to this bias
         self.sharded: dict[int, ShardedTensorInfo] = {}
-        # `from_params`: for each tensor that is computed from parameters alone, the names of these parameters.
+        # `from_params` maps each tensor that is computed from parameters alone to the names of these parameters.
         self.from_params: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}
-        self.transposed: dict[int, str] = {}  # names of parameters by id of a transposed view
+        self.transposed: dict[int, str] = {}  # maps the id of a transposed view to the name of the parameter
         self.arguments = ModuleArguments()
         self.returned: set[int] = set()  # ids of the outputs of blocks
-        self.repeat_depth = 0  # depth inside a block that has run before
+        self.repeat_depth = 0  # is not 0 inside a block that has run before
         self.mla_inputs, self.param_dependence = MlaInputTracker(), ParamDependence(names)
         self.nothing, self.hooks_before = torch.empty(0), active_saved_tensor_hooks()
         self.trace.alive.append(inputs)
 
     # --- modules
     def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
-        """Returns new hooks that maintain the stack of running modules and record the inputs of each module."""
+        """Registers hooks that track the running modules and record their inputs. `depth` is 1 for a block."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
@@ -361,7 +362,7 @@ class OpTracer(TorchFunctionMode):
 
     @property
     def block(self) -> str:
-        """Path of the block that is running."""
+        """Returns the path of the block that is running."""
         return self.stack[0]
 
     def reject(self, columns: frozenset[str], why: str) -> None:
@@ -397,8 +398,7 @@ class OpTracer(TorchFunctionMode):
         except NotShardable as lost:
             self.reject(columns, Message("{where} {lost}", where=where, lost=lost))
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
-        # A slice of a fused projection has not been reshaped to heads yet. So only the cut of the projection is
-        # recorded.
+        # The input of a slice of a fused projection is not yet reshaped to heads. So its head count is not recorded.
         for tensor in shares if all(share.product_slice in (None, info.product_slice) for share in after) else ():
             _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
@@ -409,7 +409,7 @@ class OpTracer(TorchFunctionMode):
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
     ) -> None:
-        """Handles the full operand `tensor` of an operation on the sharded `share` ([Note: full operands])."""
+        """Handles the full operand `tensor` of an operation on the sharded tensor `share` ([Note: full operands])."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
         names = self.from_params.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
         if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
@@ -447,7 +447,7 @@ class OpTracer(TorchFunctionMode):
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 
     def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
-        """Records the product of queries and keys. Its shape gives the number of heads."""
+        """Records the product of queries and keys. The shape of the queries `factors[0]` shows the number of heads."""
         info, query = self.sharded[id(factors[0])], factors[0]
         if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return
@@ -461,8 +461,8 @@ def _note_cuts(
     share: ShardedTensorInfo,
     tensor: torch.Tensor,
 ) -> None:
-    """Records where a product is cut and into how many heads the slice is reshaped, if `tensor` is a slice of one
-    product.
+    """Records at which features a fused product is sliced, and into how many heads the slice is reshaped. Does nothing
+    unless `tensor` is a slice of one product.
     """
     if len(share.columns) != 1 or share.product_slice is None:
         return
@@ -481,7 +481,7 @@ def _note_cuts(
 def _note_shared_heads(
     products: list[WeightProduct], infos: list[ShardedTensorInfo], factors: list[torch.Tensor]
 ) -> None:
-    """Records keys or values without a head dimension. All heads share them."""
+    """Records keys or values without a head dimension as one head, because all query heads share them."""
     for factor, info in zip(factors, infos, strict=True):
         if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
             (weight,) = info.columns
@@ -491,8 +491,8 @@ def _note_shared_heads(
 
 
 def _is_layer_call(name: str, given: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> bool:
-    """Returns whether the call is the product of a module with its own weight. The other operand may also be computed
-    from parameters, such as a table of positions.
+    """Returns whether the call is the product of the running module with its own weight. The other operand may be
+    computed from parameters too, such as a table of positions.
     """
     return (
         name in PRODUCT_OPS and bool(stack) and any(names.get(id(t), "").rpartition(".")[0] == stack[-1] for t in given)

@@ -1,9 +1,10 @@
-"""Propagates feature sharding through single torch functions.
+"""Propagates feature sharding through single torch functions. op_trace.py calls `propagate_sharding` for every function
+that reads a sharded tensor.
 
-Ranks split the output features of a column layer into equal contiguous segments. Reshapes, transposes, slices,
+Tensor ranks split the output features of a column layer into equal contiguous segments. Reshapes, transposes, slices,
 reductions and broadcasts move the features to other dimensions. `propagate_sharding` follows the features through one
-function. An operation that needs all features raises `NotShardable`. If the features cannot be followed, numeric
-verification decides (verify_sharding.py).
+function. It raises `NotShardable` if the function needs all features. If it cannot follow the features, the numeric
+verification decides whether the layer can be sharded (verify_sharding.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ REDUCTION_OPS = frozenset(
 NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
 MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions whose result has the values of their first tensor argument only."""
+"""Functions whose result depends only on the values of the first tensor argument."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 class NotShardable(Exception):
-    """Is raised if an operation needs all of the sharded features."""
+    """Signals that an operation needs all of the sharded features. The message says which operation."""
 
 
 class OpCall(NamedTuple):
@@ -69,7 +70,7 @@ class OpCall(NamedTuple):
     kwargs: Any
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Returns the argument at position `place` or with the name `name`, `default` if there is none."""
+        """Returns the argument with the name `name` or at position `place`, `default` if there is none."""
         return self.kwargs.get(name, self.args[place] if len(self.args) > place else default)
 
 
@@ -77,10 +78,10 @@ class OpCall(NamedTuple):
 class ShardedTensorInfo:
     """Describes a sharded tensor. `columns` are the weights of the column layers that it comes from.
 
-    `dims` are the dimensions that contain the features, outermost first. Ranks split the first of these. `dims` is
-    empty if the features cannot be followed. `inner` is how often the features repeat inside the first dimension: for
-    (rows x heads), the number of rows. `product_slice`: the tensor is this range of the output features of one product.
-    It is None for a mixture of products.
+    `dims` are the dimensions that contain the features, outermost first. Ranks split `dims[0]`. `dims` is empty if the
+    features cannot be followed. `inner` is how often the features repeat inside `dims[0]`: for a dimension (rows x
+    heads), the number of rows. `product_slice` is the range (start, stop) of the output features of one product that
+    the tensor contains, None if the tensor comes from several products.
     """
 
     columns: frozenset[str]
@@ -90,12 +91,14 @@ class ShardedTensorInfo:
 
     @property
     def dim(self) -> int | None:
-        """The first of `dims`, which ranks split. None if it is unknown."""
+        """Returns the dimension that ranks split, None if it is unknown."""
         return self.dims[0] if self.dims else None
 
 
 def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo) -> int | None:
-    """Returns the dimension of `tensor` that is aligned with the sharded features of `share`, None if there is none."""
+    """Returns the dimension of `tensor` that `call` aligns with the sharded dimension of `share`, None if there is
+    none. `info` describes `share`.
+    """
     if not info.dims:
         return None
     size, dim = share.shape[info.dims[0]], info.dims[0]
@@ -135,8 +138,8 @@ def propagate_sharding(
 
 
 def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
-    """Returns the sharding after a reshape. A reshape preserves the order of elements. So the features begin at the
-    dimension that has as many elements in front of it as before.
+    """Returns the sharding after a reshape, which preserves the order of elements. So the product of the sizes of all
+    dimensions in front of the features is equal before and after the reshape.
     """
     ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
     size = before.shape[share.dims[0]] // share.inner
@@ -145,7 +148,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     if after.shape == before.shape:
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
-    # The dimension of a single head has size 1. A single row may have no dimension.
+    # A dimension of size 1 may be that of a single head, except the leading one, which is that of a single row.
     first = next((dim for dim in begins if dim or after.shape[0] > 1), None)
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
@@ -165,8 +168,8 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
 
 
 def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """Returns the result of `call` on an index tensor. It has the shape of `tensor`, and its only nonzero stride is
-    that of `dim`.
+    """Returns the results of `call` on a meta tensor with the shape of `tensor` and stride 1 along `dim`, 0 along all
+    other dimensions. The stride shows to which dimension the call moves `dim`.
     """
     marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
     result = call.function(marked, *call.args[1:], **call.kwargs)
@@ -193,8 +196,8 @@ def _propagate_transpose(
 def _propagate_slice(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Returns the sharding after a slice. A slice of the sharded features is a part of a fused projection. An integer
-    index removes its dimension.
+    """Returns the sharding after a slice. A slice along the sharded features selects one matrix of a fused projection.
+    An integer index removes its dimension.
     """
     if not _is_view_call(call):
         return _propagate_index_list(call, share, before, outputs)
@@ -217,7 +220,7 @@ def _propagate_slice(
 
 
 def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Returns the feature indices in `indices`, a view of an index tensor. Along other dimensions they are equal."""
+    """Returns the distinct feature indices in `indices`, a view of an expanded index tensor."""
     return (
         indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
     ).unique()
@@ -226,8 +229,8 @@ def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
 def _propagate_index_list(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Returns the sharding after an index by a list, as in x[..., [-2], :]. A list along the features counts as
-    a slice.
+    """Returns the sharding after an index by a list, as in x[..., [-2], :]. A list along the sharded features counts as
+    a slice. The features of any other copying index cannot be followed.
     """
     places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     lists = [place for place in places if isinstance(place, list)]
@@ -247,7 +250,7 @@ def _propagate_index_list(
 
 
 def _is_view_call(call: OpCall) -> bool:
-    """Returns whether the result is a view. An index by a list or a tensor copies."""
+    """Returns whether the result of a slice is a view. An index by a list or a tensor makes a copy."""
     places = call.argument(1, "index") if call.name == "__getitem__" else None
     return not any(
         isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,))
@@ -265,7 +268,7 @@ def _slice_of_product(
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
             raise NotShardable(Message("selects individual features"))
-        # The slice takes, for example, every second feature. Each rank still has complete groups of features.
+        # The slice takes, for example, every second feature. Its step divides the features, so ranks can slice locally.
         return replace(share, dims=dims, product_slice=None)
     if share.product_slice is None:
         return replace(share, dims=dims)
@@ -302,7 +305,7 @@ def _propagate_reduction(
 
 
 def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
-    """Returns the sharding after an einsum. The letters of the equation identify the dimensions."""
+    """Returns the sharding after an einsum, whose equation shows where each dimension of `before` moves."""
     equation = call.args[0].replace(" ", "")
     sources, _, target = equation.partition("->")
     given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
@@ -320,8 +323,11 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
 def _propagate_broadcast(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
 ) -> ShardedTensorInfo:
-    """Returns the sharding after a broadcast, which aligns dimensions from the right. Batched matrix products preserve
-    the batch dimensions. `cat` and `stack` along other dimensions preserve the sharded dimension.
+    """Returns the sharding after an operation that aligns dimensions from the right. These are elementwise functions,
+    `cat`, `stack`, `repeat` and batched matrix products, which preserve the batch dimensions.
+
+    Raises:
+        NotShardable: the operation multiplies, concatenates or repeats along the sharded features.
     """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:

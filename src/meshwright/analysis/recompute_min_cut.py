@@ -1,11 +1,11 @@
-"""Plans selective recompute by a minimum cut between the values that cannot be recomputed and those that autograd asks
-to save.
+"""Plans selective recompute by a minimum cut between the values that cannot be recomputed and the values that autograd
+saves. `RematTape` (recompute_tape.py) records the values of a block and executes the plan.
 
-[Note: minimum cut] The saved storages are a minimum cut: of all sets from which every requested tensor can be
-recomputed, the set with the fewest bytes. Of several such sets, the plan takes the one with the fewest recomputed
-values. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut optimal
-recomputation with AOTAutograd, 2022, which torch.compile applies to compiled graphs. Here it is applied to eager
-blocks, with one vertex for each storage.
+[Note: minimum cut] From the saved storages, backward must be able to recompute every requested tensor. Of all such sets
+of storages, a minimum cut has the fewest bytes. The plan saves a minimum cut, of several one with short chains of
+recomputed values. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut
+optimal recomputation with AOTAutograd, 2022. torch.compile applies this method to compiled graphs. This module applies
+it to eager blocks, with one vertex for each storage.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import networkx  # type: ignore[import-untyped]
 import torch
 
 STEPS_PER_BYTE = 4096
-"""Number of recomputed values that cost as much as one byte. The number is so high that it decides only between cuts
-with equal bytes.
+"""Number of recompute steps that cost as much as one byte. It is so high that steps decide only between cuts with equal
+bytes.
 """
 MAX_CACHED_PLANS = 64
-"""Maximum number of cached plans. There is one plan for each distinct graph of a block."""
+"""Maximum number of cached plans. Each distinct graph of a block has one plan."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""For each graph of a block: the saved values; and for each requested value that is not saved, the values to recompute.
-Values are indices in the order of creation.
+"""Maps each graph of a block to its plan: the saved values, and for each requested value that is not saved the values
+to recompute. A value is represented by its index in `ancestors_in_order`.
 """
 
 
 class RematValue:
     """One storage in the forward of a block.
 
-    - `function` made the storage, as its result number `place`, from `args` and `kwargs`. Views replace tensors in
-      these. `function` is None if the storage cannot be recomputed.
-    - `free`: the storage is resident anyway.
+    - `function` made the storage, as its result number `place`, from `args` and `kwargs`, in which a `StorageView`
+      replaces each tensor. `function` is None if the storage cannot be recomputed.
+    - `free`: the storage is resident anyway, as a block input, a weight or a buffer.
     - `entered`: the storage is an input of the block.
     - `gathered`: the storage is a weight, which is freed and later filled with the same values again.
-    - `saved` is what the tape saved of the storage.
+    - `saved` is the result of saving the storage, None if it is not saved.
     - `recomputed` is the recomputed tensor. `pending_tensors` is the number of saved tensors that still need it.
     - `pending_values` is the number of recomputed values that still read the storage.
     """
@@ -81,18 +81,18 @@ class RematValue:
 
     @property
     def reads(self) -> dict[RematValue, None]:
-        """The values from which this value is computed, each once."""
+        """Returns the distinct values from which this value is computed."""
         return {view.value: None for view in self.sources}
 
     @property
     def is_written(self) -> bool:
-        """Whether the storage was written to after it was made, first read, or saved."""
+        """Returns whether the storage was written to after the tape first saw it, or after it was saved."""
         return self.probe._version != self.version
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether the storage can be recomputed: its function is known, and the inputs of the function are
-        unmodified.
+        """Returns whether the storage can be recomputed: its function is known, and neither the storage nor the inputs
+        of the function were written to since.
         """
         return (
             self.function is not None
@@ -102,12 +102,14 @@ class RematValue:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the storage is in memory even if it is not saved."""
+        """Returns whether the storage is in memory even if it is not saved."""
         return self.free and self.storage() is not None
 
 
 class StorageView(NamedTuple):
-    """A tensor as a view: its geometry in the storage of a value, and the version of the storage that was read."""
+    """Describes a tensor as a view of the storage of a value. `version` is the version counter of the storage when the
+    tensor was read.
+    """
 
     value: RematValue
     size: torch.Size
@@ -117,7 +119,7 @@ class StorageView(NamedTuple):
     version: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this view of the storage of `whole`."""
+        """Returns this view, applied to the storage of the tensor `whole`."""
         part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
         return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
@@ -136,8 +138,9 @@ class RematPlan(NamedTuple):
 
 
 def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
-    """Returns the plan for obtaining all of `requested` ([Note: minimum cut]). Values in `stay` are not recomputed,
-    even if they could be.
+    """Returns the plan that makes all values in `requested` available to backward ([Note: minimum cut]).
+
+    `cuts` caches plans. Values in `stay` are not recomputed, even if they could be.
     """
     order = ancestors_in_order(requested)
     number = {value: at for at, value in enumerate(order)}
@@ -175,8 +178,8 @@ def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Co
 
 
 def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
-    """Returns `requested` and all values from which they are computed, sources first. The search stops at `known` and
-    at resident values.
+    """Returns `requested` and all values from which they are computed, each after its sources. The search stops at
+    `known` and at resident values.
     """
     found: dict[RematValue, None] = {}
     ahead = [*requested][::-1]
@@ -222,7 +225,7 @@ def _min_cut(
 
 
 def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that shares the version counter of `tensor` but has no memory."""
+    """Returns an empty tensor with the version counter of `tensor`, which shows later writes to it."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -1,25 +1,27 @@
-"""A tape of one forward of a block, for selective recompute. It records which saved tensors can be recomputed from
-others by cheap operations.
+"""Implements selective recompute by a tape of one forward of a block. The tape records which saved tensors can be
+recomputed from others by cheap operations. runtime/activation_recompute.py runs blocks under it, and the profile uses
+it to find which bytes are not saved.
 
 A `RematTape` records elementwise operations, norms, sums and copies (`RECOMPUTABLE_OPS`). The results of matrix
 products, attention, random functions and custom functions cannot be recomputed. At the end of the forward, every tensor
-that autograd asked to save is either saved or dropped. A dropped tensor is recomputed from saved tensors when backward
-requests it.
+that autograd passed to the tape is either saved or dropped. A dropped tensor is recomputed from saved tensors when
+backward requests it.
 
 Guarantees:
-- A recomputed tensor is bitwise equal, because the same kernels read the same values.
+- A recomputed tensor is bitwise equal to the dropped one, because the same kernels read the same values.
 
-[Note: tape memory] The tape keeps no memory alive that the block would have freed. The exception is an input that is
+[Note: tape memory] The tape references no memory that the block would have freed. The exception is an input that is
 smaller than the tensor made from it (the 16-bit input of a float32 copy). A freed value can be recomputed as an
 intermediate result, but cannot be saved.
 
 [Note: freeing recomputed tensors] A recomputed tensor is freed when backward has requested the last saved tensor that
-needs it. A tensor that only other recomputed values read is freed when these values exist. Some tensors are never
-requested, such as those of a result that no loss reads. They keep only their sources alive.
+needs it. A tensor that only other recomputed values read is freed as soon as these values exist. Backward never
+requests some tensors, such as those of a result that no loss reads. Such a tensor keeps only its sources in memory.
 
 [Note: in-place writes] If a value is written to after an operation has read it, recomputing the operation would read
-the new value. Version counters detect this. Such a value is saved. If a value is written to after the block has run,
-backward raises an error, as autograd does. If other forwards write to a buffer, a copy of the buffer is saved.
+the new value. Version counters detect this, and the result of the operation is saved. If a saved value is written to
+after the block has run, backward raises an error, as autograd does. If other forwards write to a buffer, a copy of the
+buffer is saved.
 """
 
 from __future__ import annotations
@@ -50,15 +52,14 @@ OWN_CHECKPOINT_REASON = (
 def active_saved_tensor_hooks() -> Any:
     """Returns the active saved-tensor hooks, None if there are none.
 
-    The attribute is private to torch. If torch moves it, the tests of models that checkpoint activations themselves
-    fail.
+    This torch function is private. If torch moves it, the tests of models with their own activation checkpointing fail.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensor_state() -> tuple[Any, bool]:
-    """Returns the active saved-tensor hooks, and whether gradients are enabled. An activation checkpoint of the model
-    itself changes one of the two.
+    """Returns the active saved-tensor hooks, and whether gradients are enabled. If one of the two changes inside a
+    model, the model itself uses activation checkpointing.
     """
     return active_saved_tensor_hooks(), torch.is_grad_enabled()
 
@@ -77,8 +78,8 @@ RECOMPUTABLE_OPS = frozenset([
     "__truediv__", "__pow__", "__neg__",
 ])
 # fmt: on
-"""Names of torch functions that read and write their tensors about once, and return the same values whenever they are
-called.
+"""Names of torch functions that are cheap to recompute: they are deterministic, and read and write each tensor about
+once.
 """
 
 TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
@@ -88,7 +89,7 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 class SavedTensor:
     """The object that autograd stores in place of a tensor. During the block's forward it contains the tensor.
-    Afterwards it contains a view of a recomputable storage, or the result of saving the tensor.
+    Afterwards it contains a view of a value on the tape (`view`), or the result of saving the tensor (`saved`).
     """
 
     __slots__ = ("probe", "recomputes", "saved", "tensor", "version", "view")
@@ -102,9 +103,11 @@ class SavedTensor:
 
 
 class RematTape(TorchFunctionMode):
-    """The tape of one forward of a block with inputs `entering`, and of its backward.
+    """The tape of one forward of a block, and of the backward of this block. `entering` are the inputs of the block.
 
-    `keep` saves a tensor, and `take` loads it. `weights` are storages that are freed and gathered again (ZeRO 3).
+    `keep` saves a tensor, for example to CPU memory, and `take` loads the result of `keep`. By default both return
+    their argument. Tensors of types other than `plain` are not recomputed. `weights` are the storages (`_cdata`) that
+    are freed and gathered again (ZeRO 3).
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class RematTape(TorchFunctionMode):
         self.saved: list[SavedTensor] = []
         self.small: list[torch.Tensor] = []
         self.is_cheap = False
-        """Whether a recomputable function is running, for which autograd then saves tensors."""
+        """Whether a recomputable function is running, so that autograd saves tensors only for this function."""
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
@@ -176,7 +179,7 @@ class RematTape(TorchFunctionMode):
     def view(self, tensor: torch.Tensor) -> StorageView:
         """Returns the view of the storage of `tensor` that covers the tensor."""
         value = self.values.get(tensor.untyped_storage())
-        if value is None:  # a weight, a buffer, a tensor made outside of the tape, or one that cannot be recomputed
+        if value is None:  # no recomputable function made the tensor, for example if it is a weight or a buffer
             storage = tensor.untyped_storage()
             value = self.values[storage] = RematValue(
                 tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights
@@ -202,10 +205,10 @@ class RematTape(TorchFunctionMode):
 
     # --- end of the forward
     def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
-        """Ends the forward of the block. Saves the tensors that must be saved and drops all others. Returns the
-        decision.
+        """Ends the forward of the block. Saves the tensors that must be saved and drops all others. Returns the plan.
 
-        `cuts` caches decisions by the graph of a block. `moving` are storages of buffers that other forwards write to.
+        `cuts` caches plans by the graph of a block. `moving` are the storages (`_cdata`) of buffers that other forwards
+        write to.
         """
         requested = self.requested_values(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = plan_remat(requested, cuts)
@@ -236,13 +239,18 @@ class RematTape(TorchFunctionMode):
         return cut
 
     def requested_values(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
-        """Returns the values on the tape that contain `tensors`, without values that are resident anyway."""
+        """Returns the values on the tape that contain `tensors`, except values that are resident anyway."""
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
         return {value: None for value in found if value is not None and not value.is_resident}
 
     # --- backward
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Returns the tensor that `pack` received. This is the unpack hook of `saved_tensors_hooks`."""
+        """Returns the tensor that `pack` received, recomputed if it was dropped. This is the unpack hook of
+        `saved_tensors_hooks`.
+
+        Raises:
+            RuntimeError: the tensor was written to in place after the block had run.
+        """
         if isinstance(saved, torch.Tensor):
             return saved
         if saved.tensor is not None:  # an error ended the forward before `finish`
@@ -283,7 +291,9 @@ class RematTape(TorchFunctionMode):
 
 
 def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
-    """Returns the error for a saved tensor that was written to in place."""
+    """Returns the error for a saved tensor that was written to in place. `then` and `now` are the version counters when
+    it was saved and when backward requests it.
+    """
     return RuntimeError(
         f"a tensor of {dtype} that a block's backward needs was modified in place after it was saved (version {now} "
         f"for {then}; rc-sac): "
@@ -292,7 +302,7 @@ def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeE
 
 
 def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns whether the result of a torch function can be recomputed cheaply."""
+    """Returns whether the result of a torch function, called with `kwargs`, can be recomputed cheaply."""
     return (
         getattr(function, "__name__", "") in RECOMPUTABLE_OPS
         and "out" not in kwargs

@@ -1,9 +1,9 @@
-"""Builds tensor-parallel regions from the trace of a block. Finds which column layers belong to which row layers, where
-a region begins, and which integers tp divides.
+"""Builds tensor-parallel regions from the trace of a block for analyze.py. Finds which column layers belong to which
+row layers, where a region begins, and which integers tp must divide.
 
-A region consists of row layers and the column layers whose sharded outputs they read. It begins at the outermost module
-inside the block whose input only these column layers read ([Note: consumers] in op_trace.py). `AnalysisState` has the
-intermediate results of analyze.py and verified_regions.py.
+A region consists of row layers and the column layers whose sharded outputs the row layers read. It begins at the
+outermost module inside the block whose input only these column layers read ([Note: consumers] in op_trace.py).
+`AnalysisState` has the intermediate results of analyze.py and verified_regions.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 class RegionCandidate(NamedTuple):
     """A candidate for a region of one block.
 
-    Names in `splits` and `partial` are full parameter names. tp must divide every value of `sizes`.
+    Names in `splits` and `partial` are full parameter names. tp must divide every value of `sizes`, whose keys are
+    'heads', 'kv_heads', 'ffn' or 'groups of ...'. tp may also be a multiple of 'kv_heads'. `partial` are replicated
+    parameters with a partial gradient on each rank.
     """
 
     region: TpRegion
@@ -35,12 +37,12 @@ class RegionCandidate(NamedTuple):
     has_sequence_dim: bool
     """Whether the column layers read (batch, sequence, features)."""
     weights: frozenset[str]
-    """The weights of the column layers, including column layers in other blocks whose sharded outputs the
-    region reads.
+    """The weights of the column layers, including column layers in other blocks whose sharded outputs the region
+    reads.
     """
 
     def summary(self, block: str) -> str:
-        """Returns a description of the region for `findings`."""
+        """Returns a description of the region for `ModelGraph.findings`. `block` is the path of its block."""
         columns, rows = (
             [path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows)
         )
@@ -48,10 +50,10 @@ class RegionCandidate(NamedTuple):
 
 
 def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
-    """Returns the regions of the block at path `block` in forward order; and the earliest columns that must stay
-    unsharded, each with the reason.
+    """Returns the regions of the block at path `block` in forward order. Also returns the weights of the earliest
+    column layers that must stay unsharded, each with the reason.
 
-    Later columns that must stay unsharded are not returned, because the earliest may cause their failures.
+    Later column layers that must stay unsharded are not returned, because the earliest ones may be the cause.
     """
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
@@ -152,8 +154,8 @@ def _split_following_parameter(
     columns: list[WeightProduct],
     splits: dict[str, TpSplit],
 ) -> TpSplit:
-    """Returns the split of a parameter with one entry for each feature or head. It equals that of the sharded tensor
-    that the parameter is applied to.
+    """Returns the split along `dim` of the parameter or buffer `name`, which has one entry for each feature or head.
+    The split equals that of `share`, the sharded tensor that the parameter is applied to.
     """
     origin = next((product for product in columns if share.columns == {product.weight}), None)
     if origin is None:
@@ -172,7 +174,7 @@ def _split_following_parameter(
 
 
 def _min_features(columns: list[WeightProduct]) -> int:
-    """Returns the number of features of the smallest part of any column layer."""
+    """Returns the number of output features of the smallest part of any column layer."""
     return min(min(product.parts or (product.size,)) for product in columns)
 
 
@@ -195,10 +197,11 @@ def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProd
 
 
 def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
-    """Returns the path of the outermost module whose input only `columns` read, None if there is no common module.
+    """Returns the path of the outermost module whose input only `columns` read, None if these layers have no such
+    module in common.
 
-    Two regions that read the same input begin at separate modules. At a common module their gradient would be summed
-    twice.
+    Two regions that read the same input must begin at separate modules. At a common module the gradient of the input
+    would be summed over ranks twice.
     """
     chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
@@ -221,8 +224,8 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Returns sets of integer attributes that each rank may have to divide, smallest set first. Verification uses the
-    first set that gives correct results.
+    """Returns sets of integer attributes that each rank may have to divide, most likely first. Verification uses the
+    first set with correct results.
     """
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)
@@ -253,7 +256,9 @@ def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[s
 
 
 def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
-    """Returns the integer attributes whose name and value match the number of heads."""
+    """Returns the integer attributes whose name and value match the number of heads, of key-value heads, or of heads
+    per key-value head. `configured`: searches the configurations of modules instead of the modules.
+    """
     region = found.region
     if not region.heads:
         return ()
@@ -272,7 +277,7 @@ def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configure
 
 
 def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tuple[HeadCount, ...]:
-    """Returns the integer attributes that equal the output size of a column layer or of a part of it."""
+    """Returns the integer attributes that equal the output size of a column layer, or of one part of a fused layer."""
     shares: set[int] = set()
     for path in found.region.columns:
         split = found.splits[f"{path}.weight"]
@@ -321,26 +326,26 @@ class AnalysisState:
     unsharded: dict[str, str] = field(default_factory=dict)
     """Weights of column layers that stay unsharded, each with the reason."""
     stacks: list[str] = field(default_factory=list)
-    """The lists that pipeline stages cut (block_lists.py)."""
+    """Paths of the lists of blocks that pipeline stages cut (block_lists.py)."""
     sequence_error: str = ""
-    """The reason why the hidden state cannot be split along the sequence, according to the numeric check. '' if
-    it can.
-    """
+    """The reason why the hidden state cannot be split along the sequence, '' if the numeric check accepts it."""
     sequence_sliced: tuple[str, ...] = ()
-    """Names of parameters between blocks whose gradient is partial, because each rank applies them to its slice of the
-    sequence.
+    """Names of parameters between blocks that each rank applies to its slice of the sequence, so that their gradient is
+    partial.
     """
     unverified_reason: str = ""
     """The reason why splits are not verified numerically, '' if they are."""
     external_failure: ExternalFailure | None = None
-    """The failure to read a file or the network, if it made the trace fail."""
+    """The failure to read a file or the network that made the trace fail, None if the cause is another one."""
 
 
 @dataclass(frozen=True)
 class OuterLayers:
-    """The layers around the blocks: paths of embedding and head, and names of the parameters after the blocks.
+    """The layers around the blocks: paths of embedding and head (None if the model has none), and names of the
+    parameters after the blocks.
 
-    `splits` has the split of each sharded vocabulary parameter. `unsharded` has the reason for each unsharded one.
+    `splits` has the split of each sharded vocabulary parameter. `unsharded` maps the path of an unsharded vocabulary
+    layer to the reason.
     """
 
     embedding: str | None

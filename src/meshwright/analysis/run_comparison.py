@@ -1,19 +1,19 @@
-"""Records of runs that are cut where ranks communicate, and the comparison of simulated ranks with a full run
-(simulated_ranks.py).
+"""Records a run that is cut where ranks communicate, and compares the records of simulated ranks with that of a full
+run. The numeric checks of the analysis use it (simulated_ranks.py, verified_regions.py, verify_experts.py).
 
-The gradient G of a weight W is as large as W, and the comparison needs nothing else from it. So for large weights the
-comparison uses a random projection of G. P is a random matrix with k = PROJECTION_COLUMNS columns. The layer treats W
-as a constant and adds a product with a matrix Q of zeros. The output of the layer does not change, and the gradient of
-Q is a projection of G:
+The gradient G of a large weight W (rows, columns) would take as much memory as W. So for large weights the comparison
+uses a random projection of G. P is a random matrix with k = PROJECTION_COLUMNS columns. The layer treats W as a
+constant and adds a product with a matrix Q of zeros. The output of the layer does not change, and the gradient of Q is
+a projection of G:
 
 | sharded dimension of W | zeros Q | added to the layer x W^T | gradient of Q |
 |---|---|---|---|
 | 0, or none | (rows, k) | (x P) Q^T | G P |
 | 1 | (k, columns) | (x Q^T) P^T | P^T G |
 
-A shard of G along a dimension has the shard of the projection along this dimension. A sum of gradients has the sum of
-their projections. If another operation also uses W, its gradient is computed in full and then projected. Two different
-gradients have equal projections with probability 0.
+The projection of a shard of G is the shard of the projection of G along the sharded dimension. The projection of a sum
+of gradients is the sum of their projections. If a further operation uses W, the gradient of W from this operation is
+computed in full and then projected. Two different gradients have equal projections with probability 0.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from meshwright.analysis.run_conditions import cotangent, relative_difference
 
 PROJECTION_COLUMNS = 8
 RandomMatrices = dict[tuple[str, int], torch.Tensor]
-"""The random matrix of each projection, by the name of the weight and the dimension that is split over ranks."""
+"""Maps (name of a weight, dimension that is split over ranks) to the random matrix of the projection."""
 
 
 class GradProjection(TorchFunctionMode):
-    """A mode in which layers that use a matrix in `weights` compute a projection of its gradient. `splits` are the
-    splits of these matrices over ranks. `matrices` are the random matrices of earlier runs. The mode adds those that
-    are missing.
+    """A mode in which layers that use a matrix in `weights` compute a projection of the gradient of this matrix.
+
+    `splits` are the splits of these matrices over ranks. `matrices` are the random matrices of earlier runs, to which
+    the mode adds new ones.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class GradProjection(TorchFunctionMode):
         return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Returns by weight name the matrix of zeros whose gradient is the projection."""
+        """Maps each weight name to the matrix of zeros whose gradient is the projection."""
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the projection of the gradient of the weight `name`, None if the weight got no gradient.
 
-        `whole` is the gradient of the weight itself. `projected` is the gradient of its matrix of zeros.
+        `whole` is the gradient of the weight itself. `projected` is the gradient of the matrix of zeros of this weight.
         """
         if whole is None:
             return projected
@@ -91,8 +92,8 @@ WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 
 
 
 class _WeightProjection:
-    """The matrix of zeros of one weight, and the random matrix of its projection. The random matrix is equal for the
-    full weight and on every rank.
+    """The matrix of zeros of the weight `name`, which is split along `dim`, and the random matrix of its projection.
+    The random matrix is equal for the full weight and for every shard.
     """
 
     def __init__(self, name: str, weight: torch.Tensor, dim: int, known: RandomMatrices) -> None:
@@ -108,8 +109,8 @@ class _WeightProjection:
         ).requires_grad_()
 
     def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether an embedding is a plain lookup. If it scales rows or has sparse gradients, it is not
-        projected.
+        """Returns whether the gradient of a call of `functional.embedding` can be projected. It cannot if the call
+        scales rows or has sparse gradients, or if the table is split by features.
 
         The arguments after the weight are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
         """
@@ -129,19 +130,21 @@ class _WeightProjection:
 SEQUENCE_DIM = 1
 """The sequence dimension of a hidden state (B, T, C)."""
 MAX_COMPARED_NUMEL = 1 << 20
-"""Maximum number of elements of a tensor that is compared in full after a run, to find writes by the forward."""
+"""Maximum number of elements of a tensor that is copied before a run and compared after the run, to find writes by the
+forward.
+"""
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 CommPoint = tuple[str, int]
-"""A communication point: its description, and how often it was reached before."""
+"""A communication point: its description, and how often the run had reached this point before."""
 ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
-"""A function that slices a rank's shard out of a full tensor. None if ranks have partial sums."""
+"""A function that slices the shard of a rank out of a full tensor. None if ranks have partial sums."""
 
 
 @dataclass
 class BlockCall:
-    """The detached inputs and outputs of a block. `inputs_require_grad`: which leaves of the inputs require gradients
-    in training.
+    """The inputs and the output of a block in one call. `inputs_require_grad` says for each leaf of the inputs whether
+    it requires a gradient in training.
     """
 
     inputs: CallArguments
@@ -154,8 +157,9 @@ class RankRunRecord:
     """The record of one run on one rank.
 
     For each communication point, `contributed` has the tensor that the rank passes to the collective, and `received`
-    the tensor that the rank continues with. Both come with the function that slices the rank's shard out of the full
-    tensor.
+    the tensor that the rank continues with. Each tensor comes with the function that slices it out of the full tensor.
+    `gradients` are those of `received`, and `param_grads` those of parameters by name. `written` has the values of
+    tensors after the run, by name.
     """
 
     contributed: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
@@ -171,15 +175,17 @@ def identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the hidden state of a module: the argument `hidden_states`, or the first tensor among its arguments."""
+    """Returns the keyword argument `hidden_states` of a module, or the first tensor among its arguments. Returns None
+    if there is no tensor.
+    """
     given = (kwargs.get("hidden_states"), *args, *kwargs.values())
     return next((value for value in given if isinstance(value, torch.Tensor)), None)
 
 
 def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that slices a rank's segment of the sequence out of a tensor.
+    """Returns a function that slices the segment of `rank` along the sequence out of a tensor (B, T, ...).
 
-    The function raises ValueError if the segments of the ranks are unequal.
+    The function raises ValueError if `ranks` does not divide T.
     """
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,8 +200,10 @@ def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tens
 def compare_comm_points(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False
 ) -> str | None:
-    """Compares what ranks contribute, and the gradients of what they receive, with those of a full run. Returns a
-    description of the first difference, None if there is none.
+    """Compares what `ranks` contribute, and the gradients of what they receive, with the full run `known`. Returns a
+    description of the first difference, which begins with `part`. Returns None if there is no difference.
+
+    With `is_meta`, compares the shapes of the contributed tensors instead of their values.
     """
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
@@ -242,11 +250,11 @@ def _describe_difference(
 def compare_param_grads(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, summed: dict[str, bool] | None = None
 ) -> str | None:
-    """Compares the gradients of parameters. Returns a description of the first difference, None if there is none. Every
-    rank must compute the full gradient.
+    """Compares the gradients of parameters on `ranks` with the full run `known`. Returns a description of the first
+    difference, None if there is none.
 
-    With `summed`, the gradients of all ranks may also add up to the full gradient. `summed` records by name which case
-    applies (True: they add up). The case must be the same in every call.
+    Every rank must compute the full gradient. With `summed`, the gradients of all ranks may instead add up to the full
+    gradient. `summed` records for each parameter whether they add up, which must not change between calls.
     """
     scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
     for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):
@@ -275,10 +283,11 @@ def _sums_to_full(found: Sequence[torch.Tensor], there: torch.Tensor, scale: flo
 def run_backward(
     record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection
 ) -> None:
-    """Computes the gradients of the run `record` and stores them in it.
+    """Computes the gradients of the run `record` and stores them in `record`.
 
-    Backward begins at every contributed tensor, with the random gradients of `known` or their shards. Parameters in
-    `projected` get the projection of their gradient.
+    Backward begins at every contributed tensor with a random gradient, or with the shard of this gradient that belongs
+    to the rank. The full run `known` determines its shape. Parameters in `projected` get the projection of their
+    gradient.
     """
     terms = []
     for number, (key, (there, _)) in enumerate(known.contributed.items()):
@@ -304,7 +313,7 @@ def run_backward(
 
 
 def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a small tensor, because a run may write to it. Returns a large tensor itself."""
+    """Returns a copy of a small tensor, because a run may write to the tensor. Returns a large tensor itself."""
     if tensor.numel() > MAX_COMPARED_NUMEL:
         return tensor
     found = tensor.detach().clone()

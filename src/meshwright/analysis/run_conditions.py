@@ -1,16 +1,16 @@
-"""Conditions of numeric checks: seeds, random values for meta parameters, training modes, and repeatable float64
-computation.
+"""Sets up the conditions of numeric checks: seeds, random values for meta parameters, training modes, and repeatable
+float64 computation. The checks of the analysis and the proofs of the runtime use it.
 
-A check compares a full run with runs on shards. Three effects could hide a difference or create a false one. Both kinds
-of runs exclude them:
+A check compares a full run with runs on shards. Three effects could hide a difference or create a false one. All runs
+exclude them:
 - Rounding: the model computes in float64, even where it casts to float32.
 - Randomness: dropout becomes a factor of 1 + p, where p is the dropout rate. So the check detects a missing dropout.
-  Every run begins with the same random state.
+  All runs begin with equal random states.
 - Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are
   scaled up. A factor that is zero at the start of training would otherwise hide errors.
 
 Guarantees:
-- Every rank uses the same random values.
+- All ranks use equal random values.
 - On exit the parameters, modes and attributes of the model are restored.
 """
 
@@ -33,10 +33,10 @@ from meshwright.analysis.dry_run import dry_run
 
 
 def set_seed(number: int) -> None:
-    """Seeds the generators of all devices in use.
+    """Seeds the generators of the CPU and of initialised CUDA devices.
 
-    torch.manual_seed also stores the caller's stack for each device type that was not initialised, which takes 3 ms a
-    call.
+    torch.manual_seed takes 3 ms longer, because it stores the caller's stack for each device type that is not
+    initialised.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
@@ -44,18 +44,19 @@ def set_seed(number: int) -> None:
 
 
 MAX_RANDOM_PARAMS = 1 << 27
-"""Maximum number of parameters that get random values if only some parameters need them. This takes half a gigabyte."""
+"""Maximum number of parameter elements of a model that gets random values. In float32 they take 0.5 GiB."""
 
 CHECK_VOCAB_ROWS = 512
-"""Number of rows of the vocabulary whose token ids a check may use."""
+"""Number of token ids that a check may use. Only so many rows of the vocabulary need values."""
 
 
 @contextmanager
 def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
-    """Gives the meta parameters that are `needed` random values, which are equal on every rank. Restores the meta
+    """Replaces meta parameters by parameters with random values, which are equal on every rank. Restores the meta
     parameters on exit.
 
-    Only the first `read` rows of embedding tables get values.
+    `needed(name)` returns whether a parameter needs values. Of embedding tables only the first `read` rows get random
+    values. The others are zero.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -69,7 +70,7 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
                 kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-                # Only the rows that the check reads take memory. The size of the vocabulary has no effect.
+                # The pages of zeros take memory only when they are written, so a large vocabulary costs nothing.
                 tensor = torch.zeros(parameter.shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
@@ -82,16 +83,19 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
 
 
 MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
-"""Maximum number of parameters of a model of which every block is checked. Up to this size, a meta model gets random
-values too.
+"""Maximum number of parameter elements of a model of which every block is checked. Up to this size, the parameters of a
+meta model get random values.
 """
 MAX_PARAMS_FLOAT64 = 1 << 27
-"""Maximum number of parameters of a model that a check computes in float64, which takes a gigabyte."""
+"""Maximum number of parameter elements of a model that a check computes in float64. They take 1 GiB."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Maximum relative difference of equal results, by dtype. Rounding errors are far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Tolerance relative to the largest compared norm, by dtype. A smaller gradient consists of rounding errors."""
+"""Maximum difference of equal results relative to the largest compared norm, by dtype. A gradient with a smaller norm
+consists of rounding errors.
+"""
 NOISE_SCALE = 0.1
+"""Standard deviation of the noise on constant tensors."""
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
 """Number of elements of the table of random numbers from which large tensors are filled. It is a prime, so no row
 length divides it.
@@ -114,7 +118,7 @@ class RepeatableMode(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name == "__get__":  # reads a property, such as the shape
+        if name == "__get__":  # reading a property, such as the shape, computes nothing
             return function(*args, **kwargs)
         if "dropout" in name and args and isinstance(args[0], torch.Tensor):
             return _dropout_as_factor(name, args, kwargs)
@@ -138,8 +142,8 @@ def _float64_of(value: Any) -> Any:
 
 
 def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
-    """Returns the input of a dropout function times 1 + p. torch.nn.functional and torch have rate and mode at the same
-    argument positions.
+    """Returns the input of a dropout function times 1 + p, where p is the dropout rate. Returns the input itself
+    outside of training. Rate and mode have equal argument positions in torch.nn.functional and torch.
     """
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
@@ -150,8 +154,8 @@ def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
-    """Returns for each module whether it trains in training mode: its present mode, or True for all if the model is in
-    eval mode.
+    """Returns for each module whether it trains in training mode. If `model` is in eval mode, all modules do. Otherwise
+    each module trains in its present mode.
     """
     return {module: module.training or not model.training for module in model.modules()}
 
@@ -164,12 +168,12 @@ def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> Non
 
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Sets `modes` (see `training_modes`) and repeatable computation inside the context. Restores the earlier state on
-    exit.
+    """Sets `modes` (see `training_modes`) and repeatable computation inside the context, in float64 if `exact`.
+    Restores the earlier state on exit.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        # Checks run on copies of the parameters (check_parameters), so writes to the originals need not be recorded.
+        # Checks run on copies of the parameters (check_parameters), so the dry run need not record writes to them.
         stack.enter_context(dry_run(model, {}))
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
@@ -185,12 +189,12 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
-    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 if `exact`. Copies with
-    equal elements get noise.
+    """Replaces parameters and buffers of `model` by copies, in float64 if `exact`. Parameters with equal elements get
+    noise. Restores the originals on exit, so that no write of a run remains.
 
-    Meta parameters get random values, which are equal on every rank. Of embedding tables and of the `head`, only the
-    first `read` rows have values. Unless `real`, all copies are meta tensors. On exit the original parameters are
-    restored, so that no write of a run remains.
+    `needed(name)` returns whether a tensor is replaced. Meta parameters get random values, which are equal on every
+    rank. Of embedding tables and of the layer at path `head`, only the first `read` rows have values. Unless `real`,
+    all copies are meta tensors.
     """
     random = _NormalNumbers(torch.Generator().manual_seed(0))
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -237,19 +241,19 @@ def _check_tensor(tensor: torch.Tensor, read: int | None, random: _NormalNumbers
 
 
 def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that take host memory only for the pages that are written. A check reads few rows of a
-    large table.
+    """Returns zeros that take host memory only for the pages that are written, because a check uses few rows of a large
+    table.
     """
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
-    # The mapping is private. In a shared one, the first read of a page would also take memory, and twice the time.
+    # The mapping is private, because the first read of a page of a shared mapping takes memory and twice the time.
     memory = mmap.mmap(-1, shape.numel() * kind.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=kind).view(shape)
 
 
 class _NormalNumbers:
     """Generates normal random numbers for many tensors. Large tensors repeat one table of RANDOM_PERIOD_NUMEL numbers,
-    each from another random position on. New random numbers would take longer than all other parts of a check.
+    beginning at a random position. New random numbers would take longer than all other steps of a check.
     """
 
     def __init__(self, random: torch.Generator) -> None:
@@ -285,9 +289,11 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
-    """Returns a power of two. Multiplied by it, the matrix `tensor` preserves the scale of its input.
+    """Returns the power of two, at least 1, by which the matrix `tensor` must be multiplied to preserve the scale of
+    its input.
 
-    Without it, a convolution over the sequence may change the hidden state by less than the comparison detects.
+    Without this factor, a convolution over the sequence may change the hidden state by less than the comparison
+    detects.
     """
     size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
@@ -295,7 +301,7 @@ def _upscale_factor(tensor: torch.Tensor) -> float:
 
 
 def fresh_leaves(value: Any) -> Any:
-    """Returns a copy of `value` with a new autograd leaf for each distinct tensor. Callables and modules are
+    """Returns a copy of the nested `value` with a new autograd leaf for each distinct tensor. Callables and modules are
     not copied.
     """
     made: dict[int, torch.Tensor] = {}
@@ -316,14 +322,16 @@ def leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
-    """Returns a random gradient for a result of `shape`, generated from `number`. Random values reveal an error in any
-    element.
+    """Returns a random gradient for a result of `shape`, with `number` as seed and the dtype and device of `like`.
+    Random values reveal an error in any element.
     """
     return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """Returns the relative difference, None if it is only rounding. `scale` is the largest compared norm."""
+    """Returns the difference of `here` and `there` relative to `there`, None if it may be rounding. Returns infinity
+    for different shapes or integers. `scale` is the largest norm among the compared tensors.
+    """
     if here.shape != there.shape:
         return math.inf
     if not there.is_floating_point() and not there.is_complex():
@@ -339,9 +347,10 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] | None = None) -> list[int]:
-    """Returns for each block the position of the first identical block. Identical blocks have equal modules, shapes and
-    plain attributes, except for attributes that store the index of the block. `indices` are the indices of the blocks
-    in their lists (default: their positions).
+    """Returns for each block the position of the first block that is identical to it. Identical blocks have equal
+    modules, shapes and plain attributes, except for attributes that store the index of the block.
+
+    `indices` are the indices of the blocks in their lists, by default their positions in `blocks`.
     """
     stored = _index_attributes(blocks, range(len(blocks)) if indices is None else indices)
     kinds: dict[Any, int] = {}
@@ -352,10 +361,10 @@ def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] |
 
 
 def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> set[tuple[str, str]]:
-    """Returns the attributes that store the block's index, by module path and name.
+    """Returns the attributes that store the index of their block, as (module path, name).
 
-    Every block with a module at this path must have the attribute, and it must equal the block's index. An attribute
-    that equals the index of only some blocks has another meaning, for example 8 heads in block 8.
+    In every block that has a module at the path, the attribute must equal the index. An attribute that equals the index
+    of only some blocks has a different meaning, for example 8 heads in block 8.
     """
     modules: Counter[str] = Counter()
     equal: Counter[tuple[str, str]] = Counter()
@@ -368,7 +377,7 @@ def _index_attributes(blocks: Sequence[nn.Module], indices: Sequence[int]) -> se
 
 def module_signature(root: nn.Module, is_index: Callable[[str, str, int], bool]) -> Any:
     """Returns a key that is equal for identical modules. `is_index(path, name, value)` returns whether an integer
-    attribute stores the index of a module. Such attributes may differ.
+    attribute stores an index. Such attributes may differ between identical modules.
     """
     modules = []
     for path, module in root.named_modules():

@@ -1,22 +1,23 @@
 """Runs simulated tensor-parallel ranks on one block and compares them with the full block: outputs, gradients, and
-written tensors.
+written tensors. `ShardingCheck` (verify_sharding.py) uses it to verify regions. A region consists of column-parallel
+layers and the row-parallel layers that read their outputs. At its entry every rank has the full input.
 
 A run is cut at every point where ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al.,
 2022, section 4.2.2). At this point each rank receives the value that the full block computed, instead of the result of
 a collective. So the ranks can run one after the other. Each segment between two communication points is compared
-separately:
+separately ("slice" is the slice of the rank under sequence parallelism):
 
 | point | each rank contributes | each rank receives |
 |---|---|---|
-| input and output of the block | the full tensor; its slice under sequence parallelism | the contributed tensor |
-| entry of a region, MLA input | as above | the full tensor; gradients are summed over ranks |
-| row layer | a partial sum | the sum; its slice under sequence parallelism |
-| argument with one entry for each head | the full tensor | its heads |
+| input and output of the block | the full tensor, or its slice | the contributed tensor |
+| entry of a region, MLA input | the full tensor, or its slice | the full tensor; its gradient is summed over ranks |
+| row layer | a partial sum | the sum over ranks, or its slice |
+| argument with one entry for each head | the full tensor | the heads of the rank |
 
-Backward begins at every contributed tensor, with random gradients, and ends at every received tensor and at the
-parameters. A sharded parameter must get the shard of the gradient. A partial parameter must get a partial sum, and any
-other parameter the full gradient on every rank. A gradient is linear in the gradients that backward begins from. So if
-all segments agree, the whole block agrees.
+Backward begins at every contributed tensor with a random gradient, and ends at every received tensor and at the
+parameters. A sharded parameter must get the shard of the gradient. The gradients of a partial parameter must add up
+over ranks to the full gradient. Any other parameter must get the full gradient on every rank. A gradient is linear in
+the gradients at which backward begins. So if all segments agree, the whole block agrees.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """One way to split a block: `regions` over `ranks` tensor ranks. If `sequence` is set, the hidden state is also
-    split along the sequence.
+    """A split of a block: `regions` over `ranks` tensor ranks. If `sequence` is set, the hidden state is also split
+    along the sequence.
     """
 
     regions: Sequence[RegionCandidate]
@@ -70,8 +71,8 @@ class SplitCase(NamedTuple):
 
 
 class SimulatedBlockRuns:
-    """Runs the block at `path` with the inputs that the block received in the model: in full, and on simulated
-    ranks.
+    """Runs the block at `path`, in full and on simulated ranks, with the inputs `reached` that the block received in
+    the model. `shares` are arguments that an earlier block has already sharded.
     """
 
     def __init__(
@@ -93,11 +94,13 @@ class SimulatedBlockRuns:
         }
         self.full_run: RankRunRecord | None = None
         self.sharded_output_dims: dict[int, list[int]] = {}
-        """For each output of the block except the hidden state: the dimensions along which a rank returns a shard."""
+        """Maps the index of each output, except the hidden state, to the dimensions along which a rank returns a
+        shard.
+        """
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split in this way, None if it can. All cases have the
-        same regions.
+        """Returns for each of `cases` why the block cannot be split like this, None if it can. All cases must have
+        equal regions. If `gradients`, also compares gradients.
         """
         slices = {
             case.ranks: [self._local_tensors(case, rank) for rank in range(case.ranks)] for case in reversed(cases)
@@ -142,14 +145,16 @@ class SimulatedBlockRuns:
 
     # --- tensors
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers of the block by full name. A shared tensor has one name."""
+        """Returns the parameters and buffers of the block by full name. A tied tensor has only its first name."""
         return {
             f"{self.path}.{name}": tensor
             for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())
         }
 
     def _local_tensors(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
-        """Returns the rank's shards of the split tensors by name. Small tensors are copied. Large ones are views."""
+        """Returns the shards of `rank` of the split tensors by name: copies of small tensors, and views of large
+        tensors.
+        """
         splits, found = splits_of_case(case), {}
         for name, tensor in self._tensors().items():
             if name in splits:
@@ -167,8 +172,10 @@ class SimulatedBlockRuns:
         mine: RankRunRecord,
         known: RankRunRecord,
     ) -> str | None:
-        """Returns the name of the first parameter or buffer that the rank's run and the full run wrote differently,
-        None if there is none.
+        """Returns a message that names the first parameter or buffer whose values after the run of the rank and after
+        the full run differ. Returns None if there is no difference.
+
+        `local` has the shards of the rank after its run. `after` has the full tensors after the full run.
         """
         if self.is_meta:
             return None
@@ -199,7 +206,7 @@ class SimulatedBlockRuns:
         def cut(what: str, tensor: torch.Tensor, brings: ShardFunction, goes_on: ShardFunction) -> torch.Tensor:
             key = (what, met.get(what, 0))
             met[what] = key[1] + 1
-            record.contributed[key] = (tensor.clone(), brings)  # later code may write to it
+            record.contributed[key] = (tensor.clone(), brings)  # later code may write to the tensor itself
             source = tensor if self.full_run is None else self.full_run.contributed[key][0]
             leaf = leaf_copy(source if goes_on is None else goes_on(source))
             record.received[key] = (leaf, goes_on)
@@ -245,8 +252,10 @@ class SimulatedBlockRuns:
         )
 
     def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
-        """Returns the function that slices a rank's part out of output `number`, which is not the hidden state. A rank
-        returns this output in full, or as a shard if it is smaller and there is no sequence parallelism.
+        """Returns the function that slices the shard of `rank` out of output `number`, which is not the hidden state.
+
+        If the output of a rank has the full shape, it is compared in full. Otherwise the only dimension that differs is
+        sharded. Runs without sequence parallelism determine this dimension.
         """
         if self.full_run is None:
             return identity
@@ -284,15 +293,15 @@ class SimulatedBlockRuns:
                     or self.call.inputs_require_grad[number]
                 ):
                     record.received[f"input {number} of the block", 0] = (mine[id(value)], own)
-        handed = {key: leaf.clone() for key, leaf in mine.items()}  # clones, since a block may write to its inputs
+        handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to its inputs
         return tree_unflatten(
             [handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form
         )
 
     @contextmanager
     def _with_local_tensors(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Replaces the block's tensors by a rank's shards, under all names of each tensor, and sets the matching layer
-        sizes. Restores the block on exit.
+        """Replaces tensors of the block by the shards `local`, under all names of each tensor, and sets the matching
+        layer sizes. Restores the block on exit.
         """
         of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
         undo: list[tuple[dict[str, Any], str, Any]] = []
@@ -340,14 +349,16 @@ class SimulatedBlockRuns:
 
 
 EnteredTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""For the id of each hidden state at an entry: this hidden state, and the tensor with which the rank continues."""
+"""Maps the id of each hidden state at an entry to the hidden state and the tensor with which the rank continues."""
 LAYER_SIZE_ATTRIBUTES = frozenset(
     {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
 )
 
 
 def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: Any, entered: EnteredTensors) -> Any:
-    """Returns a pre-hook that cuts the run at the hidden state. Layers that read the same input share one cut."""
+    """Returns a pre-hook that cuts the run at the hidden state of its module. Layers that read one tensor use one
+    cut.
+    """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = find_hidden_states(args, kwargs)
@@ -377,8 +388,8 @@ def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor
 def _comm_hooks(
     model: nn.Module, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
 ) -> Iterator[None]:
-    """Registers hooks at the communication points and sets the head counts of a rank. Removes and restores both on
-    exit.
+    """Registers hooks at the communication points and sets the head counts of `rank`. On exit removes the hooks and
+    restores the counts.
     """
     undo: list[Any] = []
     handles: list[Any] = []
@@ -421,8 +432,8 @@ def _comm_hooks(
 
 
 def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:
-    """Returns a hook that slices a rank's heads out of an argument. In the full run the hook cuts the run at this
-    argument.
+    """Returns a pre-hook that cuts the run at the argument `one` of a module and passes the heads of `rank` to the
+    module.
     """
     own = lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
     what = f"argument {one.argument} of {one.path}"
@@ -440,7 +451,7 @@ def _describe_run_failure(error: Exception) -> str:
 
 
 def add_shard_gradient(total: torch.Tensor, gradient: torch.Tensor, split: TpSplit, rank: int, ranks: int) -> None:
-    """Adds the gradient of a rank's shard in place to `total`, the gradient of the full tensor."""
+    """Adds `gradient`, that of the shard of `rank`, in place to `total`, the gradient of the full tensor."""
     begin = 0
     for start, stop in shard_intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):
         total.narrow(split.dim, start, stop - start).add_(gradient.narrow(split.dim, begin, stop - start))

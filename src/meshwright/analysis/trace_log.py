@@ -1,35 +1,37 @@
-"""The log of one traced forward (op_trace.py): products, sharded tensors and their uses. regions.py builds regions from
-it.
+"""Defines the log of one traced forward: products with weights, sharded tensors and their uses. op_trace.py writes the
+log, and regions.py builds tensor-parallel regions from it. A region consists of column layers and the row layers that
+read their outputs. At its entry every rank has the full input.
 
-Three trackers belong to it. `MlaInputTracker` follows outputs of unsharded layers that only sharded tensors use.
-`VocabularyTracker` determines whether the vocabulary can be sharded. `ParamDependence` finds tensors whose values
-depend on parameters, with or without a gradient. If a block receives such a tensor, no other stage can compute it.
+Three trackers follow the operations of the forward. `MlaInputTracker` follows outputs of unsharded layers that only
+sharded tensors use. `VocabularyTracker` determines whether the vocabulary can be sharded. `ParamDependence` finds
+tensors whose values depend on parameters, with or without a gradient. If a block receives such a tensor, no other stage
+can compute it.
 
 [Note: MLA inputs] In multi-head latent attention, all heads use one compressed key and one rotary key. An unsharded
 layer computes these keys. Its output may reach sharded tensors in two ways:
 
-- Column layers read the output. They sum its gradient over the ranks at their entry.
+- Column layers read the output. The entry of these layers sums the gradient of the output over ranks.
 - An operation combines the output with a sharded tensor, as for the rotary key. Then each rank has only a partial
   gradient of the output.
 
 In the second case the output of the layer becomes an entry: forward is the identity, and backward sums the gradient
-over the ranks once. This needs every tensor that is computed from the output to end in sharded tensors of one region.
+over the ranks once. For this, every tensor that is computed from the output must end in sharded tensors of one region.
 Parameters between the entry and the sharded tensors, such as the norm of the latent, get partial gradients. If the
-output has any other consumer, such as a residual connection, partial and full gradients would mix. Then the columns
-stay unsharded. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+output has any other consumer, such as a residual connection, partial and full gradients would mix. Then the column
+layers stay unsharded. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
 
 [Note: vocabulary] An embedding can be sharded by rows if its layer computes each output element independently, except
 for a constant scale. A rank returns zeros for rows that it does not store. So a norm inside the layer (Inkling) would
-see only the rank's own rows. Logits can be sharded for a cross-entropy if each logit is computed independently. They
-may be scaled, capped or reshaped. They may also be combined with a parameter that has one entry for each word, which is
-then sharded in the same way. The weight stays unsharded in two cases, because the code would take a shard for the full
-tensor: for an operation over all words (a softmax, a mean, a slice, a mask, a buffer such as BART's bias), and for a
-read of the weight outside of its layer (`F.linear(x, table.weight)`).
+read zeros for tokens whose rows other ranks store. Logits can be sharded for a cross-entropy if each logit is computed
+independently. Code may scale, cap or reshape them, or combine them with a parameter that has one entry for each word.
+Such a parameter is sharded like the logits. In two cases the code would mistake a shard for the full tensor, so the
+weight stays unsharded. First, an operation reads all words (a softmax, a mean, a slice, a mask, a buffer such as BART's
+bias). Second, code outside of the layer reads the weight (`F.linear(x, table.weight)`).
 
 [Note: dependence] A tensor depends on a parameter if it is computed from this parameter, directly or through other
-tensors. A tensor of which only the shape is used (`zeros_like`, `x.to(y)`) does not depend on it. Dependence does not
-require a gradient. For example, positions that are read under `no_grad` (RoFormer) and a mask of zeros in an embedding
-depend on weights.
+tensors. A result that uses only the shape or dtype of a tensor (`zeros_like`, y in `x.to(y)`) does not depend on it.
+Dependence does not require a gradient. For example, positions that are read under `no_grad` (RoFormer) and a mask of
+zeros in an embedding depend on weights.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class MlaInput:
     """An unsharded layer whose output may be a region entry ([Note: MLA inputs]).
 
     `consumers` are the column layers of the sharded tensors that the output reaches. `needed` are the consumers that
-    work only with an entry at the output. `parameters` are full parameters that are applied between the output and the
-    sharded tensors. `rejected` says why the output cannot be an entry.
+    need an entry at the output. `parameters` are full parameters that are applied between the output and the sharded
+    tensors. `rejected` says why the output cannot be an entry, '' if it can.
     """
 
     consumers: frozenset[str] = frozenset()
@@ -75,7 +77,7 @@ class MlaInputTracker:
         self.layers_by_tensor: dict[int, frozenset[str]] = {}
 
     def begin(self, layer: str, output: torch.Tensor) -> None:
-        """Records `output` of the unsharded `layer`."""
+        """Records that the unsharded layer at path `layer` computed `output`."""
         if layer in self.inputs:
             self.inputs[layer].rejected = "it runs twice"
         self.inputs[layer]
@@ -95,8 +97,8 @@ class MlaInputTracker:
     ) -> None:
         """Follows one operation from its inputs to its outputs.
 
-        `shares` has the columns of each sharded output. `made` has the parameters of each tensor that is computed from
-        parameters alone.
+        `shares` has the column layers of each sharded output. `made` has the names of the parameters of each tensor
+        that is computed from parameters alone. The keys of both are tensor ids.
         """
         layers = frozenset().union(*(self.sources(tensor) for tensor in given))
         if not layers:
@@ -157,8 +159,8 @@ class VocabularyTracker:
 
     `embeddings` are weights whose rows are selected by token ids. `outside_products` are matrix products outside of
     blocks, with the weight and the number of output features. `problems` are the weights that must stay unsharded, with
-    the reason. `per_word_params` has, for the weight of some logits, the parameters with one entry for each word that
-    these logits are combined with.
+    the reason. Logits may be combined with parameters that have one entry for each word. `per_word_params` maps the
+    weight of the logits to these parameters, each with the dimension of the entries.
     """
 
     embeddings: list[str] = field(default_factory=list)
@@ -169,7 +171,9 @@ class VocabularyTracker:
     logits: dict[int, str] = field(default_factory=dict)
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Registers hooks on the layers that may hold a vocabulary."""
+        """Registers hooks on all `nn.Linear` and `nn.Embedding` modules, which may be vocabulary layers. Returns the
+        hook handles.
+        """
 
         def enter(module: nn.Module, args: Any) -> None:
             self.running.append(module)
@@ -209,8 +213,8 @@ class VocabularyTracker:
             self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """Records a problem if an operation inside an embedding module, other than the lookup, uses token ids or
-        another parameter, or is not elementwise. On a rank, token ids count from the first row of its shard.
+        """Records a problem for an operation `call` inside an embedding module, other than the lookup. Token ids (which
+        a rank shifts to its shard), other parameters, and operations that are not elementwise are problems.
         """
         meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
@@ -258,7 +262,7 @@ class ParamDependence(TorchFunctionMode):
         super().__init__()
         self.names = list(names.values())
         self.marks = {id_: 1 << place for place, id_ in enumerate(names)}
-        self.alive: list[torch.Tensor] = []  # keeps tensors alive, so that no identity is reused
+        self.alive: list[torch.Tensor] = []  # references the tensors, so that no id is reused
 
     def __contains__(self, tensor: Any) -> bool:
         return id(tensor) in self.marks
@@ -285,13 +289,11 @@ class ParamDependence(TorchFunctionMode):
 
 
 class ModuleArguments:
-    """Stores which tensors modules received as arguments, and views of these tensors. Tensors are identified by
-    `id`.
-    """
+    """Stores which tensors modules received as arguments, and the views of these tensors, by tensor id."""
 
     def __init__(self) -> None:
         self.positions: dict[int, list[tuple[str, int | str]]] = defaultdict(list)
-        """For each tensor: the modules that received it, and its position among the arguments."""
+        """Maps each tensor to the modules that received it, each with the position or name of the argument."""
         self.sources: dict[int, torch.Tensor] = {}
 
     def add_views(self, source: torch.Tensor, views: list[torch.Tensor]) -> None:
@@ -299,8 +301,8 @@ class ModuleArguments:
         self.sources.update({id(tensor): source for tensor in views if tensor is not source})
 
     def find(self, tensor: torch.Tensor, running: list[str]) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """Returns the argument that `tensor` is a view of; and the innermost running module that received it, with the
-        position of the argument, None if there is no such module.
+        """Returns the argument that `tensor` is a view of. Also returns the innermost of the modules `running` that
+        received this argument, with its position or name. Returns `tensor` and None if no running module received it.
         """
         source: torch.Tensor | None = tensor
         while source is not None:
@@ -317,7 +319,7 @@ OUTSIDE_BLOCKS = "the model's own forward"
 
 @dataclass
 class WeightProduct:
-    """A product with a weight inside a block, or a lookup in a table with one entry for each head."""
+    """A product with a weight inside a block, or a lookup in a table (`is_table`) with one entry for each head."""
 
     weight: str
     bias: str | None
@@ -326,7 +328,7 @@ class WeightProduct:
     """Dimension of the weight that indexes the output features."""
     size: int
     source: torch.Tensor
-    """The input of the product: that of the module that owns the weight, or the operand itself."""
+    """The input of the module that owns the weight, or the operand if the weight is read outside of its module."""
     columns: frozenset[str]
     """Column layers whose sharded outputs the product reads. Empty if the product is itself a column layer."""
     is_table: bool = False
@@ -335,19 +337,18 @@ class WeightProduct:
     mla_sources: frozenset[str] = frozenset()
     """Unsharded layers that the input is computed from."""
     cuts: set[int] = field(default_factory=set)
+    """Offsets in the output features at which the forward slices the product."""
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
-    """For each slice (start, stop) of the output features: the smallest number of heads that the slice was
-    reshaped to.
-    """
+    """Maps each slice (start, stop) of the output features to the smallest number of heads that it is reshaped to."""
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of the parts of a fused product along the features. Empty for a product with one part."""
+        """Returns the sizes of the parts of a fused product along the features, () for a product with one part."""
         bounds = sorted({0, self.size, *self.cuts})
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
     def shard_limits(self) -> tuple[int, ...]:
-        """Returns for each of `parts` the maximum number of shards."""
+        """Returns for each of `parts` (or for the only part) the maximum number of shards."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
         for start, stop in itertools.pairwise(bounds):
@@ -366,7 +367,7 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class PerHeadInput:
-    """A module argument with one entry for each head along `dim`."""
+    """A module argument with one entry for each of `size` heads along `dim`. `argument` is its position or name."""
 
     path: str
     argument: int | str
@@ -382,7 +383,7 @@ class HiddenStateUse(NamedTuple):
     from_block: bool
     """Whether the block's input is the output of another block."""
     num_outputs: int
-    """Number of values in the tuple that the block returns; 0 for a bare tensor."""
+    """Number of values in the tuple or list that the block returns, 0 for a bare tensor."""
 
 
 @dataclass
@@ -395,55 +396,56 @@ class TraceLog:
     """Paths of the blocks in forward order, with the number of runs of each."""
     products: dict[str, list[WeightProduct]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
+    """The products, and those of queries and keys, of each block in forward order."""
     problems: dict[str, str] = field(default_factory=dict)
+    """Maps the weights of column layers that must stay unsharded to the reason."""
     problem_times: dict[str, int] = field(default_factory=dict)
-    """For each problem, a number that increases in the order of detection. Problems from one operation have one
-    number.
+    """Maps each weight in `problems` to a number that increases in the order of detection. Weights that one operation
+    rejects have equal numbers.
     """
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The first input of each module inside the blocks."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
-    """For each tensor: each use of it, as the stack of running modules and the weight that reads it ('' for other
-    operations).
+    """Maps each tensor id to the uses of the tensor. A use has the stack of running modules, and the weight of the
+    product ('' for other operations).
     """
     partial_params: dict[str, frozenset[str]] = field(default_factory=dict)
     """Full parameters that are applied to sharded tensors, with the column layers of these tensors."""
     following: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
-    """Parameters and buffers with one entry for each sharded feature or head. For each: the dimension of the entries,
-    and the sharded tensor that it is applied to.
+    """The parameters and buffers with one entry for each sharded feature or head. Each comes with the dimension of the
+    entries and the sharded tensor that it is applied to.
     """
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Modules that process groups of sharded features separately. By path and attribute: the number of groups, and the
-    column layers.
+    """Modules that process groups of sharded features separately. Maps (path, attribute) to the number of groups and
+    the column layers of the features.
     """
     per_head_args: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
-    """Full arguments with one entry for each head. Each rank takes the entries of its heads."""
+    """Full arguments with one entry for each head, with the column layers of the heads. Each rank slices them."""
     sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """For each block: arguments with one entry for each head that are already sharded."""
+    """Maps each block to its arguments with one entry for each head that an earlier block has already sharded."""
     extra_args: dict[str, str] = field(default_factory=dict)
-    """Names of block arguments that depend on parameters, except the hidden state and outputs of blocks. For each, the
-    first block that receives it.
+    """Maps the names of block arguments that depend on parameters, except the hidden state and outputs of blocks, to
+    the first block that receives them.
     """
     mla_inputs: dict[str, MlaInput] = field(default_factory=dict)
     """Unsharded layers whose output is a region entry, by path."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
     batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
     hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
-    """For each block, how it uses the hidden state."""
+    """Describes for each block how it uses the hidden state."""
     obstacles: dict[str, str] = field(default_factory=dict)
-    """Reasons why a feature is unsupported, by kind:
+    """Reasons why a feature is unsupported. Keys and values:
 
-    'writes': the forward writes to a parameter; 'no_grad': a block runs without recorded gradients, as in a custom
-    backward; 'again': the model itself checkpoints a block, so that it runs again in backward.
+    - 'writes': a parameter that the forward writes to;
+    - 'no_grad': a block that runs without recorded gradients, as in a custom autograd function;
+    - 'again': a block that the model itself checkpoints, so that it runs again in backward.
     """
     alive: list[Any] = field(default_factory=list)
 
     def begin(self, block: str, own_checkpoint: bool) -> None:
-        """Records the start of a block. `own_checkpoint`: the model itself uses activation checkpointing for
-        the block.
-        """
+        """Records the start of a block. `own_checkpoint`: the model itself checkpoints the activations of the block."""
         for what, found in (("no_grad", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
                 self.obstacles.setdefault(what, block)
@@ -451,7 +453,7 @@ class TraceLog:
 
     @property
     def repeated(self) -> list[str]:
-        """Paths of the blocks that run more than once."""
+        """Returns the paths of the blocks that run more than once."""
         return [block for block, times in self.blocks.items() if times > 1]
 
     def stage_obstacle(self, stacks: Sequence[str]) -> str:

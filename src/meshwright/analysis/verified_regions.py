@@ -1,15 +1,17 @@
 """Accepts the splits that numeric checks verify: regions over tensor ranks, and the hidden state along the sequence.
+analyze.py calls `accept_verified_regions` with the candidates of all blocks. A region consists of column-parallel
+layers and the row-parallel layers that read their outputs.
 
-In a small model every block is checked, in a larger model the first block of each kind. A region stays unsharded if its
-shards do not compute the same values and gradients as the full block. If the sequence cannot be split,
+In a small model every block is checked. In a larger model only the first of identical blocks is checked. A region stays
+unsharded if its shards do not compute the same values and gradients as the full block. If the sequence cannot be split,
 `AnalysisState.sequence_error` contains the reason.
 
 Sequence parallelism scatters the hidden state at the first block and gathers it after the last block (Korthikanti et
 al., 2022, section 4.2.2). So the code of the model between its blocks runs on slices. `sequence_parallel_objection`
 checks this code with simulated ranks and without the blocks. Each block is replaced by a function that records its
 inputs and returns random values, in full or as a slice. The inputs of blocks, the input of the head, and the gradients
-must be slices of the full ones. The gradient of a parameter must be the full gradient on every rank, or the sum over
-ranks must be the full gradient. The second case occurs for parameters that are applied to slices between the blocks.
+of both must be slices of those of a full run. The gradient of a parameter must be the full gradient on every rank, or
+must add up to the full gradient over ranks. Gradients add up if a parameter is applied to slices between the blocks.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ from meshwright.analysis.verify_sharding import (
 )
 
 RegionResults = list[tuple[RegionCandidate, str | None]]
-"""For each region of a block: the region with its verified counts, and the reason why it stays unsharded (None if it is
-sharded).
+"""The regions of a block. Each comes with its verified counts, and with the reason why it stays unsharded (None if it
+is sharded).
 """
 KnownRegions = dict[str, tuple[str, RegionCandidate, str | None]]
-"""For each region signature: the block in which a region with this signature was verified, and the result."""
+"""Maps each region signature to the block in which a region with this signature was verified, and to the result."""
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
-    """Removes the regions whose shards do not compute the same values and gradients as the full block. Checks only the
-    first block of each kind.
+    """Removes the regions from `state.candidates` whose shards do not compute the same values and gradients as the full
+    block, and records the reasons in `state`. In a large model, checks only the first of identical blocks.
     """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):
@@ -94,7 +96,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
                 f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that "
                 "nothing is proven"
             )
-            if state.trace is None:  # only the planner may use a Hugging Face plan, a run may not
+            if state.trace is None:  # only the planner may use an unverified Hugging Face plan
                 state.unverified_reason = f"the plan that the model carries is not proven: {why}"
             objection = why if state.trace is not None else None
             answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
@@ -125,7 +127,9 @@ def _list_indices(model: nn.Module, blocks: Sequence[str]) -> list[int]:
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """Returns the results of each block in `patterns`. Sets `state.sequence_error` if the sequence cannot be split."""
+    """Returns the results of each of the blocks `patterns`. Sets `state.sequence_error` if the sequence cannot be
+    split.
+    """
     known: KnownRegions = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
@@ -171,7 +175,7 @@ def _verify_block(
 
 
 def _block_order_error(state: AnalysisState) -> str:
-    """Returns why sequence parallelism is wrong for the order in which the blocks run, '' if this is the order of their
+    """Returns why the order in which the blocks run rules out sequence parallelism, '' if it is the order of their
     list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
@@ -187,8 +191,8 @@ def _block_order_error(state: AnalysisState) -> str:
 
 
 def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
-    """Marks in `answers` the regions that train differently as rejected. Returns why the hidden state cannot be split,
-    None if it can.
+    """Rejects in `answers` the regions whose training differs from that of the full block. Returns why the hidden state
+    cannot be split along the sequence, None if it can or if `sequence` is False.
     """
     good = [number for number, (_, why) in enumerate(answers) if why is None]
     why, along = check.check_training(block, [answers[number][0] for number in good], sequence)
@@ -219,8 +223,8 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
 
 
 def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
-    """Returns a function that returns whether the module at a path runs during the check: outside of all blocks, or in
-    one of the blocks `patterns`.
+    """Returns a function of a parameter name. It returns whether the parameter is outside of all blocks or in one of
+    the blocks `patterns`, so that the check runs its module.
     """
     run = tuple(f"{block}." for block in patterns)
     inside = tuple(f"{blocks}." for blocks in state.lists)
@@ -235,7 +239,9 @@ def _apply_result(
     answer: RegionCandidate,
     objection: str | None,
 ) -> RegionCandidate | None:
-    """Returns `one` with the verified counts and sizes of its kind, None if the check rejected the region."""
+    """Returns `one`, a region of `block`, with the verified counts and sizes of `answer`, the corresponding region of
+    the block `pattern`. If the check rejected it, records the reason `objection` and returns None.
+    """
     if objection is not None:
         state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
         return None
@@ -243,8 +249,8 @@ def _apply_result(
 
 
 def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate) -> RegionCandidate:
-    """Returns `answer`, a region of the block at `pattern`, but with the paths and names of `one`, the corresponding
-    region of `block`.
+    """Returns `one`, a region of `block`, with the head counts, splits and sizes of `answer`, the corresponding region
+    of the block at `pattern`.
     """
 
     def here(path: str) -> str:
@@ -258,7 +264,9 @@ def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: Re
 
 
 def _drop_dependent_regions(state: AnalysisState) -> None:
-    """Drops regions that read a sharded output (such as a position bias) of a dropped region in another block."""
+    """Drops each region that reads a sharded tensor (such as a position bias) from a dropped region of another
+    block.
+    """
     changed = True
     while changed:
         good = {name for regions in state.candidates.values() for one in regions for name in one.splits}
@@ -275,9 +283,10 @@ SIMULATED_SEQUENCE_RANKS = 2
 def sequence_parallel_objection(
     check: ShardingCheck, blocks: Sequence[str], head: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Returns why the code around `blocks`, the only stack, cannot run on slices of the sequence; None if it can.
+    """Returns why the code around `blocks`, the only stack, cannot run on slices of the sequence, None if it can.
 
     The second result has the names of the parameters outside of the blocks whose gradient is partial on each rank.
+    `head` is the path of the vocabulary head, where a run stops, or None.
     """
     summed: dict[str, bool] = {}
     for call, reached in zip(check.calls, check.block_calls, strict=True):
@@ -319,8 +328,8 @@ def _run_between_blocks(
     ranks: int,
     known: RankRunRecord | None,
 ) -> RankRunRecord:
-    """Runs the model without its blocks and returns the record: on full tensors if `ranks` is 1, otherwise on this
-    rank's slices of the tensors in `known`.
+    """Runs the model without its blocks and returns the record. If `ranks` is 1, the tensors between blocks are full.
+    Otherwise they are the slices of `rank` of the tensors in the full run `known`.
     """
     record, model = RankRunRecord(), check.model
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
@@ -373,9 +382,10 @@ def _random_block(
     known: RankRunRecord | None,
     form: BlockCall,
 ) -> Callable[..., Any]:
-    """Returns a replacement for the forward of the block at `path`. It records its inputs and returns random values.
+    """Returns a replacement for the forward of the block at `path`. The replacement records its inputs and returns
+    random values with the structure of `form.output`.
 
-    `shards` are two functions: they slice the rank's segment out of the input and out of the output.
+    `shards` are two functions, which slice the segment of the rank out of the input and out of the output.
     """
 
     def returned(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,19 @@
-"""Verifies how stacked experts are distributed: over expert-parallel ranks, over tensor ranks that shard each expert,
-and over both.
+"""Verifies how stacked experts can be distributed: over expert-parallel ranks, over tensor ranks that shard each
+expert, and over both. experts.py calls `verify_expert_splits` for each module of experts.
 
-The expert module runs separately in training conditions (run_conditions.py). One run uses all experts. The other runs
-simulate each rank as in runtime/expert_parallel/token_dispatcher.py, which sends pairs of token and expert:
+The expert module runs separately in training conditions (run_conditions.py). The full run uses all experts. Further
+runs simulate each rank as in runtime/expert_parallel/token_dispatcher.py, which sends pairs of token and expert:
 
 | ranks | what each rank computes | how the results are combined |
 |---|---|---|
-| expert ranks | pairs of its experts, numbered from 0, with weights of 1 | weighted sum at the token's rank |
+| expert ranks | pairs of its experts, numbered from 0, with weights of 1 | weighted sum on the rank of the token |
 | tensor ranks | every pair, with its slice of each expert's inner features | sum over ranks |
 
-The check compares the output and the gradients of the hidden states, of the routing weights and of every parameter.
-They must agree to 1e-10 in float64. The forward must also write the same values to parameters and buffers. In eval mode
-only the output is compared. The batches differ in their contents and numbers of tokens, and leave different ranks with
-few pairs or none. So the check detects any dependence on the number of tokens, on other tokens, or on the size of a
-slice.
+The check compares the output and the gradients of the hidden states, of the routing weights and of every parameter. In
+float64 they must agree up to a relative difference of 1e-10. The forward must also write the same values to parameters
+and buffers. In eval mode only the output is compared. The batches differ in their contents and numbers of tokens, and
+leave different ranks with few pairs or none. So the check detects any dependence on the number of tokens, on other
+tokens, or on the size of a slice.
 
 Meta parameters get random values, and constant parameters get noise. If a module has more than MAX_FULL_SIZE_NUMEL
 parameter elements, a smaller copy is checked. The copy runs the same code with fewer experts and with all feature sizes
@@ -59,14 +59,17 @@ OUTPUT_KEY = "the output"
 
 @dataclass(frozen=True)
 class ExpertTpSplit:
-    """A split of each expert over tensor ranks. Parameter names are relative to the expert module."""
+    """A split of each expert over tensor ranks. Parameter names are relative to the expert module.
+
+    Each of tp ranks adds 1 / tp of the `replicated` parameters. `width` is the number of inner features of an expert.
+    """
 
     splits: dict[str, TpSplit]
     replicated: tuple[str, ...]
     width: int
 
     def with_fewer_features(self, factor: int) -> ExpertTpSplit:
-        """Returns the same split for experts with 1 / `factor` of the features."""
+        """Returns this split for experts with 1 / `factor` of the features."""
         splits = {
             name: replace(split, parts=tuple(part // factor for part in split.parts))
             for name, split in self.splits.items()
@@ -83,8 +86,8 @@ class ExpertSplitCase(NamedTuple):
 
 
 class ExpertRunResult(NamedTuple):
-    """The result of one run: the output and the gradients by name; for each rank, the tensors that its forward wrote,
-    by name.
+    """The result of one run. `tensors` has the output and the gradients by name. `writes` has the tensors that the
+    forward of each rank wrote, by name.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -110,10 +113,10 @@ def verify_expert_splits(
     ways: Sequence[ExpertTpSplit],
     modes: Mapping[nn.Module, bool],
 ) -> tuple[str | None, ExpertTpSplit | None]:
-    """Returns why `experts` cannot be distributed over ranks, None if they can; and the first of `ways` that shards
-    each expert correctly, None if no way does.
+    """Returns why `experts` cannot be distributed over ranks, None if they can. Also returns the first of `ways` that
+    shards each expert correctly, None if none does. `width` is the number of input features.
 
-    Exceptions that the module raises when it runs alone propagate.
+    Exceptions that the module raises when it runs separately propagate.
     """
     failed: Exception | None = None
     for few, factor in _reduced_sizes(module, experts):
@@ -137,9 +140,9 @@ def verify_expert_splits(
 
 
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
-    """Yields pairs of sizes to check, cheapest first: the number of experts, and the divisor of their features.
+    """Yields pairs (number of experts, divisor of their features) to check, cheapest first.
 
-    The full size comes last. It serves code with hard-coded sizes, which fails in a smaller copy.
+    The full size comes last, for code with hard-coded sizes, which fails in a smaller copy.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)
@@ -156,9 +159,7 @@ def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple
 
 
 def _feature_sizes(module: nn.Module, experts: StackedExperts) -> set[int]:
-    """Returns the sizes of the parameters' dimensions that are numbers of features: all sizes except the number of
-    experts.
-    """
+    """Returns the numbers of features in the shapes of the parameters: all sizes except the number of experts."""
     shapes = [parameter.shape for parameter in module.parameters()]
     return {size for shape in shapes for size in (shape[0] // experts.count, *shape[1:]) if size > 1}
 
@@ -177,8 +178,8 @@ def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor:
 def _reduced_module(
     module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
 ) -> Iterator[StackedExperts]:
-    """Changes `module` to `count` experts with 1 / `factor` of the features, in training conditions. Yields the
-    experts. Restores the module on exit.
+    """Changes `module` to `count` experts with 1 / `factor` of the features, in training conditions. Yields a
+    description of these experts. Restores the module on exit.
     """
     features = _feature_sizes(module, experts)
     own = (
@@ -248,12 +249,12 @@ class GroupedMmFallback(TorchFunctionMode):
 
 
 def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
-    """Returns four batches:
+    """Returns four batches for `count` experts with `width` input features:
 
     - a few tokens for some of the experts, so that each rank has fewer pairs than tokens;
     - many tokens, most of them for the first half of the experts;
     - tokens for the first expert alone;
-    - the second batch again in eval mode.
+    - the second batch again, in eval mode.
     """
     random = torch.Generator().manual_seed(0)
     some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
@@ -269,7 +270,7 @@ def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBat
 
 
 class ExpertCheck:
-    """Checks one expert module against the results of its full run on each batch."""
+    """Compares runs of an expert module on simulated ranks with a full run of this module, on each batch."""
 
     def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
         self.module, self.experts = module, experts
@@ -295,16 +296,16 @@ class ExpertCheck:
         return "for a number beyond all experts it gives the token itself" if passes_by else None
 
     def tensor_parallel_works(self, way: ExpertTpSplit) -> bool:
-        """Returns whether tensor ranks that shard every expert by `way` compute the same values and gradients, with and
-        without expert parallelism.
+        """Returns whether tensor ranks that shard every expert by `way` compute the same values and gradients as the
+        full run, with and without expert parallelism.
         """
         shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
         ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
         return bool(shares) and all(self.first_error(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
 
     def first_error(self, case: ExpertSplitCase) -> str | None:
-        """Returns a description of the first difference between the run of `case` and the full run, None if
-        they agree.
+        """Returns a description of the first difference between the run of `case` and the full run, None if they
+        agree.
         """
         for batch, whole in zip(self.batches, self.whole, strict=True):
             try:
@@ -373,11 +374,11 @@ class ExpertCheck:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the indices of the (token, expert) pairs of rank `rank`: the tokens, and the positions among each
-        token's experts.
+        """Returns the (token, expert) pairs of expert rank `rank` as two index tensors. They index the dimensions of
+        `batch.chosen`: tokens, and experts of a token.
 
-        Pairs of the second half of the batch come first, and each half is sorted by expert. The module's result must
-        not depend on the order in which ranks send pairs.
+        Pairs of the first half of the batch come last, and each half is sorted by expert. The result must not depend on
+        the order in which ranks send pairs.
         """
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:
@@ -439,8 +440,8 @@ class ExpertCheck:
         return output, wrote
 
     def _rows(self, batch: ExpertBatch) -> torch.Tensor:
-        """Returns the input rows (E, N, C): each token times its routing weight for each of E experts, zero for experts
-        that the token did not choose.
+        """Returns the input rows (E, N, C). Row (e, n) is token n times its routing weight for expert e, or zero if the
+        token did not choose this expert.
         """
         hidden, index, weights, _ = batch
         times = weights.new_zeros(self.experts.count, len(hidden))
@@ -460,11 +461,11 @@ class ExpertCheck:
         return id(tensor) in self.saved_values and torch.equal(tensor.detach(), self.saved_values[id(tensor)][1])
 
     def _adds_skipped_tokens(self) -> bool:
-        """Returns whether the module adds a token to the output if an expert index of this token is beyond all experts.
-        Expert ranks do not receive such a pair, so they could not add the token.
+        """Returns whether the module adds a token to the output if an expert index of this token is the number of
+        experts. Expert ranks do not receive such a pair, so they could not add the token.
 
         Returns False if the module raises for such an index. The check runs on the CPU, where an index out of range
-        raises an exception. On a GPU it would abort the device.
+        raises an exception. On a GPU such an index would abort the device.
         """
         hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
         beyond = index.clone()
@@ -488,7 +489,7 @@ class ExpertCheck:
 
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns the first name whose tensor differs or is missing on one side, None if all tensors agree."""
+    """Returns a name whose tensor is missing on one side or differs, None if all tensors agree."""
     names = sorted(here.keys() ^ there.keys()) or [
         name for name in here if relative_difference(here[name], there[name]) is not None
     ]

@@ -1,15 +1,16 @@
 """Verifies numerically that a block can be sharded: its regions over tensor ranks, and its hidden state along the
-sequence.
+sequence. verified_regions.py calls it for the regions of every distinct block. A region consists of column-parallel
+layers and the row-parallel layers that read their outputs.
 
-The model runs with real values, and `ShardingCheck` captures the inputs of one block of each kind. Simulated tensor
-ranks then run this block (simulated_ranks.py). A forward alone finds the counts, such as the number of heads, that the
-methods of the block read. Then the ranks run forward and backward in training conditions, on two texts of different
-lengths and with each subset of the optional inputs. A region that differs from the full block stays unsharded. Causes
-are, for example, an unexpected layout of a fused projection, a count that a forward reads from another attribute, and
+The model runs with real values, and `ShardingCheck` captures the inputs of the checked blocks. Simulated tensor ranks
+then run these blocks (simulated_ranks.py). A forward in eval mode finds the counts, such as the number of heads, that
+the code of a block reads. Then the ranks run forward and backward in training conditions, on two texts of different
+lengths, with all optional inputs, with none, and with each alone. A region that differs from the full block stays
+unsharded. Examples of causes are an unexpected layout of a fused projection, a count in an unexpected attribute, and
 code that runs only in training.
 
-verified_regions.py checks the code between blocks. A model on the meta device without random values is checked by
-shapes alone (`ShardingCheck.is_meta`). This verifies no values.
+verified_regions.py checks the code between blocks. For a model on the meta device without random values, only shapes
+are checked and no values (`ShardingCheck.is_meta`).
 """
 
 from __future__ import annotations
@@ -56,18 +57,20 @@ from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
 
 GENERATED_TEXT_LENGTHS = (8, 4)
-"""Lengths of the two generated texts. Two and four ranks divide both lengths, and one length is half of the other."""
+"""Lengths of the two generated texts in tokens. 2 and 4 ranks divide both lengths."""
 MAX_TEXT_LENGTH = 32
-"""Maximum length of the texts that are cut from a longer example."""
+"""Maximum length, in tokens, of the texts that are cut from a longer example."""
 
 
 class StopForward(Exception):
-    """Ends a forward early, when everything has been captured. It is not an error."""
+    """Ends a forward when all inputs have been captured. It is not an error."""
 
 
 class ShardingCheck:
-    """The blocks to check, with the inputs that each block receives in the first run of each of `calls`. `calls` are
-    different ways to call the model.
+    """Checks the splits of `blocks`, with the inputs that each block receives in its first run in each of `calls`.
+
+    `calls` return the arguments of calls of the model, for example with texts of different lengths. A call that raises
+    is skipped, except the first, whose exception propagates. `seen` is the trace of the model, None without one.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class ShardingCheck:
         return reached
 
     def _inputs_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
-        """Returns for each block and each of its inputs whether the input requires a gradient."""
+        """Returns for each block, and for each leaf of its arguments, whether the leaf requires a gradient."""
         found: dict[str, tuple[bool, ...]] = {}
 
         def enter(path: str) -> Any:
@@ -154,7 +157,7 @@ class ShardingCheck:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Sets up a run of the model: on the meta device if its blocks have no values."""
+        """Prepares a run of the model inside the context: on the meta device if the blocks have no values."""
         with ExitStack() as stack:
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
@@ -162,8 +165,8 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, regions: Sequence[RegionCandidate], *ranks: int) -> str | None:
-        """Returns why `regions` cannot be sharded, over each number of ranks in `ranks`, in a forward in eval mode.
-        Returns None if they can.
+        """Returns why `regions` cannot be sharded over one of the numbers of ranks in `ranks`, according to a forward
+        in eval mode. Returns None if they can be sharded over all.
         """
         if block not in self.block_calls[0]:
             return "its block does not run"
@@ -179,9 +182,10 @@ class ShardingCheck:
     def check_training(
         self, block: str, regions: Sequence[RegionCandidate], sequence: bool
     ) -> tuple[str | None, str | None]:
-        """Returns why the block cannot be trained with all of `regions` sharded, None if it can. If `sequence` is set,
-        the second result says why its hidden state cannot also be split along the sequence. Otherwise the second result
-        is None.
+        """Returns why the block cannot be trained with all of `regions` sharded, None if it can.
+
+        If `sequence` is set, also returns why the hidden state cannot be split along the sequence in addition, None if
+        it can. Otherwise the second result is None.
         """
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
@@ -210,8 +214,9 @@ def open_sharding_check(
 ) -> Iterator[ShardingCheck]:
     """Yields the check of `blocks`. While the context is open, the parameters of the check replace those of the model.
 
-    `needed` returns whether the module at a path runs before the last of `blocks` ends. `use_random_weights`: meta
-    parameters get random values. Small models always get them. `head` is the layer at which a run of the check stops.
+    `needed(name)` returns whether the check needs the parameter or buffer `name`. `use_random_weights`: meta parameters
+    get random values, which small models always get. `vocabulary` is the number of rows of the embedding table. Only
+    the first rows of this table and of the layer at path `head` get values.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
@@ -262,8 +267,10 @@ def model_calls(
     kind: torch.dtype | None,
     lengths: tuple[int, int],
 ) -> list[Callable[[], CallArguments]]:
-    """Returns the calls of a check. Two calls have all inputs, one for each of the two text `lengths`. Further calls
-    have either none or one of the optional inputs.
+    """Returns the calls of a check, as functions that return the arguments.
+
+    Two calls have all inputs and texts of the two `lengths`. Unless these are GENERATED_TEXT_LENGTHS, two calls with
+    different texts have the length of the example. Further calls have either none or one of the optional inputs.
     """
     length, (first, second) = _sequence_length(example), lengths
 
@@ -303,7 +310,9 @@ def unchanged_value(value: Any) -> Any:
 
 
 def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
-    """Returns the example with other contents of its first input, if this input has values and `text` is not 0."""
+    """Returns `example` with other contents of the first input that has values, if `text` is not 0. Only ids of tokens
+    and floating-point inputs change.
+    """
     if not text:
         return example
     found = dict(example)
@@ -322,7 +331,9 @@ def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
 
 
 def _sequence_length(example: ExampleInputs) -> int:
-    """Returns the length of the sequence in `example`, 0 if no input has a sequence whose length may change."""
+    """Returns the size of dimension 1 of the first integer input with at least 2 dimensions, or of the first input with
+    3 dimensions. Returns 0 if there is no such input.
+    """
     tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
     words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
     rows = next((value for value in tensors if value.ndim == 3), None)
@@ -330,13 +341,14 @@ def _sequence_length(example: ExampleInputs) -> int:
 
 
 def _text_lengths(example: ExampleInputs) -> tuple[int, int]:
-    """Returns the lengths of the two texts of a check."""
+    """Returns the lengths in tokens of the two texts of a check."""
     made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
     return GENERATED_TEXT_LENGTHS if made else _even_lengths(_sequence_length(example))
 
 
 def _even_lengths(length: int) -> tuple[int, int]:
-    """Returns two even lengths that are at most the `length` of an example.
+    """Returns the lengths of the two texts that are cut from an example of `length` tokens. They are even and at most
+    MAX_TEXT_LENGTH. An example of 0 or 1 tokens keeps its length.
 
     >>> _even_lengths(16), _even_lengths(2048), _even_lengths(7), _even_lengths(1)
     ((16, 8), (32, 16), (6, 2), (1, 1))
@@ -366,10 +378,10 @@ def _at_least_float32(value: Any) -> Any:
 def verify_together(
     check: ShardingCheck, block: str, regions: Sequence[RegionCandidate], counts: Sequence[tuple[Any, ...]]
 ) -> list[RegionCandidate] | None:
-    """Returns all `regions` of a block with their `counts`, if one check of all of them finds no difference. Otherwise,
-    or if no number of ranks is possible for all regions, returns None.
+    """Checks all `regions` of a block with their `counts` in one run of the block, to save a run for each region.
 
-    One run of the block then replaces one run for each region.
+    Returns the regions with their counts. Returns None if there is a difference, or if no number of ranks is possible
+    for all regions.
     """
     tried = [_with_counts(found, each) for found, each in zip(regions, counts, strict=True)]
     wanted = {found.region.kv_heads + 1 for found in tried if has_fewer_kv_heads(found)}
@@ -381,10 +393,11 @@ def verify_together(
 def verify_region(
     check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
-    """Returns `found` with the first correct set of `guesses` added to its counts; or the reason why no set is correct.
+    """Returns `found` with the first correct set of `guesses` added to its counts, and None. If no set is correct,
+    returns `found` itself and the reason.
 
-    The case of more ranks than key-value heads is checked separately. If it fails, tp must divide the number of
-    key-value heads.
+    More ranks than key-value heads are checked separately. If this check fails, tp must divide the number of key-value
+    heads.
     """
     first: str | None = None
     strict: RegionCandidate | None = None
@@ -412,17 +425,16 @@ def has_fewer_kv_heads(found: RegionCandidate) -> bool:
 
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """Returns whether tp may exceed the number of key-value heads. Each rank then has one head, and several ranks share
-    it.
+    """Returns whether tp may exceed the number of key-value heads. Then each rank has one key-value head, and several
+    ranks have equal ones.
     """
     ranks = min_tp_ranks([found], found.region.kv_heads + 1)
     return not has_fewer_kv_heads(found) or ranks is None or check.check_forward(block, [found], ranks) is None
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
-    """Returns the smallest number of ranks, at least `least`, that divides every size, None if there is none.
-
-    The number may also be a multiple of the number of key-value heads.
+    """Returns the smallest number of ranks, at least `least`, that divides every size of `regions`, None if there is no
+    such number. Of key-value heads it may be a divisor or a multiple.
     """
     sizes: dict[str, int] = {}
     for found in regions:
@@ -442,8 +454,8 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Makes the blocks of `lists` that are not in `run` return their hidden state, with the output structure of the
-    other blocks of their list. Restores them on exit.
+    """Makes the blocks of `lists` that are not in `run` return their hidden state. The output has the structure that a
+    running block of their list returned last. Restores all blocks on exit.
     """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []

@@ -1,2 +1,2 @@
-"""Contains known models, devices, links and clusters as data files with their sources. The package imports nothing else
-of the project."""
+"""Contains known models, devices, links, clusters and failure rates as data files with their sources. The planner and
+the command line read them. The package imports nothing else of the project."""

@@ -1,9 +1,9 @@
-"""Reads the data files. Each function returns rows as plain dictionaries by name, in the order of the files. All
-lookups handle aliases and letter case in the same way.
+"""Reads the data files of the catalog for the planner and the command line. Each function returns the rows of a table
+as plain dictionaries by name, in the order of the files.
 
-To add a model, add a row to `models/*.csv`; for a device, an entry to `devices/*.json`; for a cluster or a link, an
-entry to its file. Every row names its source. Numbers of models stay text, as in the table, because the caller knows
-which are integers.
+To add a model, add a row to `models/*.csv`. To add a device, add an entry to `devices/*.json`. To add a cluster, a link
+or a failure rate, add an entry to the JSON file of that name. Every row names its source. Numbers of models stay text,
+as in the table, because the caller knows which are integers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CATALOG_FOLDER = Path(__file__).parent
 
 
 def models() -> dict[str, CatalogEntry]:
-    """Returns the model architectures. Empty cells of the table are omitted.
+    """Returns the model architectures. Empty cells of the table are omitted. `aliases` is a list.
 
     >>> models()["llama2-7b"]["hidden"]
     '4096'
@@ -32,8 +32,8 @@ def models() -> dict[str, CatalogEntry]:
 
 
 def devices() -> dict[str, CatalogEntry]:
-    """Returns the accelerators. Each has the link between the devices of a node and the usual network between nodes.
-    The `vendor` is the name of the file.
+    """Returns the accelerators. Each row has the link between the devices of a node and the usual network between
+    nodes. The field `vendor` is the name of the file.
 
     >>> devices()["a100-80gb"]["memory"]
     '80 GiB'
@@ -57,12 +57,12 @@ def clusters() -> dict[str, CatalogEntry]:
 
 
 def failures() -> dict[str, CatalogEntry]:
-    """Returns the failure rates of devices of published fleets."""
+    """Returns published failure rates of large training clusters, in failures per device and hour."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "failures.json")}
 
 
 def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | None:
-    """Returns the row with this name or alias, ignoring case.
+    """Returns the row whose name or alias is `name`, None if there is none. The case of `name` is ignored.
 
     >>> find_entry(models(), "LLaMA-65B")["model"]
     'llama1-65b'
@@ -75,7 +75,7 @@ def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | No
 
 
 def all_names(rows: Mapping[str, CatalogEntry]) -> list[str]:
-    """Returns every name and alias, for suggestions."""
+    """Returns every name and alias in `rows`, for suggestions in error messages."""
     return [word for key, row in rows.items() for word in (key, *row.get("aliases", ()))]
 
 

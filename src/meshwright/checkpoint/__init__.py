@@ -1,13 +1,13 @@
-"""Saves, verifies and loads distributed checkpoints. A checkpoint saved under any parallel layout can be loaded under
-any other.
+"""Saves, verifies and loads distributed checkpoints for the trainer and the command line. A checkpoint that was saved
+under one parallel layout can be loaded under any layout.
 
 The entry points are:
-- `save.save_checkpoint` and `load.load_checkpoint`: the shards of every rank;
-- `retention.newest_checkpoint` and `retention.prune_checkpoints`: a folder of checkpoints;
-- `verify.verify_checkpoint`: one checkpoint;
-- `load.iter_full_tensors`: full tensors;
-- `huggingface`: export and import;
-- `memory_checkpoint`: the last steps in host memory.
+- `save.save_checkpoint` saves, and `load.load_checkpoint` loads, the shards of every rank;
+- `retention.newest_checkpoint` and `retention.prune_checkpoints` manage a folder of checkpoints;
+- `verify.verify_checkpoint` verifies a checkpoint;
+- `load.iter_full_tensors` reads full tensors;
+- `huggingface` exports and imports weights;
+- `memory_checkpoint` stores the last steps in host memory.
 
 Guarantees:
 - Every byte of a checkpoint is covered by a digest.

@@ -1,16 +1,17 @@
-"""Reads Hugging Face weights shard by shard: from one safetensors file, or from a folder of several files with an
-index.
+"""Reads Hugging Face weights shard by shard, from one safetensors file or from a folder of several files with an index.
+The trainer initialises models with it, and `meshwright checkpoint` imports weights.
 
 Guarantees:
 - Only the rows or columns that a shard needs are read, one tensor at a time. A rank never has more than its shard of
   the model in memory.
-- If weights are missing, unexpected, of another shape, truncated or pickled, every rank raises the same InputError
-  before the first weight is read.
+- If weights are missing, unexpected, of another shape, truncated or pickled, every rank raises an equal InputError
+  before it reads the first weight.
 
-[Note: names] A parameter is looked up in the files by its name, then with one leading name component more or fewer. In
-some model families, files have other tensors than modules. For these families, a `WeightSource` lists the stored
-tensors that make one tensor of the model. They are concatenated along the first dimension; those of experts are
-stacked. Source: huggingface/transformers, `conversion_mapping.py`. `train/meta_init.py` converts its rules to sources.
+[Note: names] A parameter is looked up in the files by its name. If it is not found, the first component of the name is
+removed, then one component is added before the name. In some model families, the files divide the weights into tensors
+differently than the modules. For these families, a `WeightSource` lists the stored tensors that form one tensor of the
+model. They are concatenated along dimension 0. Tensors of experts are stacked. Source: huggingface/transformers,
+`conversion_mapping.py`. `train/meta_init.py` converts the rules in that file to `WeightSource` objects.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightSource(NamedTuple):
-    """How one tensor of a model is made from stored tensors.
+    """Describes how one tensor of a model is formed from stored tensors.
 
     `keys` has rows of stored names. The tensors of a row are concatenated along the first dimension. With `stacked`,
     the rows are then stacked along a new first dimension.
@@ -63,7 +64,11 @@ class StoredTensor(NamedTuple):
 
 
 class HfWeights:
-    """The tensors of a safetensors file or folder, by name."""
+    """The tensors of a safetensors file or folder, by name.
+
+    Raises:
+        InputError: there are no weights at `path`, or a file is pickled, truncated or unreadable.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -79,7 +84,7 @@ class HfWeights:
             self._by_suffix.setdefault(key.partition(".")[2], []).append(key)
 
     def find(self, name: str) -> WeightSource | None:
-        """Returns the source of the model's tensor `name` ([Note: names]), or None if the files do not have it."""
+        """Returns the source of the model's tensor `name` ([Note: names]), None if the files do not have the tensor."""
         if name in self.sources:
             return self.sources[name]
         longer = self._by_suffix.get(name, ())
@@ -89,7 +94,7 @@ class HfWeights:
         return None
 
     def shape(self, source: WeightSource) -> tuple[int, ...]:
-        """Returns the shape of the tensor that `source` makes."""
+        """Returns the shape of the tensor that `source` describes."""
         row = [self.entries[key].shape for key in source.keys[0]]
         shape = (sum(part[0] for part in row), *row[0][1:]) if len(row) > 1 else row[0]
         return (len(source.keys), *shape) if source.stacked else shape
@@ -99,8 +104,8 @@ class HfWeights:
     ) -> None:
         """Checks that the files have the weights of a model whose parameters have `shapes`.
 
-        `known` names other tensors of the model, such as buffers. `passed_over` has regular expressions of stored names
-        that the model does not need.
+        `known` are the names of other tensors of the model, such as buffers, which the files may contain. `passed_over`
+        are regular expressions of stored names that the model does not need.
 
         Raises:
             InputError: a tensor is missing, unexpected, of another shape, or not of a floating-point type.
@@ -163,8 +168,11 @@ class HfWeights:
             )
 
     def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
-        """Copies the elements of `piece` into `tensor`, converted to its type. Reads only the elements that the shard
-        needs.
+        """Copies the elements of the shard `piece` into the flat `tensor`, converted to the dtype of `tensor`. Reads
+        only the rows or columns of these elements.
+
+        Raises:
+            InputError: the files do not have the tensor, or it has another shape or is not floating-point.
         """
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
@@ -184,7 +192,7 @@ class HfWeights:
 
     @contextmanager
     def open_source(self, source: WeightSource) -> Iterator[Any]:
-        """Yields the tensor that `source` makes. The yielded object supports indexing by slices and reads only the
+        """Yields the tensor that `source` describes, as an object that supports indexing by slices and reads only the
         indexed elements.
 
         On exit the files are closed, so that their pages no longer count as memory of this process.
@@ -200,7 +208,7 @@ class HfWeights:
             )
 
     def read_full(self, name: str) -> torch.Tensor | None:
-        """Returns the full tensor `name` in its stored type, or None."""
+        """Returns the full tensor `name` in its stored dtype, None if the files do not have the tensor."""
         source = self.find(name)
         if source is None:
             return None
@@ -210,7 +218,9 @@ class HfWeights:
 
 
 class ConcatTensor:
-    """Several stored tensors as one tensor. Indexing reads only the indexed elements."""
+    """Presents stored tensors as one tensor: `rows` of tensors that are concatenated, and stacked if `stacked`.
+    Indexing reads only the indexed elements.
+    """
 
     def __init__(self, rows: list[list[Any]], stacked: bool) -> None:
         self.rows, self.stacked = rows, stacked
@@ -252,10 +262,10 @@ def _slice_from(source: Any, piece: ShardMetadata) -> torch.Tensor:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files of a model.
+    """Returns the safetensors files of the model at `path`, a file or a folder.
 
     Raises:
-        InputError: the folder has no weights, or they are pickled.
+        InputError: there are no weights at `path`, the weights are pickled, or the index is invalid.
     """
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -290,10 +300,10 @@ CONVERT_HINT = Message("convert it once, if you trust it, with transformers' fro
 
 
 def has_weights(folder: Path) -> bool:
-    """Returns whether a model folder has weights.
+    """Returns whether a model folder has safetensors weights.
 
     Raises:
-        InputError: all weights are pickled. The user does not expect random initial weights then.
+        InputError: all weights are pickled, so that the user would not expect random initial weights.
     """
     if any(folder.glob("*.safetensors")):
         return True
@@ -327,8 +337,11 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
-    """Fills each shard in `wanted` ('model/NAME', or NAME) from Hugging Face weights or a checkpoint. Values are
-    converted to the type of the shard's tensor.
+    """Fills the tensor of each shard in `wanted` from the Hugging Face weights or the checkpoint at `path`. Values are
+    converted to the dtype of the tensor. Names are 'model/NAME', for Hugging Face weights also NAME.
+
+    Raises:
+        InputError: a tensor is missing or has another shape, or a file cannot be read.
     """
     if (Path(path) / MANIFEST_FILE).exists():
         load_checkpoint(path, wanted, cast=True)

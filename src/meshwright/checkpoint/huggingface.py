@@ -1,4 +1,4 @@
-"""Exports checkpoints to Hugging Face's format, and imports weights from it.
+"""Exports checkpoints to Hugging Face's format, and imports weights from it, for `meshwright checkpoint`.
 
 An export is a folder of safetensors files with the full tensors under the model's own names. `export_weights` has one
 tensor in memory at a time. Above 5 GB it writes several files and an index, as `from_pretrained` reads them.
@@ -6,8 +6,8 @@ tensor in memory at a time. Above 5 GB it writes several files and an index, as 
 (max_shard_size, `model.safetensors.index.json`).
 
 LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
-(alpha / rank) B A in the saved type, with the base weight W and the adapter matrices A and B. It is computed one layer
-at a time. For layers that store their weight as (in, out), the product is transposed. Source: huggingface/peft,
+(alpha / rank) B A in the saved dtype, with the base weight W and the adapter matrices A and B. It is computed one layer
+at a time. If a layer stores its weight as (in, out), the product B A is transposed. Source: huggingface/peft,
 `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the prefix
 'base_model.model.').
 
@@ -15,16 +15,14 @@ Guarantees:
 - Files of an export are written under temporary names and renamed in order. The last file exists only if all others do.
 - A failed export leaves no files.
 
-`read_extra_files` makes the files that accompany the weights in a Hugging Face folder: tokenizer, chat template,
-generation settings, configuration.
+`read_extra_files` makes the other files of a Hugging Face folder: tokenizer, chat template and generation settings. A
+tokenizer from a folder is copied file by file. For a tokenizer that Meshwright has trained, it adds the settings that
+`AutoTokenizer` needs. Nothing in these files is executed.
 
-A tokenizer from a folder is copied file by file. A tokenizer that was trained here is written in the same format, with
-the settings that `AutoTokenizer` needs. Nothing in these files is executed.
-
-`hf_template` translates the sizes of a reference model into a Hugging Face config.json. A Llama with biases only on
-query, key and value becomes a Qwen2. Hugging Face's GPT-2 stores its projections as (in, out), so these matrices are
-transposed. BERT and the convolutional network differ from Hugging Face's models in more than names, so they have no
-config.json.
+`hf_template` translates the sizes of a reference model (meshwright.models) into a Hugging Face config.json. A Llama
+with biases only on query, key and value becomes a Qwen2. Hugging Face's GPT-2 stores its projections as (in, out), so
+these matrices are transposed. BERT and the convolutional network differ from Hugging Face's models in more than names,
+so they have no config.json.
 """
 
 from __future__ import annotations
@@ -65,10 +63,10 @@ DECODER_START_KEY = "decoder_start_token_id"
 
 
 def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
-    """Returns the files that accompany the weights, by name.
+    """Returns the contents of the files that accompany the weights, by file name.
 
-    `tokenizer` and `model` are the folders of the run's tokenizer and model, or None if there is no such folder.
-    `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
+    `tokenizer` and `model` are the folders of the run's tokenizer and model, None if there is no such folder.
+    `end_of_text` and `mask` are the special tokens of a tokenizer that Meshwright has trained.
     """
     found = {
         name: storage.read_file(tokenizer / name, links=True)
@@ -77,7 +75,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
-    # transformers prefers this file, if it exists, to the generation settings in config.json.
+    # The start token is written here, because transformers prefers this file to the settings in config.json.
     elif model is not None and (start := _decoder_start_token(model)) is not None:
         found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
@@ -99,7 +97,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
 
 
 def _decoder_start_token(model: Path) -> int | None:
-    """Returns the first decoder token of an encoder-decoder model, or None if the configuration does not define it."""
+    """Returns the id of the first decoder token of an encoder-decoder model, None if the configuration has none."""
     config = model / "config.json"
     found = parse_text(read_text_file(config), str(config)).get(DECODER_START_KEY) if config.is_file() else None
     return found if isinstance(found, int) else None
@@ -113,7 +111,7 @@ class HfTemplate(NamedTuple):
 
 
 def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
-    """Returns the Hugging Face form of a reference model, or None if transformers has no such model.
+    """Returns the Hugging Face template of a reference model, None if transformers has no equal model.
 
     `sizes` has the keys of `models.registry`.
     """
@@ -174,7 +172,8 @@ def _has_tied_embeddings(given: Mapping[str, Any], otherwise: bool) -> bool:
 def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[PendingTensor]]) -> list[Path]:
     """Writes `files`, a mapping from names to contents, into `folder` and returns their paths.
 
-    All files are first written under temporary names, then renamed in the given order.
+    All files are first written under temporary names, then renamed in the order of `files`. If anything fails, all
+    these files are removed.
 
     Raises:
         InputError: the folder cannot be written.
@@ -229,14 +228,15 @@ def is_lora_weight(name: str) -> bool:
 
 
 class MergedLora:
-    """The full weights of a checkpoint, with its LoRA adapters merged into them."""
+    """Reads the full weights of a checkpoint and merges the LoRA adapters into them. `config` is the config.json of the
+    model, None without one."""
 
     def __init__(self, reader: CheckpointReader, lora: LoraConfig, config: Mapping[str, Any] | None) -> None:
         self.reader, self.scale = reader, lora.alpha / lora.rank
         self.transposed = (config or {}).get("model_type") in FAN_IN_FAN_OUT_FAMILIES
 
     def read_full(self, name: str) -> torch.Tensor:
-        """Returns the full weight `name`, with its adapter merged where it has one."""
+        """Returns the full weight `name`. If its layer has an adapter, the adapter is merged."""
         weight = read_full_tensor(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:
@@ -263,7 +263,10 @@ def export_adapter(
 ) -> list[Path]:
     """Writes the LoRA adapters of the checkpoint `path` into `folder`, as `peft.PeftModel.from_pretrained` reads them.
 
-    `base` is the folder of the base model. `extra_files` are other files of the folder, by name.
+    `base` is the folder of the base model. `extra_files` are other files to write, by name. Returns the files.
+
+    Raises:
+        InputError: the checkpoint has no adapters, or the folder already has an adapter.
     """
     reader = CheckpointReader(path)
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
@@ -319,10 +322,13 @@ def export_weights(
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
-    `dtype` converts floating-point weights to another type. Matrices whose name ends in one of `transposed` are
-    transposed. `extra_files` are other files of the folder, such as those of huggingface.py. Where `lora` is given,
-    the adapters are merged. The config records the written type, since `from_pretrained` converts to it. A file has at
-    most `largest` bytes, unless a single tensor is larger.
+    `config` is the config.json to write, None for no such file. It records the written dtype, because `from_pretrained`
+    converts to it. `dtype` converts floating-point weights to another dtype. Matrices whose name ends in one of
+    `transposed` are transposed. `extra_files` are other files to write, such as those of `read_extra_files`. If `lora`
+    is given, the adapters are merged. A file has at most `largest` bytes, unless a single tensor is larger.
+
+    Raises:
+        InputError: the checkpoint has no weights, `dtype` is invalid, or the folder already has weights.
     """
     folder = Path(folder)
     reader = CheckpointReader(path)
@@ -383,7 +389,8 @@ def _read_full(source: CheckpointReader | MergedLora, name: str, dtype: str, tra
 def _shard_files(
     items: list[PendingTensor], texts: dict[str, bytes], largest: int
 ) -> dict[str, bytes | list[PendingTensor]]:
-    """Returns the contents of each file by name. The index comes last, so that an incomplete folder is not a model."""
+    """Returns the contents of each file by name: the weights in files of at most `largest` bytes, then `texts`. The
+    index comes last, so that an incomplete folder is not a model."""
     groups: list[list[PendingTensor]] = [[]]
     room = largest
     for item in items:
@@ -405,7 +412,7 @@ def _shard_files(
 
 
 def import_weights(source: Path | str, folder: Path | str) -> Path:
-    """Saves the weights of `source` as the checkpoint of step 0 in `folder`."""
+    """Saves the Hugging Face weights at `source` as the checkpoint of step 0 in `folder`. Returns its path."""
     weights = HfWeights(source)
     pieces = []
     for key in weights.entries:

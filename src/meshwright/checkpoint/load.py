@@ -1,11 +1,12 @@
-"""Loads a checkpoint: fills the tensors of a rank under any layout, and returns the state of the trainer.
+"""Loads a checkpoint: fills the tensors of a rank under any layout, and returns the state of the trainer. The trainer
+loads on-disk and in-memory checkpoints with it.
 
 Guarantees:
-- Names, shapes and types are checked before any tensor is written.
-- The digest of every shard that is read is checked.
+- Names, shapes and dtypes are checked before any tensor is written.
+- The digest of every shard that is read from disk is checked.
 
-After an error from a corrupt shard, some tensors are already overwritten. Load another checkpoint before training
-continues.
+If a shard is corrupt, some tensors are already overwritten when the error is raised. So the caller must load another
+checkpoint before training continues.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from meshwright.spec.plan import Plan
 
 
 class LoadResult(NamedTuple):
-    """The contents of a checkpoint other than its tensors.
+    """The contents of a checkpoint except the tensors that were loaded.
 
-    `local` has tensors that belong to this rank alone, such as random states. It is None if the world size or the plan
-    has changed; then random states start from the seed.
+    `state` is the JSON state of the trainer. `plan` and `world` are the plan and the world size that saved it. `local`
+    has tensors that belong to this rank alone, such as random states. It is None if the world size or the plan has
+    changed. Then random states must start from the seed.
     """
 
     step: int
@@ -43,18 +45,18 @@ class LoadResult(NamedTuple):
 
 
 class CheckpointSource(Protocol):
-    """An object that can be loaded: a `CheckpointReader` of a folder, or a `MemoryCheckpoint`."""
+    """The interface of a checkpoint that can be loaded: `CheckpointReader` of a folder, or `MemoryCheckpoint`."""
 
     @property
     def path(self) -> Path:
-        """The path for error messages."""
+        """Returns the path for error messages."""
 
     @property
     def manifest(self) -> CheckpointManifest:
-        """The manifest of the checkpoint."""
+        """Returns the manifest of the checkpoint."""
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name`, written to `out` if it is given."""
+        """Returns the elements of the shard `part` of tensor `name`, written to the flat tensor `out` if given."""
 
 
 def load_checkpoint(
@@ -65,12 +67,14 @@ def load_checkpoint(
     ranks: RankExchange = SINGLE_RANK,
     cast: bool = False,
 ) -> LoadResult:
-    """Fills each tensor in `wanted` (flat, with the length of its shard). With `cast` the saved type may differ.
+    """Fills each tensor in `wanted`, which must be flat and have the length of its shard.
 
-    With `ranks`, a failure on one rank raises the same InputError on all ranks.
+    With `cast`, values are converted from the saved dtype. Otherwise the dtypes must be equal. If `plan` and the world
+    size are those of the checkpoint, the result has the local tensors of this rank. With `ranks`, every rank must call
+    this function, and a failure on one rank raises an InputError with one message on all ranks.
 
     Raises:
-        InputError: a tensor is missing or does not fit, or a shard is corrupt.
+        InputError: a tensor is missing or has another shape or dtype, or a shard is corrupt.
     """
     result: list[LoadResult] = []
 
@@ -187,7 +191,9 @@ def _fill_tensor(reader: CheckpointSource, name: str, shards: list[LocalShard]) 
 def _copy_runs(
     reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
 ) -> None:
-    """Copies ranges of saved shards into ranges of `tensor`. A shard that is needed in full is read without a copy."""
+    """Copies ranges of saved shards into ranges of `tensor` as `plan` says. A shard that is needed in full is read
+    directly into `tensor` if this is possible.
+    """
     sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:
         sources[copy.source].append(copy)
@@ -224,7 +230,7 @@ def read_full_tensor(reader: CheckpointSource, name: str) -> torch.Tensor:
 
 
 def iter_full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) for names that begin with `prefix`, one tensor at a time. The name has no prefix."""
+    """Yields (name without the prefix, full tensor) of each tensor whose name begins with `prefix`, one at a time."""
     reader = CheckpointReader(path)
     for name in reader.manifest.tensors:
         if name.startswith(prefix):

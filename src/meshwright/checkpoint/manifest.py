@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: its tensors, the location of each shard, and a digest of every byte.
+"""Defines, reads and writes the manifest of a checkpoint: its tensors, the location of each shard, and the digests of
+all data. Saving writes it, and loading and verification read it.
 
-The file is one JSON object. Its first line is `{"xxh3_128": "...",`, the digest of all bytes after that line. So no
-byte of the file is outside the digest.
+The file is one JSON object. Its first line is `{"xxh3_128": "...",`, the digest of all bytes after that line. So the
+digest covers every byte of the file.
 
 Guarantees:
-- Reading returns a consistent `CheckpointManifest`, or raises `CorruptCheckpoint` with a one-line message. It raises
-  nothing else. In a consistent manifest, shards cover every tensor, and every shard is inside its file and overlaps no
-  other.
+- Reading returns a consistent `CheckpointManifest`, or raises an InputError with a one-line message. In a consistent
+  manifest, shards cover every tensor, every shard is inside its file, and no two shards overlap in a file.
 - Reading takes no more memory than the size of the files.
 """
 
@@ -42,16 +42,17 @@ TensorName = Annotated[str, Field(pattern=TENSOR_NAME_PATTERN)]
 
 
 class CorruptCheckpoint(InputError):
-    """A checkpoint differs from what was saved. The message names the file, the tensor and the fault."""
+    """Reports that a checkpoint differs from what was saved. The message names the file, the tensor and the fault."""
 
     def __init__(self, sentence: str) -> None:
-        """Makes one line of `sentence`, since quoted contents of a corrupt file may contain line ends."""
+        """Makes one line of `sentence`, because quoted contents of a corrupt file may contain line ends."""
         line = " ".join(sentence.split())
         super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
 class SavedShard(StrictModel):
-    """A saved shard: the elements of its tensor that it has, the location of its bytes, and their xxh3."""
+    """A saved shard: the elements [start, stop) of a flattened local tensor, the location of their bytes, and the xxh3
+    of the bytes. The local tensor has `intervals` of the full tensor (spec/layout.py)."""
 
     intervals: tuple[tuple[BoundedCount, BoundedCount], ...]
     start: BoundedCount
@@ -63,7 +64,8 @@ class SavedShard(StrictModel):
 
 
 class TensorEntry(StrictModel):
-    """A tensor of the checkpoint and its shards."""
+    """A tensor of the checkpoint and its shards. `split` is the dimension along which local tensors are split, None if
+    they are full."""
 
     shape: tuple[BoundedCount, ...] = Field(max_length=16)
     dtype: str
@@ -72,7 +74,7 @@ class TensorEntry(StrictModel):
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full tensor."""
+        """Returns the number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def piece(self, name: str, part: SavedShard) -> ShardMetadata:
@@ -85,7 +87,7 @@ class TensorEntry(StrictModel):
 
 
 class ShardFileEntry(StrictModel):
-    """A file: its number of bytes, the offset at which data begin, and the xxh3 of all bytes before the data."""
+    """A file of shards: its size in bytes, the offset where data begin, and the xxh3 of all bytes before the data."""
 
     bytes: BoundedCount
     data: BoundedCount
@@ -96,6 +98,7 @@ class CheckpointManifest(StrictModel):
     """The manifest of one checkpoint.
 
     `serial` counts the saves into a folder. It identifies the newest save even after a rollback to an earlier step.
+    `id` is random for each save. `world` is the number of ranks. `state` is the JSON state of the trainer.
     """
 
     version: int = Field(ge=1, le=1)
@@ -192,7 +195,9 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
 
 def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
-    """Returns the first reason why these entries are not complete tensors, or None if they are complete."""
+    """Returns the first reason why `tensors` are invalid or their shards do not cover them, None if all are
+    complete.
+    """
     for name, entry in tensors.items():
         problem = _shape_problem(entry) or _coverage_problem(entry)
         if problem:
@@ -277,7 +282,7 @@ def _shape_problem(entry: TensorEntry) -> str | None:
 
 
 def _coverage_problem(entry: TensorEntry) -> str | None:
-    """Returns a description of elements that no shard covers, or None if all are covered.
+    """Returns a description of the first element that no shard covers, None if all elements are covered.
 
     The shards must cover the local tensor of every tensor rank, and the local tensors together must cover the full
     tensor.
@@ -315,7 +320,7 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
-    """Returns the first index from 0 to end - 1 that no span covers, or None if all are covered.
+    """Returns the first index in [0, end) that none of `spans` [start, stop) covers, None if all are covered.
 
     >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
     (3, None)

@@ -1,4 +1,5 @@
-"""In-memory checkpoints: snapshots of the last steps in host memory that outlives the ranks.
+"""Writes and reads in-memory checkpoints: snapshots of the last steps in host memory that outlives the ranks. The
+trainer writes them (train/memory_checkpointer.py) and restores from them after a fault.
 
 Each rank has one file of anonymous memory. The supervisor of the rank keeps the file open, so the memory survives the
 death of the rank. A rank copies the shards that it would write to an on-disk checkpoint into the oldest slot of the
@@ -6,15 +7,15 @@ file (core/snapshots.py). So all ranks together copy every element once. A rank 
 without a step number is incomplete. The digest of a slot is computed while the copied bytes are in the CPU cache, and
 checked before the slot is read. The snapshots of all ranks at one step form a checkpoint that any layout can load.
 
-[Note: two slots] A rank overwrites its snapshot of step n with step n + 2 only after the reduction of step n + 2. Every
-rank enters that reduction only when its own snapshot of step n + 1 is complete. So there is always a step of which all
-ranks have a snapshot, whenever and whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery
-in Distributed Training with In-Memory Checkpoints, SOSP 2023.
+[Note: two slots] The snapshot of step n + 2 overwrites that of step n, after the gradient reduction of step n + 2. A
+rank enters this reduction only when its own snapshot of step n + 1 is complete. So at any time there is a step of which
+all ranks have a snapshot, whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
+Distributed Training with In-Memory Checkpoints, SOSP 2023.
 
 A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that a
-layout needs. The location of a snapshot has one of three forms: a path on this machine; `at:HOST:PORT/KEY/RANK` at the
-node that serves it (elastic/snapshot_replication.py); or `nowhere:` if it was lost with its node. A client must prove
-that it knows the token of the job (core/secure_channel.py).
+layout needs. The location of a snapshot on this machine is a path. The location of a snapshot on another node is
+`at:HOST:PORT/KEY/RANK`, where the node serves it (elastic/snapshot_replication.py). If a snapshot was lost with its
+node, the location is `nowhere:`. A client must prove that it knows the token of the job (core/secure_channel.py).
 """
 
 from __future__ import annotations
@@ -58,32 +59,35 @@ from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
 
 COPY_CHUNK_BYTES = 1 << 20
-"""The number of bytes that are copied and digested at a time. They fit in a CPU cache."""
+"""Number of bytes that are copied and digested at a time. They fit in a CPU cache."""
 
 MAX_GAP_BYTES = 1 << 12
-"""If the gap between two shards of a buffer has at most this many bytes, the gap is copied too, so that one contiguous
-copy suffices."""
+"""Maximum gap, in bytes, between two shards of a buffer that are copied together with the gap in one contiguous
+copy.
+"""
 
 
 ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
-"""A function that yields the bytes of a tensor on the host in chunks, each with its offset."""
+"""A function that copies a byte tensor to the CPU in chunks and yields each chunk with its offset in bytes."""
 
 
 def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-    """Returns the tensor as one chunk."""
+    """Returns the byte tensor `source`, copied to the CPU, as one chunk."""
     return ((0, source.cpu()),)
 
 
 class BufferRun(NamedTuple):
-    """Contiguous bytes of one buffer, with their offset in a slot."""
+    """Contiguous bytes of one buffer, and their offset `to` in a slot."""
 
     source: torch.Tensor
     to: int
 
 
 class SnapshotLayout(NamedTuple):
-    """What a rank copies: contiguous ranges of its buffers in order of offset, the offsets of tensors that only this
-    rank has, and the index as JSON text.
+    """Describes what a rank copies into a slot of `size` bytes.
+
+    `runs` are contiguous ranges of the buffers of the rank, in order of offset. `local` are the offsets of tensors that
+    only this rank has. `text` is the index as JSON.
     """
 
     text: bytes
@@ -95,8 +99,8 @@ class SnapshotLayout(NamedTuple):
 def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
-    """Returns the layout of a slot: `pieces`, followed by tensors with the sizes of `local`. Each snapshot is given new
-    `local` tensors."""
+    """Returns the layout of a slot: the shards `pieces`, then tensors with the sizes of `local`. A snapshot copies the
+    memory of `pieces`, but `MemorySnapshot.write` receives new `local` tensors for each snapshot."""
     shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
@@ -105,7 +109,7 @@ def plan_snapshot_layout(
     storages: dict[int, int] = {}
     for _, tensor in shards:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    # keeps the order equal after every restart
+    # Sorting by address within each storage gives an equal order after every restart.
     shards.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
@@ -136,7 +140,7 @@ def plan_snapshot_layout(
 
 
 class MemorySnapshot:
-    """The snapshots of one rank, in the file at `path`."""
+    """Writes and reads the snapshots of one rank, in the file of anonymous memory at `path`."""
 
     def __init__(self, path: str) -> None:
         self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -160,11 +164,12 @@ class MemorySnapshot:
 
     # --- writing
     def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
-        """Returns the bytes that `allocate` requests from the system, or 0 if the file already has this layout."""
+        """Returns the number of bytes that `allocate` requests from the system, 0 if the file already has `layout`."""
         return 0 if layout.text == self._index else slots * layout.size
 
     def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
-        """Makes room for snapshots of `layout`. If the file has this layout already, its snapshots remain."""
+        """Makes room for `slots` snapshots of `layout`. If the file already has this layout, its snapshots remain.
+        Otherwise they are lost."""
         if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)
@@ -188,10 +193,10 @@ class MemorySnapshot:
         parts: ByteChunks = single_chunk,
         history: int = 0,
     ) -> None:
-        """Writes a snapshot of `step` into the slot with the oldest step. A slot that a client has locked is skipped.
+        """Writes a snapshot of `step` into the slot with the oldest step that is not pinned.
 
-        `local` are tensors that only this rank has. `state` is the JSON of the trainer. `parts` copies bytes to the
-        host. `history`: [Note: history] in core/snapshots.py.
+        `local` are tensors that only this rank has. `state` is the JSON state of the trainer. `parts` copies tensors of
+        a device to the CPU. `history` is explained in [Note: history] of core/snapshots.py.
         """
         assert len(state) <= MIN_STATE_BYTES, (
             f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
@@ -213,7 +218,7 @@ class MemorySnapshot:
     def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
         """Copies `source` in chunks to byte `to` of the file, and digests each chunk while it is in the CPU cache.
 
-        Other threads run during the copy.
+        ctypes releases the GIL, so other threads run during the copy.
         """
         for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
             begin, size = to + first, part.numel()
@@ -226,12 +231,12 @@ class MemorySnapshot:
     # --- reading
     @property
     def steps(self) -> set[int]:
-        """The steps that have a complete snapshot."""
+        """Returns the steps that have a complete snapshot."""
         return self.head.steps if self._index else set()
 
     @property
     def versions(self) -> set[SnapshotVersion]:
-        """The versions that have a complete snapshot."""
+        """Returns the versions that have a complete snapshot."""
         return versions_of(self.head) if self._index else set()
 
     def is_intact(self, step: int) -> bool:
@@ -243,12 +248,12 @@ class MemorySnapshot:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Returns the index of the slots: name, digest and world size of the plan, and each shard with its offset."""
+        """Returns the index: name, digest and world size of the plan, and each shard with its offset in a slot."""
         found: dict[str, Any] = json.loads(self._index)
         return found
 
     def state(self, step: int) -> bytes:
-        """Returns the JSON of the trainer at `step`."""
+        """Returns the JSON state of the trainer at `step`."""
         begin, size = self.head.place_of_state(step)
         return self._map[begin : begin + size]
 
@@ -259,9 +264,13 @@ class MemorySnapshot:
 
 
 class MemoryCheckpoint:
-    """The snapshots of all ranks at one step, as a checkpoint that `load_checkpoint` reads.
+    """The snapshots of all ranks at one step, as a checkpoint that `load_checkpoint` reads. `memories` are in order of
+    rank.
 
     The caller must have checked that the snapshots are intact.
+
+    Raises:
+        CorruptCheckpoint: the snapshots do not form complete tensors, or ranks disagree about a tensor.
     """
 
     def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
@@ -287,7 +296,7 @@ class MemoryCheckpoint:
                 )
             )
         self.states = [json.loads(memory.state(step)) for memory in memories]
-        """The JSON state of each rank."""
+        """The parsed trainer state of each rank."""
         first = indices[0]
         self.manifest = CheckpointManifest(
             version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"],
@@ -295,7 +304,7 @@ class MemoryCheckpoint:
         )  # fmt: skip
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name`, written to `out` where given."""
+        """Returns the elements of the shard `part` of tensor `name`, written to the flat tensor `out` if given."""
         entry = self.manifest.tensors[name]
         found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(
             DTYPE_BY_NAME[entry.dtype]
@@ -304,10 +313,10 @@ class MemoryCheckpoint:
 
 
 def open_snapshot(place: str) -> MemorySnapshot:
-    """Opens the snapshots at the location `place`.
+    """Opens the snapshots of a rank at the location `place` (see the module docstring).
 
     Raises:
-        OSError: there are no snapshots at this location.
+        OSError: the file does not exist, the node does not answer, or the snapshots were lost.
     """
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
@@ -317,7 +326,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
 
 
 class RemoteSnapshot(MemorySnapshot):
-    """The snapshots of a rank of another node. They are read-only."""
+    """Reads the snapshots of a rank of another node. `place` is HOST:PORT/KEY/RANK."""
 
     def __init__(self, place: str) -> None:
         address, key, rank = place.split("/")
@@ -338,16 +347,16 @@ class RemoteSnapshot(MemorySnapshot):
         return self.head.is_digest(step, digest.intdigest(), self._index)
 
     def state(self, step: int) -> bytes:
-        """Returns the JSON of the trainer at `step`."""
+        """Returns the JSON state of the trainer at `step`."""
         return self.fetch(*self.head.place_of_state(step))
 
     def data(self, step: int) -> LazyBytes:  # type: ignore[override]
-        """Returns the bytes of the snapshot of `step`, which are fetched when they are sliced."""
+        """Returns the bytes of the snapshot of `step`. They are fetched only when they are sliced."""
         return LazyBytes(self, self.head.place_of_data(step))
 
 
 class LazyBytes:
-    """Bytes of a remote snapshot. They are fetched when they are sliced, like a tensor of bytes."""
+    """The bytes of a remote snapshot. A slice fetches its bytes and returns them as a tensor."""
 
     def __init__(self, memory: RemoteSnapshot, begin: int) -> None:
         self._memory, self._begin = memory, begin

@@ -1,11 +1,13 @@
-"""Resharding: computes which elements of saved shards make a wanted shard, from `ShardMetadata` alone.
+"""Computes which elements of saved shards fill a wanted shard, so that a checkpoint can be loaded under any layout.
+load.py and hf_weights.py use it. It reads only `ShardMetadata`, not the tensors.
 
-[Note: flat ranges] A tensor rank may have only a part of a tensor: some intervals of one dimension. A shard is a range
-of the flattened part. If the saved and the wanted shard are ranges of one flat index, a copy is the overlap of two
-ranges. There are two such cases. First, saved and wanted shard belong to parts with equal intervals; then the flat
-index is that of the part. Second, each part is the full tensor or is split along dimension 0; then the flat index is
-that of the full tensor, in which rows are contiguous. In all other cases the full tensor is assembled, one tensor at a
-time: parts are rebuilt from their ranges and copied into the full tensor, and the wanted part is extracted.
+[Note: flat ranges] A tensor rank has a local tensor: the full tensor, or some intervals of one dimension of it. A shard
+is a range of the flattened local tensor. If the saved and the wanted shard are ranges of one flat index, a copy is the
+overlap of two ranges. There are two such cases. First, the local tensors of both shards have equal intervals. Then the
+flat index is that of the local tensor. Second, each local tensor is the full tensor or is split along dimension 0. Then
+the flat index is that of the full tensor, in which rows are contiguous. In all other cases the full tensor is
+assembled, one tensor at a time. Local tensors are filled from their saved ranges and copied into the full tensor. Then
+the wanted shard is extracted from it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class CopyRange(NamedTuple):
 
 
 def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Returns metadata of these elements in canonical form. Adjacent intervals are merged. A part that is the full
-    tensor has no split.
+    """Returns metadata of the elements of `piece` in canonical form. Adjacent intervals are merged. If the local tensor
+    is the full tensor, the result has no split.
 
     >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
     True
@@ -50,8 +52,8 @@ def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
 
 
 def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[CopyRange] | None:
-    """Returns the copies that fill every element of `wanted` once; None if the full tensor is needed ([Note: flat
-    ranges]).
+    """Returns the copies from the shards `saved` that fill every element of `wanted` once. Returns None if the full
+    tensor must be assembled ([Note: flat ranges]).
     """
     wanted = normalize_shard(wanted)
     saved = [normalize_shard(piece) for piece in saved]
@@ -74,7 +76,9 @@ def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[C
 
 
 def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
-    """Returns the ranges (start, stop) of the flat full tensor that `piece` has, each with its offset in the shard."""
+    """Returns the ranges of the flattened full tensor that the shard `piece` contains, as (start, stop, offset in the
+    shard). The local tensor must be the full tensor or split along dimension 0.
+    """
     if piece.split is None:
         return [(piece.start, piece.stop, 0)]
     inner = math.prod(piece.shape[1:])
@@ -92,8 +96,8 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
 def _covering_copies(
     wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
 ) -> list[CopyRange] | None:
-    """Returns copies from `saved` ranges for all elements of the `wanted` ranges, or None if an element is in no
-    range.
+    """Returns copies from the ranges `saved` (by index of the shard) for all elements of the ranges `wanted`. Returns
+    None if the saved ranges do not contain all elements. Ranges are those of `contiguous_runs`.
     """
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
     result = []
@@ -112,9 +116,8 @@ def _covering_copies(
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """Returns the indices of the saved shards that overlap a wanted shard along the split dimension.
-
-    These shards are sufficient to extract the wanted shards.
+    """Returns the indices of the saved shards from which the wanted shards can be extracted: all that overlap a wanted
+    shard along the split dimension.
     """
     result = []
     for index, piece in enumerate(saved):
@@ -130,20 +133,20 @@ def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMet
 
 
 class FullTensor:
-    """A full tensor that is assembled from the parts of tensor ranks."""
+    """A full tensor that is assembled from the local tensors of tensor ranks."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.tensor = torch.empty(shape, dtype=dtype)
 
     def part_buffer(self, piece: ShardMetadata) -> torch.Tensor:
-        """Returns a flat buffer for the part to which `piece` belongs. If the part is contiguous in the full tensor,
-        the buffer is a view of the full tensor."""
+        """Returns a flat buffer for the local tensor to which `piece` belongs. If the local tensor is the full tensor,
+        the buffer is a view of it."""
         if piece.split is None:
             return self.tensor.view(-1)
         return torch.empty(math.prod(piece.local_shape), dtype=self.tensor.dtype)
 
     def place_part(self, piece: ShardMetadata, part: torch.Tensor) -> None:
-        """Copies a filled part to its intervals of the full tensor."""
+        """Copies `part`, the filled local tensor of `piece`, to its intervals of the full tensor."""
         if piece.split is None:
             return
         local = part.view(piece.local_shape)
@@ -153,14 +156,14 @@ class FullTensor:
             at += last - first
 
     def extract(self, wanted: ShardMetadata) -> torch.Tensor:
-        """Returns the elements of `wanted`, flat."""
+        """Returns the elements of the shard `wanted` as a flat tensor."""
         if wanted.split is None:
             return self.tensor.view(-1)[wanted.start : wanted.stop]
         return slice_shard(self.tensor, wanted)
 
 
 def slice_shard(full: torch.Tensor, wanted: ShardMetadata) -> torch.Tensor:
-    """Returns the elements of `wanted`, sliced from the full tensor, flat.
+    """Returns the elements of the shard `wanted`, sliced from the full tensor, as a flat tensor.
 
     >>> slice_shard(torch.arange(8).view(2, 4), ShardMetadata("w", (2, 4), "int64", 1, ((0, 1), (2, 3)), 1, 4))
     tensor([2, 4, 6])

@@ -1,10 +1,11 @@
-"""A folder of checkpoints: lists them, finds the newest valid one, and removes old ones.
+"""Lists the checkpoints of a folder, finds the newest valid one, and removes old ones. The trainer uses it when it
+resumes and after each save.
 
-[Note: newest] A folder `step-N` is complete, since a save gives it this name last. The newest checkpoint is the last
-saved checkpoint. Its manifest has the largest `serial`, but not necessarily the highest step: after a rollback, a run
-saves lower steps later. The file `latest` names the newest checkpoint for users and other tools; Meshwright does not
-read it. A folder `step-N.replaced.ID` is an earlier save of step N, which remains if a new save of step N is
-interrupted.
+[Note: newest] A folder `step-N` is complete, because a save renames the folder last. The newest checkpoint is the one
+that was saved last. Its manifest has the largest `serial`, but not necessarily the highest step, because after a
+rollback a run saves lower steps again. The file `latest` names the newest checkpoint for users and other tools.
+Meshwright does not read this file. A folder `step-N.replaced.ID` is an earlier save of step N. It remains if a new save
+of step N is interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def list_checkpoints(folder: Path | str) -> list[Path]:
 
 
 def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
-    """Returns the checkpoints of `folder`, each with its serial, or None if it cannot be read."""
+    """Returns the checkpoints of `folder` in the order of `list_checkpoints`, each with its serial. The serial is None
+    if it cannot be read.
+    """
     try:
         found = [
             folder / name
@@ -58,8 +61,8 @@ def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Returns whether `path` is a folder. If the type cannot be determined, the result is True, since reading the
-    folder then reports the reason."""
+    """Returns whether `path` is a folder. If the file system reports an error, returns True, because reading the folder
+    will report the reason."""
     try:
         return storage.is_folder(path)
     except OSError:
@@ -67,8 +70,8 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _read_serial(path: Path) -> int | None:
-    """Returns the serial from the first bytes of the manifest. Since it is not verified, it only determines the
-    order.
+    """Returns the serial from the first bytes of the manifest, None if they do not contain it. The manifest is not
+    verified, so the serial may only determine the order.
     """
     try:
         match = _SERIAL_PATTERN.search(storage.read_file(path / MANIFEST_FILE, most=512))
@@ -85,13 +88,13 @@ def next_serial(folder: Path) -> int:
 
 
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
-    """Returns the newest valid checkpoint, or None if `folder` has no checkpoint at all.
+    """Returns the newest valid checkpoint, None if `folder` has no checkpoint at all.
 
-    With `verify` False only the manifest is checked, not the data. Each corrupt checkpoint that is skipped is reported
-    to `say` (default: a logged warning).
+    If `verify` is False, only the manifest is checked and not the data. `say` receives a message for each corrupt
+    checkpoint that is skipped. By default the messages are logged as warnings.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, but none is valid. A run must not silently start from step 0.
+        CorruptCheckpoint: there are checkpoints, but no valid one. A run must not silently start from step 0.
     """
     say = _warning_function(say)
     found = _checkpoint_serials(Path(folder))
@@ -102,7 +105,7 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
         if problem is None:
             valid.append(path)
             if serial is not None:
-                break  # without a serial, the age of this checkpoint is unknown: the next checkpoint may be newer
+                break  # without a serial the age of a checkpoint is unknown, and the next one may be newer
         else:
             first = first or problem
             say(Message("checkpoint {path} is skipped: {problem}", path=path.name, problem=problem))
@@ -130,7 +133,7 @@ def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
-    """Returns the newest valid checkpoint of a step up to `step`, or None."""
+    """Returns the newest valid checkpoint whose step is at most `step`, None if there is none."""
     return next(
         (
             path
@@ -158,10 +161,15 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Removes all but the `keep` newest checkpoints and returns the removed checkpoints.
 
-    The newest valid checkpoint always remains. Checkpoints with a corrupt manifest also remain, as evidence of the
-    fault. A checkpoint that cannot be removed is reported to `say` (default: a logged warning). This is not an error,
-    since the new checkpoint is saved. Nothing is removed before a remaining checkpoint is known to be valid: either
-    `verified`, which was just saved and read back, or a checkpoint that is verified here.
+    The newest valid checkpoint always remains. Checkpoints whose serial cannot be read also remain, as evidence of the
+    fault. `say` receives a message for each checkpoint that cannot be removed (default: a logged warning). This is not
+    an error, because the new checkpoint is already saved.
+
+    Nothing is removed before a remaining checkpoint is known to be valid. `verified`, which was just saved and read
+    back, counts as valid. Without it, this function verifies checkpoints until one is valid.
+
+    Raises:
+        InputError: `keep` is less than 1.
     """
     if keep < 1:
         raise InputError(Message("keep = {keep}: at least one checkpoint must stay", keep=keep))

@@ -1,9 +1,10 @@
-"""Writes one file of tensors in the safetensors format: eight bytes of header length, a JSON header, then the data.
+"""Writes a file of tensors in the safetensors format: eight bytes of header length, a JSON header, then the data.
+Checkpoints and Hugging Face exports use it.
 
-This module replaces the library's writer for three reasons. It copies tensors from their device one at a time. On a
-full disk it raises an OSError with an errno, while a memory-mapped file would raise SIGBUS. It knows the offset of
-every tensor. Any safetensors library can read the result. Source: the description of the format,
-huggingface/safetensors README.
+This module replaces the writer of the safetensors library for three reasons. It copies tensors from their device one at
+a time. On a full disk it raises an OSError with an errno, while a memory-mapped file would raise SIGBUS. It returns the
+offset of every tensor. Any safetensors library can read the result. Source: the description of the format in the README
+of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }  # fmt: skip
 MAX_METADATA_BYTES = 4096
-"""The number of bytes at the beginning of a file that contain its metadata."""
+"""Number of bytes at the beginning of a file in which its metadata are searched."""
 
 _METADATA_PATTERN = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
 class PendingTensor(NamedTuple):
-    """A tensor to be written. Its data are requested only when they are written."""
+    """A tensor to be written under the name `key`. `size` is in bytes. `tensor` is called when the data are written."""
 
     key: str
     dtype: str
@@ -50,8 +51,8 @@ class PendingTensor(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A written file: the offset at which its data begin, its size, the xxh3 of its header, and the offset of each
-    key.
+    """Describes a written file: the offset where its data begin, its size, the xxh3 of its header, and the offset of
+    each tensor by key. Offsets and size are in bytes.
     """
 
     data: int
@@ -70,12 +71,12 @@ def shard_name(rank: int) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name that manifests use for a type, such as 'float32'."""
+    """Returns the name that manifests use for a dtype, such as 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of `tensor`. They are copied only if the tensor is on a device or not contiguous."""
+    """Returns the bytes of `tensor`, as a view of it if it is contiguous on the CPU, otherwise as a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -86,8 +87,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, str]) -> WrittenFile:
-    """Writes `items` to a new file and syncs it. Tensors with wider dtypes come first, so that every tensor is
-    aligned."""
+    """Writes `items` to the new file `path` and syncs it. Tensors with wider dtypes come first, so that every tensor is
+    aligned.
+
+    Raises:
+        OSError: the file exists, or the disk is full or fails.
+    """
     ordered = sorted(items, key=lambda item: (-DTYPE_BY_NAME[item.dtype].itemsize, item.key))
     header: dict[str, object] = {"__metadata__": metadata}
     offsets = {}
@@ -118,7 +123,7 @@ def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, 
 
 
 def parse_metadata(head: bytes) -> dict[str, str]:
-    """Returns the metadata in `head`, the first bytes of a file; empty where it cannot be read."""
+    """Returns the metadata in `head`, the first bytes of a file, or {} if it cannot be parsed."""
     match = _METADATA_PATTERN.match(head, 8)
     try:
         found = json.loads(match[1]) if match else {}

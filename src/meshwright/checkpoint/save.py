@@ -1,13 +1,13 @@
-"""Saves a checkpoint: every rank writes its own file into a temporary folder. The folder gets its final name when all
-files are durable.
+"""Saves a checkpoint of the trainer: every rank writes its own file into a temporary folder. This folder gets its final
+name when all files are durable.
 
-A save has four stages. The ranks agree on which rank writes which shard. Each rank writes, syncs and reads back its
-file. Rank 0 merges the manifest, renames the folder and syncs the parent folder. Then it writes `latest`. Ranks
-communicate only through `RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that
-several ranks have is written once, and the bytes are balanced over the ranks.
+First, rank 0 decides which rank writes which shard. Then each rank writes, syncs and reads back its file. Finally, rank
+0 merges the manifest, renames the folder, syncs the parent folder and writes `latest`. Ranks communicate only through
+`RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that several ranks have is written
+once, and the bytes are balanced over the ranks.
 
 Guarantees:
-- A failure on any rank is a failure on all ranks, with the same message. The temporary folder is removed and earlier
+- If one rank fails, all ranks raise SaveFailed with one message. The temporary folder is removed, and earlier
   checkpoints remain.
 - A checkpoint with its final name is durable and has been read back.
 
@@ -65,11 +65,11 @@ ShardsByTensor = dict[TensorKey, list[SavedShard]]
 
 
 class SaveFailed(MeshwrightError):
-    """The save of this step failed on all ranks. Earlier checkpoints are unchanged, and training may continue."""
+    """Reports that this save failed on all ranks. Earlier checkpoints are unchanged, and training may continue."""
 
 
 class RankExchange(NamedTuple):
-    """This rank among `world` ranks. `all_gather` returns one text of each rank, in order of rank."""
+    """Identifies this rank among `world` ranks. `all_gather(text)` returns the texts of all ranks, in order of rank."""
 
     rank: int
     world: int
@@ -90,14 +90,14 @@ def save_checkpoint(
     local: Mapping[str, torch.Tensor] | None = None,
     world: int = 0,
 ) -> Path:
-    """Saves the `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back.
+    """Saves the shards `pieces` of all ranks as FOLDER/step-N and returns this path once it is durable and read back.
 
-    Collective: every rank must call it. `state` is the JSON state of the trainer; that of rank 0 is saved. `local` are
-    tensors that only this rank has (random states). Only the same rank of the same plan loads them. `world` is the
-    number of ranks to which the pieces belong, if one process writes the pieces of all ranks.
+    Collective: every rank must call it. `state` is the JSON state of the trainer. Only that of rank 0 is saved. `local`
+    are tensors that only this rank has (random states). Only the same rank of the same plan loads them. `world` is the
+    number of ranks to which the shards belong, if one process writes the shards of all ranks (0: `ranks.world`).
 
     Raises:
-        SaveFailed: any rank failed; raised on every rank.
+        SaveFailed: a rank failed. All ranks raise it.
     """
     shards = [
         (_normalized_shard(piece), tensor.detach())
@@ -172,7 +172,7 @@ class _SaveOperation:
         return str(answers[0][0])
 
     def describe_error(self, error: Exception) -> str:
-        """Returns the message of the error as one sentence."""
+        """Returns the message of `error` as one sentence."""
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.out_of_space_message()
@@ -196,10 +196,11 @@ class _SaveOperation:
             free=free,
         )
 
-    # The stages of a save, in order.
+    # The following methods are the stages of a save, in order.
 
     def open(self) -> str | None:
-        """Removes leftovers of interrupted saves and makes the temporary folder (rank 0). Returns the save's id."""
+        """On rank 0, removes leftovers of interrupted saves, makes the temporary folder, and returns the id of this
+        save."""
         if self.ranks.rank:
             return None
         storage.make_folder(self.folder)
@@ -219,8 +220,7 @@ class _SaveOperation:
         self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
 
     def assign(self) -> None:
-        """On rank 0, assigns each distinct shard to one of the ranks that have it: the rank with the fewest assigned
-        bytes."""
+        """On rank 0, assigns each distinct shard to a rank that has it, the one with the fewest assigned bytes."""
         if self.ranks.rank:
             return
         holders: dict[ShardMetadata, list[int]] = defaultdict(list)
@@ -243,7 +243,7 @@ class _SaveOperation:
             self.write_note("task", rank, [self.needs, task])
 
     def write(self) -> None:
-        """Writes and flushes the file of this rank, reads it back, and lists it for rank 0 ([Note: read back])."""
+        """Writes and syncs the file of this rank, reads it back ([Note: read back]), and lists it for rank 0."""
         rank, temporary = self.ranks.rank, self.temporary_folder()
         self.needs, task = self.read_note("task", rank)
         shards = dict(self.shards)
@@ -284,7 +284,7 @@ class _SaveOperation:
         )
 
     def commit(self, state: dict[str, Any]) -> None:
-        """Merges the manifest and publishes the folder (rank 0)."""
+        """On rank 0, merges the manifest and publishes the folder."""
         if self.ranks.rank:
             return
         temporary = self.temporary_folder()
@@ -318,9 +318,9 @@ class _SaveOperation:
         self.publish(temporary)
 
     def publish(self, temporary: Path) -> None:
-        """Renames the temporary folder, with which the checkpoint begins to exist.
+        """Renames the temporary folder to its final name, so that the checkpoint exists.
 
-        An earlier checkpoint of this step is renamed before, and removed after the new checkpoint has its name.
+        An earlier checkpoint of this step is renamed first. It is removed after the new checkpoint has its name.
         """
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
@@ -335,12 +335,12 @@ class _SaveOperation:
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
-        """Removes the temporary files after a failure. The next save removes files that cannot be removed now."""
+        """Removes the temporary files after a failure. The next save removes files that could not be removed."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
 
-    # Notes: small JSON files with which ranks communicate.
+    # Ranks communicate by notes, which are small JSON files in the temporary folder.
 
     def temporary_folder(self) -> Path:
         """Returns the temporary folder."""
@@ -364,7 +364,7 @@ class _SaveOperation:
             raise self.not_shared_error(path) from None
 
     def not_shared_error(self, path: Path) -> _SaveRefused:
-        """Returns the error for a folder that is not visible to this rank."""
+        """Returns the error for a file of the temporary folder that this rank cannot see."""
         return _SaveRefused(
             Message(
                 "rank {rank} does not see {path!r}: checkpoints must be on storage that all hosts share",
@@ -375,7 +375,7 @@ class _SaveOperation:
 
 
 class _SaveRefused(Exception):
-    """A failure whose message is raised on all ranks."""
+    """Reports why this rank cannot save. All ranks raise SaveFailed with its message."""
 
 
 def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
@@ -396,7 +396,7 @@ def _shard_bytes(piece: ShardMetadata) -> int:
 
 
 def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
-    """Returns the tensor on the host. A tensor on a device is copied once, and its digest is stored in `live`."""
+    """Returns the tensor on the CPU. If `live` has no digest of the shard `key`, stores the digest there."""
     host = tensor.detach().cpu()
     if key not in live:
         live[key] = tensor_digest(host)
@@ -404,7 +404,7 @@ def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch
 
 
 def shard_key(piece: ShardMetadata) -> str:
-    """Returns the key of a shard in its file: the name, the intervals and the range.
+    """Returns the key of a shard in its file: the name, the split with its intervals, and the range.
 
     >>> shard_key(ShardMetadata("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
     'model/w|0:0-2,4-6|0-16'
@@ -434,7 +434,7 @@ def _tensor_key(piece: ShardMetadata) -> TensorKey:
 
 
 def _tensor_entries(parts: ShardsByTensor) -> dict[str, TensorEntry]:
-    """Returns the entries by name. Raises where shards with the same name differ in shape, type or split."""
+    """Returns the entries by name. Raises _SaveRefused if shards of one name differ in shape, dtype or split."""
     entries: dict[str, TensorEntry] = {}
     for (name, shape, dtype, split), listed in parts.items():
         if name in entries:
@@ -470,7 +470,7 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
 
 
 def _json_round_trip(value: Any, where: str = "$") -> Any:
-    """Returns `value` if JSON preserves it (tuples become lists), otherwise raises."""
+    """Returns `value` with tuples as lists. Raises _SaveRefused if JSON cannot represent a value in it."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -491,5 +491,5 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
 
 
 def _folder_bytes(folder: Path | None) -> int:
-    """Returns the bytes in the temporary folder, which a failed save frees."""
+    """Returns the number of bytes in the temporary folder, which a failed save frees. None has 0 bytes."""
     return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

@@ -1,6 +1,8 @@
-"""Reads shards and checks their digests; verifies whole checkpoints.
+"""Reads the shards of a checkpoint and checks their digests, and verifies whole checkpoints. Loading, export, retention
+and `meshwright checkpoint` use it.
 
-Any flipped, truncated, swapped or stale file is reported with file and tensor. A file is checked in this order:
+Every file that is missing, truncated, swapped, stale or has a wrong byte is reported with its name and its tensors. A
+file is checked in this order:
 - It exists and is a regular file.
 - Its metadata name this rank and this save, which detects stale and swapped files.
 - It has the recorded size.
@@ -23,11 +25,15 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_INLINE_FILE_BYTES = 2**20
-"""A file system may store files of up to this many bytes without blocks, so their block count is ignored."""
+"""A file system may store files of up to this many bytes outside of data blocks, so they are not checked for holes."""
 
 
 class CheckpointReader:
-    """Reads the shards of one checkpoint. Metadata, size and header of a file are checked when it is first opened."""
+    """Reads the shards of one checkpoint. Metadata, size and header of a file are checked when it is first opened.
+
+    Raises:
+        InputError: there is no checkpoint at `path`, or its manifest is corrupt.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -35,7 +41,7 @@ class CheckpointReader:
         self.checked: set[str] = set()
 
     def open(self, file: str) -> int:
-        """Opens a file of the checkpoint and returns its handle.
+        """Opens a file of the checkpoint and returns its file descriptor, which the caller must close.
 
         Raises:
             CorruptCheckpoint: the file is not the one that the manifest describes.
@@ -95,7 +101,7 @@ class CheckpointReader:
         return None
 
     def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
-        """Returns a text that names the other rank, step or save to which this intact file belongs, or None."""
+        """Returns a message if the metadata `said` of the file name another rank, step or save, None otherwise."""
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
@@ -121,7 +127,7 @@ class CheckpointReader:
         return None
 
     def _lost_tensors(self, file: str, end: int) -> str:
-        """Returns text that names the tensors of `file` with data beyond byte `end`."""
+        """Returns a clause that names the tensors with data after byte `end` of `file`, '' if there are none."""
         names = [
             name
             for name, entry in self.manifest.tensors.items()
@@ -137,9 +143,9 @@ class CheckpointReader:
         )
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the elements of `part` of tensor `name` after checking their digest.
+        """Returns the elements of the shard `part` of tensor `name` as a flat tensor, after checking their digest.
 
-        They are written to `out` (flat, of the saved type, on the host) where given.
+        If `out` is given (flat, of the saved dtype, on the CPU), the elements are written to it.
 
         Raises:
             CorruptCheckpoint: the digest differs, or the file cannot be read.
@@ -163,7 +169,11 @@ class CheckpointReader:
         return result
 
     def check_digest(self, name: str, entry: TensorEntry, part: SavedShard, digest: str) -> None:
-        """Raises CorruptCheckpoint where `digest` differs from the recorded digest of the shard `part`."""
+        """Checks that `digest` equals the recorded digest of the shard `part` of tensor `name`.
+
+        Raises:
+            CorruptCheckpoint: the digests differ.
+        """
         if digest != part.xxh3:
             what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
             raise CorruptCheckpoint(
@@ -180,7 +190,8 @@ class CheckpointReader:
             )
 
     def verify(self) -> Iterator[str]:
-        """Yields every problem as a sentence. Only one chunk of data is in memory at a time."""
+        """Verifies all files and shards, and yields every problem as a sentence. Only one chunk of data is in memory at
+        a time."""
         broken = set()
         for file in self.manifest.files:
             try:
@@ -210,14 +221,14 @@ class CheckpointReader:
 
 
 def _read_metadata(handle: int, size: int) -> dict[str, str]:
-    """Returns the metadata from the beginning of the header."""
+    """Returns the metadata from the beginning of the header of a file of `size` bytes."""
     head = bytearray(min(size, MAX_METADATA_BYTES))
     storage.read_into(handle, 0, memoryview(head))
     return parse_metadata(bytes(head))
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Returns the problems of the checkpoint at `path`, one sentence each; an empty list where it is intact."""
+    """Returns the problems of the checkpoint at `path`, one sentence each, or [] if it is intact."""
     try:
         return list(CheckpointReader(path).verify())
     except InputError as error:

@@ -1,10 +1,10 @@
-"""Builds the application from its commands. A file of this package is a command if its docstring begins with the name
-of the command.
+"""Builds the cyclopts application that `cli/main.py` runs. A file of this package is a command if its module docstring
+begins with the name of the command.
 
-A new command is one new file NAME.py with a function NAME. The first line of its docstring is `meshwright NAME`, a
-colon, and the description for the overview of commands.
+A new command is one new file NAME.py with a function NAME. The first line of the module docstring is `meshwright NAME`,
+a colon, and the description for the overview of commands.
 
-Guarantees: no command is imported before it runs.
+Guarantees: no command file is imported before the command runs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def _command_line(file: Path) -> str | None:
 
 
 def is_command(name: str) -> bool:
-    """Returns whether a command has this name."""
+    """Returns whether `name` is a command."""
     file = Path(__file__).with_name(f"{name}.py") if name.isidentifier() else None
     return file is not None and file.exists() and _command_line(file) is not None
 
 
 def build_application(tokens: Sequence[str]) -> App:
-    """Builds the application with the command that `tokens` name, or with all commands. No command is imported."""
+    """Builds the application. It has only the command `tokens[0]` if that is a command, otherwise all commands. No
+    command file is imported."""
     console = None
     if not tokens or "--help" in tokens or "-h" in tokens:
         from rich.console import Console

@@ -57,7 +57,7 @@ def catalog(
 
 
 def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Returns the table of models, its header first."""
+    """Returns the rows of the table of models, with the header first."""
     from meshwright.core.units import show_count
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
@@ -71,7 +71,7 @@ def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Returns the table of devices, its header first."""
+    """Returns the rows of the table of devices, with the header first."""
     lines = [["device", "memory", "bandwidth", "fp32", "bf16", "fp16", "fp8", "link", "network"]]
     for name, row in rows.items():
         peaks = [
@@ -85,7 +85,7 @@ def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Returns the table of clusters, its header first."""
+    """Returns the rows of the table of clusters, with the header first."""
     from meshwright.planner.inputs.clusters import parse_cluster
 
     lines = [["cluster", "devices", "is", "memory"]]
@@ -96,5 +96,5 @@ def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def link_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Returns the table of links, its header first."""
+    """Returns the rows of the table of links, with the header first."""
     return [["link", "a device", "latency"], *([name, row["bandwidth"], row["latency"]] for name, row in rows.items())]

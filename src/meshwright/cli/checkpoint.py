@@ -185,7 +185,11 @@ def import_(
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Returns the checkpoint at `path`, or the checkpoints in `path`, newest first."""
+    """Returns the checkpoint at `path`, or the checkpoints in the folder `path`, newest first. The folder may be a run
+    folder.
+
+    Raises: InputError if there is no checkpoint.
+    """
     from meshwright.checkpoint.manifest import MANIFEST_FILE, parse_step
     from meshwright.checkpoint.retention import list_checkpoints
     from meshwright.core import storage
@@ -207,7 +211,10 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_at(path: Path) -> Path:
-    """Returns the checkpoint at `path`, or the newest valid checkpoint in `path`."""
+    """Returns the checkpoint at `path`, or the newest valid checkpoint in the folder `path`.
+
+    Raises: InputError if there is no checkpoint; CorruptCheckpoint if none in the folder is valid.
+    """
     from meshwright.checkpoint.retention import newest_checkpoint
 
     found = checkpoints_at(path)
@@ -215,7 +222,8 @@ def newest_at(path: Path) -> Path:
 
 
 def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
-    """Returns the launch file of the run folder around a checkpoint, or None outside a run folder."""
+    """Returns the launch file (RUN/launch.json) of the run folder that contains the checkpoint `one`, or None outside a
+    run folder."""
     from meshwright.core.codec import read_run_file
     from meshwright.spec.job import LaunchSpec
 
@@ -223,7 +231,8 @@ def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
 
 
 def run_extra_files(one: Path) -> dict[str, bytes]:
-    """Returns the extra files to export with a run's weights: the tokenizer's files and the generation config."""
+    """Returns the extra files to export with a run's weights, by name: the tokenizer's files and the generation config.
+    Returns no files outside a run folder."""
     from meshwright.checkpoint.huggingface import read_extra_files
     from meshwright.data.tokens import END_OF_TEXT_TOKEN, MASK_TOKEN
 
@@ -237,8 +246,9 @@ def run_extra_files(one: Path) -> dict[str, bytes]:
 
 
 def run_template(one: Path) -> HfTemplate | None:
-    """Returns the model that the run folder around a checkpoint records: the sizes of a reference model, or the source
-    folder."""
+    """Returns the config.json for the exported model of the checkpoint `one`. It comes from the sizes of the run's
+    reference model, or from the Hugging Face folder of the run's model. Returns None if the run records neither, or if
+    transformers has no class for the reference model."""
     from meshwright.checkpoint.huggingface import HfTemplate, hf_template
     from meshwright.core.codec import parse_text, read_text_file
 

@@ -44,7 +44,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 
 
 class Remedy(NamedTuple):
-    """A recommended change. `must` means that training does not work without it."""
+    """A recommended change. `must` means that training does not work without the change."""
 
     what: str
     must: bool = False
@@ -85,7 +85,8 @@ def package_versions() -> Iterator[tuple[str, str | None]]:
 
 
 def hardware_facts() -> dict[str, Any]:
-    """Returns the CPU cores, the memory, the shared memory, and the CUDA devices that the driver lists."""
+    """Returns the number of CPU cores, the bytes of memory and of free shared memory, and the CUDA devices that the
+    driver lists."""
     from meshwright.planner.inputs.clusters import available_cpus, cuda_device_names, host_memory_bytes
 
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -120,8 +121,8 @@ def torch_facts() -> dict[str, Any]:
 
 
 def measure_all_reduce(backends: list[str]) -> dict[str, float]:
-    """Measures two ranks over gloo and loopback: the bus bandwidth of a 16 MiB all-reduce, and the seconds of a 4-byte
-    all-reduce. Returns nothing if ranks cannot fork or connect."""
+    """Measures all-reduce over gloo between two ranks of this machine. Returns the bus bandwidth of a 16 MiB all-reduce
+    in bytes/s, and the seconds of a 4-byte all-reduce. Returns an empty dictionary if ranks cannot fork or connect."""
     if "gloo" not in backends or not hasattr(os, "fork"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +143,8 @@ def measure_all_reduce(backends: list[str]) -> dict[str, float]:
 
 
 def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
-    """Runs one of the two ranks of `measure_all_reduce`. Returns its results."""
+    """Runs rank `rank` (0 or 1) of `measure_all_reduce`, and returns its measurements. `folder` has the rendezvous
+    file."""
     import torch
     from torch import distributed
 
@@ -161,8 +163,8 @@ def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
 
 
 def measure_speed() -> dict[str, float]:
-    """Measures a matrix product and a copy on device 0 or one CPU core. Each result is the best of several short
-    runs."""
+    """Measures CUDA device 0, or one CPU core without CUDA. Returns the FLOP/s of a matrix product (bf16 on CUDA, fp32
+    on the CPU), and the bytes/s that a memory copy reads and writes. Each value is the best of five repetitions."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -179,7 +181,8 @@ def measure_speed() -> dict[str, float]:
 
 
 def best_seconds(action: Any, cuda: bool, times: int = 5) -> float:
-    """Returns the seconds of the fastest of `times` runs, after one warm-up run."""
+    """Returns the seconds of the fastest of `times` calls of `action`, after one warm-up call. With `cuda`, each call
+    ends with a synchronization."""
     import torch
 
     seconds = []

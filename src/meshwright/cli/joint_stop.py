@@ -1,4 +1,5 @@
-"""Ends the short joint work of ranks that another launcher started, a probe or trials, on a stop request."""
+"""Stops all ranks of a probe or of trials together on a stop signal, if another launcher (torchrun, Slurm) started
+them. `meshwright probe` and the trials of `plan` and `train` use it."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from meshwright.core.messages import Message
 from meshwright.core.signals import stop_signal_handler
 
 SETTLE_SECONDS = 5.0
-"""Seconds for a launcher's request to reach all ranks one after another, even if the launcher has to wait for a CPU
-core."""
+"""Seconds that a rank with a lost peer waits for its own stop signal. A launcher signals the ranks one after another,
+and may have to wait for a CPU core."""
 
 
 @contextmanager
 def stop_together(rank: int, early: str) -> Iterator[None]:
-    """Ends the joint work of all ranks on a stop request. Rank 0 reports it once; `early` says when the request came.
+    """Ends the block on this rank after a stop signal. Rank 0 raises Interrupted; `early` says in its message when the
+    signal came. Other ranks exit with the same code and without a message.
 
-    Ranks receive the request one after another, so that some ranks lose a peer before they receive it.
+    Ranks receive the signal one after another, so a rank may lose a peer before its own signal arrives. An error in the
+    block is therefore raised only if no signal arrives within SETTLE_SECONDS.
     """
     requested: list[str] = []
     left = False
@@ -52,8 +55,8 @@ def stop_together(rank: int, early: str) -> Iterator[None]:
 
 
 def _exit_process() -> None:
-    """Exits without cleanup: after an aborted collective the communication library would end the process with an
-    error while its threads still wait."""
+    """Exits without cleanup. After an aborted collective, threads of the communication library still wait, and cleanup
+    would end the process with an error."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(Interrupted.exit_code)

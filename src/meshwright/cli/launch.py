@@ -169,8 +169,11 @@ def launch(
 
 
 def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Callable[[JobSubmission, str, str], str]:
-    """Returns a function that generates the launch file for `on`. Its arguments are a submission, the path of the job
-    file, and the text of the job file. The options are checked at once, before the plan search."""
+    """Returns the function that generates the launch file for the launcher `on`. Its arguments are a submission, the
+    path of the job file, and the text of the job file. The options are checked at once, before the plan search.
+
+    Raises: InputError if an option of Kubernetes is missing or an option is invalid.
+    """
     from meshwright.core.errors import InputError
     from meshwright.elastic.launch import kubernetes, slurm, torchrun
     from meshwright.elastic.launch.quoting import to_yaml
@@ -199,8 +202,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
 def build_submission(
     file: JobFile, options: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
 ) -> JobSubmission:
-    """Builds the submission of a job. It searches the plan and builds the model on the meta device, so that no job is
-    queued that cannot run."""
+    """Builds the submission of a job. Also searches the plan and builds the model on the meta device: a job that cannot
+    run fails here, and not in the queue. `remark` receives notes for the user."""
     from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
     from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
     from meshwright.planner.inputs.job import resolve_cluster
@@ -225,16 +228,16 @@ def build_submission(
 
 
 def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
-    """Builds the model on the meta device, with one block of it if the sizes give the number of blocks.
+    """Checks that ranks can build the model, by building it on the meta device. A reference model gets only one block.
+    Without torch on this machine, nothing is checked and `remark` receives a note.
 
-    Raises: InputError if the model cannot be built. Without torch on this machine, `remark` receives a note that
-    nothing was checked.
+    Raises: InputError if the model cannot be built.
     """
     if find_spec("torch") is None:
         remark(Message("torch is not installed here: whether the ranks can build the model was not checked"))
         return
     if file.described is not None and not isinstance(file.described, str):
-        return  # the model was already built to be described
+        return  # the planner has already built and traced the model on the meta device
     import torch
 
     from meshwright.models.registry import build_reference_model

@@ -28,8 +28,8 @@ TINY_LANGUAGE_MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny")
 
 
 class PlanChoice(NamedTuple):
-    """A plan, its estimate, and the reason for it. `question` and `estimate` are None for a model that cannot be
-    traced on the meta device."""
+    """A chosen plan for the job `question`, with its estimate. `why` has the lines to print about the choice.
+    `question` and `estimate` are None for a model that cannot be traced on the meta device."""
 
     question: Job | None
     plan: Plan
@@ -38,15 +38,17 @@ class PlanChoice(NamedTuple):
 
 
 def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
-    """Reads the job file and applies the options. Without a job file the embedded job is used, which suits small
-    language models.
+    """Reads the job file and applies the options. Without a job file, a tiny language model (by default llama-tiny) is
+    trained as catalog/default.yaml describes.
 
-    Without the tokenizers library only byte tokens exist; the embedded model then has the byte vocabulary.
+    Without the tokenizers library only byte tokens exist; the model then has the byte vocabulary.
+
+    Raises: InputError for an invalid job file or option.
     """
     embedded = path is None and (shared.model or "llama-tiny") in TINY_LANGUAGE_MODELS
     try:
         file = shared.job_file(DEFAULT_JOB_FILE if embedded else path)
-    except InputError as error:  # The embedded job is valid, so that the error comes from the command line.
+    except InputError as error:  # default.yaml is valid, so the error comes from the command line.
         from meshwright.core.codec import without_file
 
         raise InputError(without_file(error, str(DEFAULT_JOB_FILE))) from None
@@ -82,7 +84,8 @@ def run_folder_of(file: JobFile, source: ModelSource) -> Path:
 def choose_plan(
     file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None
 ) -> PlanChoice:
-    """Returns the plan that the user gave, the plan with which the run folder was trained, or the result of the search.
+    """Chooses the plan: the user's plan, else the plan of the run folder, else the best plan of the search. `pin` has
+    plan fields that the user fixes, such as tp=2. With fixed fields, the plan of the run folder is not used.
 
     `world` is the number of ranks that another launcher has started. It is None if this process starts the ranks.
     """
@@ -130,8 +133,8 @@ def choose_plan(
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the plan that the user gave. If this plan has no bucket size, it gets the bucket size of the run folder's
-    plan if both plans are otherwise equal, else the bucket size of the search."""
+    """Returns the user's plan, or None. If the plan has no bucket size, it gets the bucket size of the run folder's
+    plan with the same name. Without such a plan, the planner chooses the bucket size."""
     from meshwright.planner.cost.overlap import with_chosen_bucket
 
     plan = file.given_plan()
@@ -142,7 +145,8 @@ def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan |
 
 
 def _memory_warnings(estimate: Estimate) -> list[Message]:
-    """Returns warnings for a requested plan that does not fit: the missing memory, and where it is missing."""
+    """Returns warnings for a requested plan that does not fit: the missing memory, and a note if host memory is
+    missing. Returns no warning for a plan that fits."""
     from meshwright.spec.estimate import fit_message
 
     if estimate.fits:
@@ -152,8 +156,8 @@ def _memory_warnings(estimate: Estimate) -> list[Message]:
 
 
 def _warn_slow_group(question: Job, step: float) -> list[Message]:
-    """Returns a warning if a plan without a slow group of ranks would be faster. If ranks are already started, all of
-    them are used and there is no warning."""
+    """Returns a warning if a plan on fewer node groups would be faster than `step` seconds. Another launcher has
+    started the ranks. A plan must use all of them, so the search could not leave out a slow group."""
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
     score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
@@ -185,8 +189,8 @@ def _job_summary(question: Job) -> Message:
 
 
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
-    """Returns the plan of the run folder, so that a resumed run is bit-identical; None if it cannot run on these
-    devices."""
+    """Returns the plan of the run folder, under which a resumed run is bit-identical. Returns None if there is no plan,
+    or if the plan cannot run on these devices."""
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.constraints import validate_plan
@@ -203,7 +207,7 @@ def _previous_plan(folder: Path, question: Job) -> Plan | None:
 
 
 def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
-    """Returns a note that the run folder was trained under another plan."""
+    """Returns a note if the run folder was trained under a plan other than `plan`; otherwise no note."""
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.plan import Plan
@@ -217,7 +221,10 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
 
 
 def _scale_to_world(question: Job, world: int) -> Job:
-    """Returns the job with as many nodes like this machine as `world` ranks need."""
+    """Returns the job with as many nodes like this machine as `world` ranks need.
+
+    Raises: InputError if the cluster has another number of devices, and is not `local` or does not divide `world`.
+    """
     from meshwright.core.errors import InputError
 
     cluster = question.cluster
@@ -238,8 +245,11 @@ def _scale_to_world(question: Job, world: int) -> Job:
 
 
 def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
-    """Returns the plan of a model that cannot be estimated. The user must give a plan; the default is data
-    parallelism."""
+    """Returns the user's plan for a model that cannot be estimated, or data parallelism over all ranks without a user's
+    plan. `reason` says why there is no estimate.
+
+    Raises: InputError if the plan is for another number of ranks, or if the workload excludes it.
+    """
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
     from meshwright.spec.plan import Plan
@@ -270,7 +280,7 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
 def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanChoice) -> LaunchSpec:
     """Returns the launch file of the ranks.
 
-    Raises: InputError if the batch does not divide.
+    Raises: InputError if the plan cannot divide the batch.
     """
     from meshwright.planner.cost.step import proof_price
     from meshwright.spec.job import LaunchSpec
@@ -292,18 +302,19 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
 
 
 def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
-    """Returns the data section with the tokenizer of the model's own folder, unless the user names another one."""
+    """Returns the data section with the tokenizer of the model's own folder, unless the user names another
+    tokenizer."""
     own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
     return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
 
 def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: float, blocks: int = 0) -> str:
-    """Returns a warning if the swap files of the plan's ranks may not fit in the `free` bytes of `folder`; else an
+    """Returns a warning if the offloaded tensors of all ranks may not fit in the `free` bytes of `folder`; otherwise an
     empty string.
 
-    The warning names the offload fractions that would fit. For activations it names the number of blocks of each stage,
-    of the model's `blocks`. The plan is not rejected: some ranks need less space, and the first step reports a full
-    disk.
+    The warning names offload fractions that would fit. For activations, it names a number of blocks per stage; `blocks`
+    is the number of blocks of the model (0: unknown). The plan is not rejected: some ranks need less space, and the
+    first step reports a full disk.
     """
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
@@ -326,8 +337,8 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 
 def cluster_mismatches(question: Job) -> list[str]:
-    """Returns the differences between the cluster of a job and this machine, which will start all ranks of the job.
-    They are reported before the ranks start."""
+    """Returns a line for each difference between the cluster of a job and this machine, on which all ranks of the job
+    will start."""
     from meshwright.planner.inputs.clusters import cuda_device_names
 
     cluster = question.cluster
@@ -360,12 +371,10 @@ def cluster_mismatches(question: Job) -> list[str]:
 
 
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
-    """Writes the specs of a run to its folder, each atomically. Returns the note to print.
+    """Writes job.json, plan.json, estimate.json and launch.json to the run folder, each atomically. Returns a note to
+    print if the launch extends the run by more steps; otherwise an empty string. The event log records the extension.
 
-    A launch with more steps than the run began with is the same job. The effects of the extension are reported and
-    recorded.
-
-    Raises: InputError if the folder belongs to another job.
+    Raises: InputError if the folder belongs to another job, or has data but no readable launch.json.
     """
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError

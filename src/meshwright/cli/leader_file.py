@@ -1,7 +1,7 @@
-"""Reads RUN/leader, the file with the address of the leader of a run on several machines.
+"""Reads RUN/leader, the file with the address of the node that leads a run on several machines (node_role.py).
 
-Guarantees: only a missing file means that no node leads. If the file system does not answer, StorageFailed is raised,
-and `retry_storage` tries again.
+Guarantees: a file that is missing or has no valid address means that no node leads. If the file system does not answer,
+StorageFailed is raised, and `retry_storage` tries again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RETRY_SECONDS = 0.2
 STATUS_SECONDS = 5.0
 """Seconds between lines about a leader that cannot be found."""
 STORAGE_RETRY_SECONDS = 60.0
-"""Seconds for which a node reads RUN/leader repeatedly if the file system of the run folder fails. A node that waits
-for a leader reads the file for `JOIN_SECONDS`."""
+"""Seconds that a node tries to read RUN/leader again if the file system of the run folder fails. A node that waits for
+a leader tries for `JOIN_SECONDS` instead (node_role.py)."""
 
 AnswerT = TypeVar("AnswerT")
 
 
 class LeaderAddress(NamedTuple):
-    """A node and the address on which it listens for the others."""
+    """The index of the leading node, and the address on which it listens for the other nodes."""
 
     number: int
     host: str
@@ -38,9 +38,10 @@ class LeaderAddress(NamedTuple):
 
 
 def read_leader(folder: Path) -> LeaderAddress | None:
-    """Returns the leader of the run in `folder`, dead or alive; None if there is none.
+    """Returns the leader of the run in `folder`, whether its process is alive or not. Returns None if RUN/leader is
+    missing or has no valid address.
 
-    Raises: StorageFailed if the file system does not answer. Only a missing file means that no node leads.
+    Raises: StorageFailed if the file system does not answer.
     """
     text = _read_leader_file(folder)
     with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -50,8 +51,8 @@ def read_leader(folder: Path) -> LeaderAddress | None:
 
 
 def read_run_id(folder: Path) -> str:
-    """Returns the random id of the run in `folder`, which a killed leader leaves to the next one. Returns an empty text
-    if there is none, or if it cannot be read RUN_ID_ATTEMPTS times: the next leader then adopts no snapshots."""
+    """Returns the random id of the run, which RUN/leader of a killed leader contains. Returns an empty string if there
+    is no id, or if reading fails RUN_ID_ATTEMPTS times: the next leader then adopts no in-memory snapshots."""
     text = b""
     for _ in range(RUN_ID_ATTEMPTS):
         with contextlib.suppress(storage.StorageFailed):
@@ -65,7 +66,7 @@ def read_run_id(folder: Path) -> str:
 
 
 def _read_leader_file(folder: Path) -> bytes:
-    """Returns the bytes of RUN/leader, none if the file is missing."""
+    """Returns the bytes of RUN/leader, or no bytes if the file is missing."""
     path = folder / LEADER_FILE
     with storage.failures_as_one_line(path):
         try:
@@ -75,7 +76,8 @@ def _read_leader_file(folder: Path) -> bytes:
 
 
 def retry_storage(ask: Callable[[], AnswerT], note: Callable[[str], None]) -> AnswerT:
-    """Returns `ask()`, repeated while the file system of the run folder fails, with a line every STATUS_SECONDS.
+    """Returns `ask()`, which is repeated while the file system of the run folder fails. `note` receives a line at the
+    first failure and then every STATUS_SECONDS.
 
     Raises: StorageFailed after STORAGE_RETRY_SECONDS.
     """

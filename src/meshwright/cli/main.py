@@ -1,8 +1,8 @@
 """The command line: `meshwright COMMAND`. Each command is a file in this package, imported only when it runs.
 
-Guarantees: results go to standard output, everything else to standard error. A user's error is one line; `--debug`
-shows the traceback. The exit code is the error's own (core/errors.py): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4
-verification failed, 75 interrupted.
+Guarantees: results go to standard output, everything else to standard error. An error in the user's input is one line;
+`--debug` shows the traceback. The exit code is the error's own (core/errors.py): 0 done, 1 failed, 2 bad input, 3
+nothing fits, 4 verification failed, 75 interrupted.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def _localized_error(line: str, tokens: list[str]) -> str:
 def run_command(tokens: list[str]) -> int:
     """Runs one command and turns a usage error of cyclopts into an InputError.
 
-    Short commands run without the garbage collector: garbage collection would take an eighth of their time and finds no
-    garbage.
+    COMMANDS_WITHOUT_GC are short: garbage collection would take an eighth of their time and find no garbage.
     """
     app, tokens = build_application(tokens), [*join_negative_values(tokens)]
     try:

@@ -1,4 +1,5 @@
-"""Decides the role of this node in a training run on several machines: it leads, or it serves the leader.
+"""Decides the role of this node in a training run on several machines: it leads, or it runs ranks for the leader.
+`meshwright train` uses it.
 
 Each node is started once, by any process launcher. `meshwright train` is a node, not a rank, if MESHWRIGHT_NODE is 1.
 It is also a node if the number of started processes is the number of nodes, and the nodes have several devices each.
@@ -16,9 +17,10 @@ The ranks of a node end when the node loses its leader. Then the first case that
 3. It joins the current leader, which may be the former one or a new one, until `JOIN_SECONDS` are over.
 
 A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
-it, and it waits for the others as long as for a lost node. Nodes retain the in-memory checkpoints of their ranks and
-their replicas meanwhile. A new leader starts from the newest step of which it finds all of them
-(elastic/snapshot_inventory.py), else from the newest checkpoint on disk.
+it. It waits for the remaining nodes as long as for a lost node. Meanwhile each node retains the in-memory snapshots of
+its ranks, and its replicas of other nodes' snapshots. A new leader starts from the newest step for which the nodes have
+a snapshot of every rank (elastic/snapshot_inventory.py). Without such a step it starts from the newest checkpoint on
+disk.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ TURN_SECONDS = 1.0
 
 @contextmanager
 def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], None]) -> Iterator[str]:
-    """Announces this node in RUN/leader while the block runs, and records the previous leader in the event log. Yields
-    the id of the run, which it has from a killed leader; empty on one machine. The caller owns the lease."""
+    """Writes this node to RUN/leader while the block runs, and records the loss of a previous leader in the event log.
+    Yields the id of the run: the id that a killed leader left, otherwise a new one. On one machine (`place` is None)
+    nothing is written and the id is empty. The caller must have the lock of the run folder."""
     from meshwright.elastic.event_log import EventLog
 
     if place is None:
@@ -80,7 +83,7 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
         storage.replace_file(path, json.dumps({**leader, "run": run}), private=True)
     try:
         yield run
-    finally:  # a finished run stays finished: the next leader replaces a file that cannot be removed now
+    finally:  # no error: the run has finished, and the next leader replaces a file that cannot be removed now
         if (error := storage.remove_if_possible(path)) is not None:
             note(storage.describe_failure(error, path))
 
@@ -106,7 +109,7 @@ def has_lost_election(place: NodeRole, folder: Path) -> bool:
 
 def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: float) -> bool:
     """Returns whether this node must lead now. `lost` is the previous leader, which has been missing for `waited`
-    seconds."""
+    seconds. Nodes take turns in order of their numbers, one every TURN_SECONDS."""
     from meshwright.train.run_lock import is_locked
 
     before = place.number - (lost.number < place.number)
@@ -116,7 +119,7 @@ def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: f
 NODE_VARIABLE = "MESHWRIGHT_NODE"
 TOKEN_FILE = "token"
 JOIN_SECONDS = 300.0
-"""Seconds for the nodes to join."""
+"""Seconds within which all nodes must join the leader, and within which a node must find a leader."""
 
 
 DEFAULT_PORT = 29400
@@ -125,10 +128,11 @@ DEFAULT_PORT = 29400
 class NodeRole(NamedTuple):
     """This node among all nodes.
 
-    - `devices` is the number of devices of each possible node, in order; `started` is the number of started nodes.
+    - `devices` is the number of devices of each possible node, in order of their numbers; `started` is the number of
+      started nodes.
     - `host` and `port` are the address of the leader.
     - `after` is the number of the previous leader, which is lost.
-    - `warm` is the process that forked ranks here under the previous leader; `token` is that leader's token.
+    - `warm` is the process that forked ranks on this node under the previous leader; `token` is that leader's token.
     """
 
     number: int
@@ -144,13 +148,16 @@ class NodeRole(NamedTuple):
 
     @property
     def world(self) -> int:
-        """The number of devices of all nodes."""
+        """Returns the number of devices of all nodes."""
         return sum(self.devices)
 
 
 def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: Mapping[str, str]) -> NodeRole | None:
     """Returns the role of this process, or None if it is a rank. `job` is called only if the result depends on the job
-    file."""
+    file.
+
+    Raises: InputError if the number of started nodes differs from the number of nodes in the cluster.
+    """
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
 
@@ -178,13 +185,14 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         requested = requested or (len(devices) == me.world != cluster.devices)
     if not requested or me.world == 1:
         return None
-    # Torchrun's own store uses that port.
+    # Under torchrun, its own store already uses MASTER_PORT.
     port = int(environment.get("MASTER_PORT", DEFAULT_PORT)) + ("TORCHELASTIC_RUN_ID" in environment)
     return NodeRole(me.rank, me.world, tuple(devices), environment["MASTER_ADDR"], port)
 
 
 def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
-    """Returns the cluster of one node as text, if the job leaves the number of devices to this machine."""
+    """Returns the name `local:N` of the cluster of one node with N devices. Returns None if the job describes another
+    cluster or sets the number of devices."""
     return (
         f"local:{place.devices[0]}"
         if file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups
@@ -194,7 +202,11 @@ def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
 
 @contextmanager
 def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run: RunConfig) -> Iterator[ClusterAgent]:
-    """Yields the ranks of all nodes as one agent, once the nodes have joined. The ranks end with the block."""
+    """Waits until the nodes have joined, and yields one agent that controls the ranks of all nodes. All ranks end at
+    the end of the block.
+
+    Raises: InputError if this node cannot listen; MeshwrightError if too few nodes join.
+    """
     from meshwright.core.errors import InputError, MeshwrightError
     from meshwright.core.secure_channel import TOKEN_VARIABLE
     from meshwright.elastic.cluster_agent import ClusterAgent
@@ -203,7 +215,7 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
     with storage.failures_as_one_line(work.folder):
         storage.make_folder(work.logs)
         if TOKEN_VARIABLE not in os.environ:
-            # a token that other nodes also know; a dead leader may have written another one
+            # other nodes read the token from this file, which may still have the token of a dead leader
             storage.replace_file(path, token, private=True)
     host = socket.gethostbyname(place.host)
     try:
@@ -235,14 +247,17 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
 
 
 def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
-    """Returns whether the run of a lost leader resumes here: this node follows that leader, or another joined node
-    has lost it."""
+    """Returns whether the run of a lost leader resumes here: this node replaces that leader, or another joined node has
+    lost it."""
     return place.after is not None or any(node.link.hello.get("lost") for node in fleet.nodes)
 
 
 def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None], run: RunConfig) -> None:
-    """Waits until all nodes have joined. If some nodes have lost their leader, missing nodes get as much time as a
-    restarted node."""
+    """Waits until all nodes have joined, for at most JOIN_SECONDS. If some nodes have lost their leader, the wait for
+    the missing nodes is `run.rejoin_timeout` seconds. Then the run starts without them if it may use fewer ranks.
+
+    Raises: MeshwrightError if too few nodes join.
+    """
     from meshwright.core.errors import MeshwrightError
 
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
@@ -298,10 +313,12 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
 def serve_leader(
     place: NodeRole, file: JobFile, note: Callable[[str], None], lost: LeaderAddress | None = None
 ) -> int | NodeRole:
-    """Runs the ranks of this node on the orders of the leader. Returns the exit code when the run is over, or a role
-    with which this node must lead.
+    """Runs the ranks of this node for the leader. Returns the exit code at the end of the run, or the new role of this
+    node if it must lead.
 
     `lost` is the last known leader, if there was one.
+
+    Raises: Interrupted if the leader is lost and this node must not continue the run.
     """
     from meshwright.cli.launch_plan import build_model_source, run_folder_of
     from meshwright.core.errors import Interrupted
@@ -363,7 +380,7 @@ def _join_leader(
     """Connects to the leader. Returns the connection, the leader's greeting, the token and the address. Returns None if
     this node must lead because `lost` is dead.
 
-    `given` is the token from whoever started this process; without one the leader writes a token.
+    `given` is the token from the environment. If it is empty, the leader writes a token to the run folder.
 
     Raises: InputError at once if the given token is refused; MeshwrightError or Interrupted if no node leads within
     `JOIN_SECONDS`.
@@ -382,7 +399,7 @@ def _join_leader(
             if found is None:
                 return None
             addresses = found
-        except storage.StorageFailed as error:  # it is not known whether a node leads, so try again
+        except storage.StorageFailed as error:  # whether a node leads is unknown until the file system answers
             why = str(error)
         for at in addresses:
             try:

@@ -1,4 +1,4 @@
-"""Defines the options that all planning commands use, and turns them into a job. All output goes through this
+"""Defines the options that all planning commands use, and turns them into a job file. All output goes through this
 module, so that nothing else reaches `--json` output."""
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class JobOptions:
         return {name: value for name, value in entries.items() if value is not None}
 
     def job_file(self, path: Path | None) -> JobFile:
-        """Returns the job file at `path` with these options applied."""
+        """Returns the job file at `path`, with these options applied and with the traced description of the model if it
+        needs one. If `path` is None, the defaults apply."""
         from meshwright.cli.trace_model import trace_job_model
         from meshwright.planner.inputs.job import read_job
 

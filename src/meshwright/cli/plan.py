@@ -1,6 +1,6 @@
 """`meshwright plan`: rank the plans for a job and say why the others lost.
 
-Exit code 3 means that none fits.
+Exit code 3 means that no plan fits.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def plan(
 
 
 def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) -> tuple[Job, SearchResult] | None:
-    """Returns the job and its `count` best plans, or None on a rank that only ran trials."""
+    """Returns the job and its `count` best plans. Returns None on a rank other than 0, which only takes part in
+    trials."""
     from meshwright.cli.trials import job_from_trials, with_fastest_first
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
@@ -217,7 +218,8 @@ def _report_page(
     path: Path,
     language: str,
 ) -> None:
-    """Writes the report page of this job and of neighbouring jobs."""
+    """Writes the HTML page of plans for this job and for other numbers of devices, batches, sequences and memory
+    sizes."""
     from meshwright.core.units import show_bytes
     from meshwright.planner.search.best_plans import SearchObjective
     from meshwright.report.page.page_grid import grid_shape_for, page_axes, search_page_grid
@@ -269,7 +271,7 @@ def _print_answer(question: Job, answer: SearchResult, runnable: bool, language:
 def _answer_data(
     question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions
 ) -> dict[str, Any]:
-    """Returns the same result as data. Each further output option has its own key."""
+    """Returns the ranked plans as JSON data. --why adds the key `families`, and --advice adds `advice`."""
     from meshwright.report.plans import search_result_data
 
     data = search_result_data(question, answer)
@@ -288,7 +290,11 @@ def _answer_data(
 def _explain_rejection(
     question: Job, answer: SearchResult, name: str, runnable: bool, language: str, json: bool
 ) -> None:
-    """Explains one plan, or the best of several, in comparison with the chosen one."""
+    """Prints why a plan was not chosen. `name` is a plan name, a plan file, or pins; with pins, the best plan with
+    these pins is explained.
+
+    Raises: InputError if `name` is none of these.
+    """
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.plans import parse_pins, read_plan

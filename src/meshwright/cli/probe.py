@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROBE_MODULE = "meshwright.train.measured_runs"
 RANK_TIMEOUT_SECONDS = 45.0
-"""Seconds after which a rank for which other ranks wait counts as lost. Every measurement takes less time."""
+"""Seconds that ranks wait for another rank before it counts as lost. Every measurement takes less time."""
 
 INTERRUPTED_TEXT = Message("before all was measured")
 
@@ -70,7 +70,7 @@ def probe(
         )
     if me is None:
         _check_ranks(known)
-    if me is not None and known.name.startswith("local"):  # ranks of another launcher without a cluster description
+    if me is not None and known.name.startswith("local"):  # the user has not described the ranks' cluster
         known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED_CLUSTER)
     found = _probe_this_machine(known, language) if me is None else _probe_as_rank(me.rank, me.world, language)
     if found is None:
@@ -107,7 +107,8 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
 
 
 def _check_ranks(known: Cluster) -> None:
-    """Raises InputError if there are more ranks than CPU cores can run while each rank waits for all others."""
+    """Raises InputError for more than MAX_RANKS_PER_CORE ranks per CPU core, because the ranks would mostly wait for
+    each other. CUDA devices have no such limit."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.clusters import MIN_CPU_RANKS, available_cpus, cuda_device_names
 
@@ -127,7 +128,10 @@ def _check_ranks(known: Cluster) -> None:
 
 
 def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
-    """Measures ranks on this machine, each a child of this process."""
+    """Measures ranks on this machine, each a child of this process.
+
+    Raises: MeshwrightError if a rank fails.
+    """
     from meshwright.core.codec import validate_data
     from meshwright.core.errors import MeshwrightError
     from meshwright.elastic.attempt import RankJob
@@ -146,7 +150,7 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
         work = RankJob(f"{PROBE_MODULE}:probe", known.devices, {}, Path(folder), (PROBE_MODULE,))
         try:
             Supervisor(work, lambda rank, message: said.append(message), remark, early=INTERRUPTED_TEXT).run()
-        except RankFailed as error:  # the log is deleted with the folder
+        except RankFailed as error:  # the log that the error names is deleted with the folder
             raise MeshwrightError(
                 Message(
                     "{error}; nothing is saved: start the probe again on the devices that are left",
@@ -159,7 +163,10 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
 
 
 def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | None:
-    """Measures as one of the ranks that a launcher started. Only rank 0 returns a result."""
+    """Measures as one of the ranks that a launcher started. Only rank 0 returns a result.
+
+    Raises: MeshwrightError if the connection to another rank is lost.
+    """
     from meshwright.core.errors import MeshwrightError
     from meshwright.runtime.profiler.device import measure_cluster
     from meshwright.train.rank_main import join_process_groups
@@ -184,7 +191,7 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
 
 
 def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterator[str]:
-    """Yields the lines to print."""
+    """Yields the lines of the output: devices, links, collectives and anomalies."""
     from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 
     cluster = result.cluster

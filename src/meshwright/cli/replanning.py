@@ -1,8 +1,8 @@
-"""Chooses other plans for a running job: for another number of ranks, or for less memory. The chosen plan is written to
-the run folder.
+"""Chooses other plans for a running job: for another number of ranks, or for less memory. `meshwright train` passes the
+`Replanner` to its supervisor. The chosen plan is written to the run folder.
 
-Guarantees: data, batch and model are those of the launch. If all ranks are available, the plan is that with which the
-run began.
+Guarantees: data, batch and model are those of the launch. If all ranks are available, the run uses its first plan,
+unless a plan with less memory has replaced it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Replanner:
     _chosen: dict[int, tuple[Job | None, Plan]] = field(default_factory=dict)
 
     def work_of(self, launch: LaunchSpec) -> RankJob:
-        """Returns the work of the ranks for `launch`."""
+        """Returns the rank job for `launch`: the function that ranks call, its arguments, and the modules to import in
+        advance."""
         from meshwright.elastic.attempt import RankJob
 
         warm = (TRAIN_MODULE, WRITER_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
@@ -43,7 +44,10 @@ class Replanner:
         )
 
     def chosen(self, world: int) -> tuple[Job | None, Plan]:
-        """Returns the job for `world` ranks, and its plan."""
+        """Returns the job on at most `world` ranks and its plan. The job is None for a model without an estimate.
+
+        Raises: NothingFits if there is no plan.
+        """
         from meshwright.elastic.replan import plan_for_devices
 
         self._chosen.setdefault(self.launch.plan.world, (self.choice.question, self.launch.plan))
@@ -52,11 +56,15 @@ class Replanner:
         return self._chosen[world]
 
     def replan(self, world: int) -> RankJob:
-        """Chooses the plan for `world` ranks, writes it to the run folder, and returns the work of the ranks."""
+        """Chooses the plan for `world` ranks, writes it to the run folder, and returns the rank job."""
         return self._take(*self.chosen(world))
 
     def leaner(self, work: RankJob) -> RankJob:
-        """Returns the work under a plan that needs less memory. Raises NothingFits if there is no such plan."""
+        """Replaces the plan of `work` by a plan that needs less memory, writes it to the run folder, and returns the
+        rank job.
+
+        Raises: NothingFits if there is no such plan.
+        """
         from meshwright.elastic.replan import lower_memory_plan
 
         now = _plan_of_job(work)
@@ -65,13 +73,14 @@ class Replanner:
         return self._take(*self._chosen[now.world])
 
     def instead(self, work: RankJob) -> str:
-        """Describes a plan that takes less memory, without choosing it."""
+        """Returns a hint at a plan that takes less memory than the plan of `work`, without choosing it."""
         now = _plan_of_job(work)
         return lower_memory_hint(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
-        """Returns the seconds of a step under the plan `name`, and of a step on `world` ranks. Without an estimate, the
-        time is assumed to be inversely proportional to the number of ranks."""
+        """Returns the seconds of a step under the plan `name`, and under the plan for `world` ranks. Without an
+        estimate, both values have an arbitrary unit, and the time is assumed to be inversely proportional to the number
+        of ranks."""
         from meshwright.planner.cost.step import estimate
         from meshwright.spec.plan import parse_plan
 
@@ -88,7 +97,7 @@ class Replanner:
 
         priced = None if question is None else estimate(question, plan)
         other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
-        # A full disk only prevents the plan in the folder from being updated.
+        # On a full disk the run continues; the files in the folder describe the previous plan.
         with contextlib.suppress(OSError, StorageFailed):
             write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))
         return self.work_of(other)
@@ -102,8 +111,8 @@ def _plan_of_job(work: RankJob) -> Plan:
 
 
 def lower_memory_hint(question: Job | None, plan: Plan) -> str:
-    """Returns a hint for an OOM under `plan`: a plan of the same job and ranks that has an estimate, fits and takes
-    less memory."""
+    """Returns the hint for an OOM under `plan`: a plan of the same job and ranks with less estimated memory. Without
+    such a plan, the hint is to use more ranks or a smaller batch."""
     from meshwright.core.errors import MeshwrightError
     from meshwright.core.units import show_bytes
     from meshwright.elastic.replan import lower_memory_plan

@@ -19,7 +19,8 @@ def schema() -> int:
 
 
 def job_schema() -> dict[str, Any]:
-    """Returns the schema, with the fields of a plan in the section of pins."""
+    """Returns the JSON Schema of a job file. Its section `plan` accepts the fields of a plan, and also `dp` and
+    `name`."""
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.plan import Plan
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 RECOVERY_OPTIONS = ("save", "detect", "rebuild", "restore")
-"""Options of a recovery that also apply if ranks die in single steps."""
+"""Fields of `FleetOptions` that also apply to --kill without --days."""
 
 
 @Parameter(name="*")

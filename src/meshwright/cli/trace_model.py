@@ -1,9 +1,11 @@
-"""Describes models without closed formulas: user code, and Hugging Face folders of families that the formulas do not
-support. Each model is traced once on the meta device.
+"""Makes the description (`ModelSpec`) of models without closed formulas: user code, and Hugging Face folders of
+families that the formulas do not support. The model is traced on the meta device. Every command that reads a job uses
+the module.
 
-Guarantees: torch is imported only for such a model. The description of a folder is cached for the user. The key is a
-digest of its configuration, the sequence, the precision, and the code and libraries that read it. User code is traced
-each time, because changes of the code cannot be detected.
+Guarantees: torch is imported only to trace a model. The description of a folder is cached for the user. The key is a
+digest of its configuration, the sequence, the precision and the tensor-parallel rules. It also covers the code in
+`analysis/` and the versions of torch and transformers. User code is traced each time, because changes of the code
+cannot be detected.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ ANALYSIS_PACKAGES = ("analysis",)
 
 
 def trace_job_model(file: JobFile) -> JobFile:
-    """Returns `file` with the description of its model, or with the reason for a missing one, if no formula
-    describes it."""
+    """Returns `file` unchanged if a closed formula describes its model. Otherwise `described` is the traced
+    `ModelSpec`, or a text with the reason why the model cannot be traced.
+
+    Raises: InputError if the job sets sizes or rules that this model does not accept.
+    """
     from meshwright.planner.inputs.job import resolve_precision
     from meshwright.planner.inputs.models import needs_tracing
     from meshwright.spec.job import ModelSource

@@ -1,6 +1,7 @@
 """`meshwright train`: plan, launch and train; go on where a run stopped.
 
-It plans without torch, starts the ranks and shows the run. It resumes the run of an existing run folder.
+The command plans without torch, starts the ranks and shows their progress. If the run folder has a run, it resumes this
+run.
 
 Under torchrun, Slurm or Kubernetes this process is one node of several (node_role.py), or one rank. As a rank it forks
 nothing: rank 0 plans and sends the plan to the others.
@@ -84,7 +85,7 @@ class RunOptions:
 
     @property
     def language(self) -> str:
-        """The language of the output: --lang, else the locale."""
+        """Returns the language of the output: --lang, otherwise the language of the locale."""
 
         return choose_language(self.lang, os.environ)
 
@@ -129,8 +130,11 @@ def train(
 
 
 def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
-    """Runs this node. The first node leads unless another node already leads; a follower leads when its turn comes
-    (node_role.py). Ends the process of a node that has not led."""
+    """Runs this node as leader or as follower (node_role.py). The first node leads unless another node already leads; a
+    follower leads when its turn comes. Returns the run folder if this node led at the end.
+
+    Raises: SystemExit with the exit code of the run if another node led.
+    """
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.leader_file import LeaderAddress, read_leader, retry_storage
     from meshwright.cli.node_role import has_lost_election, has_other_leader, serve_leader
@@ -150,7 +154,7 @@ def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunO
                 raise
         lost = node.number if found.after is None else found.after
         known = retry_storage(lambda: read_leader(folder), screen.note) or LeaderAddress(lost, found.host, found.port)
-        found = serve_leader(found, file, screen.note, known)  # another node was faster; this node joins it
+        found = serve_leader(found, file, screen.note, known)  # another node took the lock first; this node joins it
     raise SystemExit(found)
 
 
@@ -166,15 +170,15 @@ def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
         for name, value in entries
         if value is not None
     )
-    # Quoted, because a path may contain what YAML reads as a comment or a mapping.
+    # Values are in quotes, because YAML would read '#' or ': ' in a path as a comment or a mapping.
     return dataclasses.replace(shared, set=(*shared.set, *written))
 
 
 def _supervise(
     job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, node: NodeRole | None
 ) -> Path:
-    """Supervises the ranks of this machine, each a child of this process, and those of the other nodes if this node
-    leads."""
+    """Supervises the ranks of this machine, which are children of this process. If this node leads, also supervises the
+    ranks of the other nodes. Returns the run folder."""
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
     from meshwright.cli.replanning import Replanner
@@ -244,10 +248,10 @@ def _remove_partial_saves(folder: Path) -> None:
 def _options_after_trials(
     job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None
 ) -> JobOptions:
-    """Returns the options with the plan that trials chose. They are unchanged if the user gave a plan, or the run has
-    begun with one.
+    """Returns the options with the plan that trials chose. They are unchanged if the user gave a plan, or if the run
+    folder already has one.
 
-    `connection` connects ranks that another launcher has started; rank 0 uses it.
+    `connection` connects ranks that another launcher has started. All of them call the function and follow rank 0.
     """
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.options import print_note
@@ -279,8 +283,9 @@ def _prepared_run(
     world: int | None,
     number: int | None = None,
 ) -> Iterator[tuple[LaunchSpec, Path, PlanChoice]]:
-    """Yields a planned run. Its folder is locked for this process while the block runs. `number` is the number of this
-    node if there are several."""
+    """Plans the run and locks its folder for this process while the block runs. Yields the launch file, the folder and
+    the chosen plan. `world` is the number of ranks that the plan must use; None leaves it to the job. `number` is the
+    index of this node if there are several."""
     from shutil import disk_usage
 
     from meshwright.cli.launch_plan import (
@@ -326,8 +331,8 @@ def _prepared_run(
 def _run_external_rank(
     me: ExternalLaunch, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole
 ) -> Path:
-    """Runs one of the ranks that another launcher has started. Rank 0 plans; an error there ends all ranks with one
-    line."""
+    """Runs one of the ranks that another launcher has started. Rank 0 plans. If planning fails, all ranks end, and only
+    rank 0 prints the error. Returns the run folder."""
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.elastic.failure import local_failure
@@ -380,7 +385,8 @@ def _run_external_rank(
 
 
 def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
-    """Adds a hint at a plan that needs less memory, if this rank can read the job file that rank 0 wrote."""
+    """Returns the OOM message `line` with a hint at a plan that needs less memory. Returns `line` alone if this rank
+    cannot read RUN/job.json, which rank 0 wrote."""
     from meshwright.cli.replanning import lower_memory_hint
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import MeshwrightError
@@ -393,8 +399,8 @@ def _with_memory_hint(line: str, folder: Path, launch: LaunchSpec) -> str:
 
 
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
-    """Returns the listener for messages of rank 0 in a run without a supervisor. Faults and decisions are still
-    recorded in the event log."""
+    """Returns the function that receives messages of rank 0 in a run without a supervisor. It records faults and
+    decisions in the event log, as a supervisor would."""
     from meshwright.elastic.devices import DeviceExclusion
     from meshwright.elastic.event_log import EventLog
 

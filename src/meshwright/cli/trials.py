@@ -30,8 +30,12 @@ INTERRUPTED_TEXT = Message("during trials, of which nothing is kept")
 def run_trials(
     question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
-    """Runs up to `most` plans on this cluster. This process starts the ranks, or it is one of the ranks that a launcher
-    has started. `known` is the connection of these ranks in the second case. Returns None on ranks other than 0."""
+    """Runs up to `most` plans on this cluster, and passes a line for each to `note`. This process starts the ranks, or
+    it is one of the ranks that another launcher has started. In the second case `known` is the connection of the ranks
+    if they are already connected. Returns None on ranks other than 0.
+
+    Raises: InputError if `most` is less than 1, or if this process would have to start ranks on several nodes.
+    """
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 
@@ -86,7 +90,8 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
 
 
 def rank(channel: RankControl, payload: IpcMessage) -> int:
-    """Runs the trials on one supervised rank."""
+    """Runs the trials on one supervised rank and returns its exit code. `payload` has the job, the launch file and the
+    maximum number of trials."""
     from meshwright.core.codec import validate_data
     from meshwright.spec.job import Job, LaunchSpec
     from meshwright.train.rank_main import join_process_groups
@@ -106,7 +111,8 @@ def rank(channel: RankControl, payload: IpcMessage) -> int:
 def conduct_trials(
     question: Job, launch: LaunchSpec, most: int, connection: ProcessGroups, hear: Callable[[Trial], None]
 ) -> list[Trial]:
-    """Runs the trials one after another. Every rank calls it. `hear` receives each trial on rank 0."""
+    """Runs the trials one after another. Every rank must call the function. `hear` receives each trial on rank 0
+    only."""
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.planner.search.trials import Trial, next_trial
     from meshwright.spec.plan import Plan
@@ -152,8 +158,11 @@ def trial_line(trial: Trial) -> str:
 def job_from_trials(
     file: JobFile, question: Job, most: int, language: str, known: ProcessGroups | None = None
 ) -> tuple[Job, Trial | None] | None:
-    """Returns `question` on the cluster that the trials calibrated, and the best trial; None on ranks other than 0.
-    Saves the calibrated cluster if it is `local`."""
+    """Returns `question` on the cluster that the trials calibrated, and the best trial, or None if no trial ran. On
+    ranks other than 0 the whole result is None.
+
+    Also saves the calibrated cluster if it is `local` and no other programs used the processors during the trials.
+    """
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
     from meshwright.planner.inputs.clusters import save_local_cluster
     from meshwright.planner.search.ranking import search_plans
@@ -184,7 +193,7 @@ def job_from_trials(
 
 
 def with_fastest_first(question: Job, answer: SearchResult, best: Trial) -> SearchResult:
-    """Returns `answer` with the plan that was measured to be the fastest first."""
+    """Returns `answer` with the plan of `best`, the fastest trial, in first place."""
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.search.best_plans import RankedPlan
 

@@ -1,7 +1,7 @@
 """`meshwright verify`: compare a plan with one device: loss, every gradient, counts.
 
-It compares a scaled-down version of the job's plan, on real ranks of this machine, with one device. Exit code 4 means
-that they differ.
+The command runs a scaled-down version of the job's plan on real ranks of this machine, and compares the results with
+those of one device. Exit code 4 means that the results differ.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def verify(
 
 
 class VerifyJob(NamedTuple):
-    """The subject of a verification: the model, the plan of the job, the scaled-down plan, and the launch file of
-    the ranks."""
+    """The subject of a verification: the model, the plan of the job, the scaled-down plan, and `question`, the request
+    that the ranks read."""
 
     source: ModelSource
     choice: PlanChoice
     small: Plan
     question: dict[str, Any]
     lossy: tuple[str, ...] = ()
-    """The workload options that change the result, each with its effect."""
+    """A line for each workload option that is left out because it changes the result."""
 
 
 COMPRESSION_ERROR_TEXTS = {
@@ -107,8 +107,8 @@ COMPRESSION_ERROR_TEXTS = {
 
 
 def _lossy_notes(workload: Workload) -> tuple[str, ...]:
-    """Returns a line for each workload option that the verification leaves out. With such an option, the result differs
-    from that of one device."""
+    """Returns a line for each workload option that the verification leaves out, because the option makes the result
+    differ from that of one device."""
     found = []
     if workload.compression is not None:
         kind = workload.compression.kind
@@ -132,7 +132,8 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
 
 
 def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJob:
-    """Chooses the plan of a job file and scales it down to the ranks of this machine."""
+    """Chooses the plan of a job file and scales it down to the ranks of this machine. `pin` has plan fields to fix,
+    such as tp=2. `dtype` is float64, float32 or both."""
     from meshwright.cli.launch_plan import build_model_source, choose_plan
     from meshwright.spec.scaled_down import scale_down_plan
 
@@ -152,7 +153,8 @@ def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJo
 
 
 def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
-    """Returns the findings of the ranks. Their logs are preserved after an error."""
+    """Runs the verification on ranks of this machine, and returns one finding for each precision. If a rank fails, the
+    folder with the logs is not removed."""
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor
@@ -199,7 +201,7 @@ def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, lan
 
 
 def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
-    """Yields one line for each precision."""
+    """Yields the parts of the line about one finding, which is about one precision."""
 
     one, many = finding["parameters"]
     labels, ours = finding["labels"]

@@ -1,2 +1,2 @@
-"""Provides what all other packages use: errors, units, and strict reading of JSON and YAML. The package does not depend
-on training code."""
+"""Provides what all other packages use: errors, messages in two languages, quantities, strict JSON and YAML, files, and
+communication between processes. The package depends on no other package of the project."""

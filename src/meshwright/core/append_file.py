@@ -1,5 +1,5 @@
-"""Appends lines to files while a process runs: the records and the event log of a training run. If the disk is full,
-the training run continues, and lines are buffered in memory until there is space."""
+"""Appends lines to files while a process runs. The training run writes its records and its event log with it. If the
+disk is full, training continues, and lines are buffered in memory until there is space."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from meshwright.core import storage
 
 MAX_BACKLOG_BYTES = 16 * 2**20
-"""Maximum bytes of lines buffered in memory while the disk is full. Beyond this limit the oldest lines are dropped."""
+"""Maximum number of bytes that are buffered in memory while the disk is full. If there are more, the oldest lines are
+dropped."""
 
 
 class AppendOnlyFile:
     """Appends whole lines to the file at `path`. No other process may write to this file. A line that does not fit on
-    the disk is buffered in memory, in order, until the next write.
+    the disk is buffered in memory and written, in order, with the next lines.
 
     A failed write is undone, so that the file contains whole lines only.
     """
@@ -22,7 +23,7 @@ class AppendOnlyFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        """The number of lines that were dropped because the memory buffer was full."""
+        """Number of lines that were dropped, because the buffer or (in `close`) the disk was full."""
         self._handle = -1
         self._waiting: deque[bytes] = deque()
         self._size = 0
@@ -55,7 +56,7 @@ class AppendOnlyFile:
         self._handle = -1
 
     def close(self) -> OSError | None:
-        """Writes the buffered lines if the disk has room. Returns the error if lines are lost."""
+        """Writes the buffered lines and closes the file. Returns the error if lines are lost."""
         error = self.flush() if self._waiting else None
         self.lost += len(self._waiting) if error else 0
         self._drop()

@@ -1,7 +1,8 @@
-"""Starts the background threads of a process: listeners, snapshot replication, keepalives, inboxes.
+"""Starts background threads. Supervisors and ranks run their listeners, snapshot replication, keepalives and inboxes in
+such threads.
 
 Guarantees: an exception never ends one of these threads silently. The callback `failed` reports the exception to the
-supervisor in one line, and the thread repeats its work. If the system cannot start a thread, OSError is raised.
+supervisor in one line, and by default the thread repeats its work.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from collections.abc import Callable
 from meshwright.core.messages import Message
 
 RESTART_SECONDS = 1.0
-"""Seconds between a failure of the work and its repetition."""
+"""Seconds between a failure of the work and the next attempt."""
 
 REPEAT_LINE_SECONDS = 60.0
-"""The minimum seconds between two lines about one thread."""
+"""Minimum number of seconds between two reports about one thread."""
 
 
 def start_background_thread(
     name: str, work: Callable[[], None], failed: Callable[[str], None], restarts: bool = True
 ) -> threading.Thread:
-    """Runs `work` in a daemon thread until it returns. After an exception `failed` receives one line, at most once in
-    REPEAT_LINE_SECONDS. Then `work` is repeated, unless `restarts` is False.
+    """Runs `work` in a daemon thread until it returns. After an exception, `failed` receives one line, at most once in
+    REPEAT_LINE_SECONDS. Then `work` is called again, unless `restarts` is False.
 
     Raises: OSError if the system cannot start a thread.
     """
@@ -40,7 +41,7 @@ def start_background_thread(
             except BaseException as error:
                 if (now := time.monotonic()) >= reported + REPEAT_LINE_SECONDS:
                     reported = now
-                    with contextlib.suppress(Exception):  # the supervisor has ended
+                    with contextlib.suppress(Exception):  # `failed` raises if the supervisor has ended
                         failed(describe_exception(name, error))
             else:
                 return
@@ -57,7 +58,7 @@ def start_background_thread(
 
 
 def describe_exception(name: str, error: BaseException) -> Message:
-    """Returns one line with the error of the thread `name` and its location.
+    """Returns one line with the name of the thread, the error, and the file and line where it was raised.
 
     >>> describe_exception("mirror", KeyError("size"))
     "the background thread 'mirror' failed: KeyError: 'size'"

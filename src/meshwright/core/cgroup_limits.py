@@ -1,8 +1,8 @@
 """Reads the memory limit and the number of OOM kills of this process's control group, and raises the limit of open
-files.
+files. The planner, the supervisors and the in-memory checkpoints use it.
 
 Both versions of control groups are supported. Memory limits of parent groups also apply. Without control groups there
-is no limit.
+is no memory limit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
-"""The open files that the supervisor and the fork server need: a base number, and a number for each rank. Per rank, the
-supervisor has two files, for in-memory checkpoints under two plans. The fork server has two pipes per rank."""
+"""Numbers of open files that the supervisor and the fork server need: a base number, and a number for each rank. For
+each rank, the supervisor has two files, for in-memory checkpoints under two plans. The fork server has two pipes for
+each rank."""
 
 MAX_OPEN_FILES = 2**16
-"""Largest limit of open files that is requested, even if the system allows more."""
+"""Largest limit of open files that is requested, unless the ranks need more."""
 
 CGROUP_ROOT, PROCESS_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -43,7 +44,7 @@ def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 
 
 def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the lowest memory limit of all groups in bytes, or infinity without a limit."""
+    """Returns the lowest memory limit of this group and its parents in bytes, infinity without a limit."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -53,8 +54,8 @@ def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FIL
 
 
 def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the bytes that can be allocated before a memory limit is reached. The page cache does not count as used,
-    because the kernel reclaims it when memory is short."""
+    """Returns the number of bytes that can be allocated before a memory limit is reached, infinity without a limit.
+    Inactive pages of the file cache do not count as used, because the kernel reclaims them when memory is short."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for limit, used, cached in (
@@ -69,7 +70,7 @@ def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP
 
 
 def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> int:
-    """Returns the number of OOM kills in this group. Kills in parent groups do not count."""
+    """Returns the number of OOM kills in this group, 0 if it cannot be read. Kills in parent groups do not count."""
     folder = next(cgroup_folders(root, own), None)
     if folder is None:
         return 0

@@ -1,12 +1,13 @@
-"""Reads and writes strict JSON and YAML. The result is plain data: dictionaries with string keys, lists, strings,
-numbers, booleans and None, each limited in size.
+"""Reads and writes strict JSON and YAML for all files that users write or that a run stores. The result is plain data
+(dictionaries with string keys, lists, strings, numbers, booleans and None), or a `StrictModel`.
 
 A `StrictModel` is a frozen pydantic model that validates itself. An unknown field is an error that names the nearest
 known field.
 
 Guarantees: reading returns data or a model, or raises an `InputError` of one line. The line names the file, the line
-number if it is known, and the path of the value (`$.device.memory: ...`). YAML tags, sets, keys that are lists or
-mappings, and values that contain themselves are rejected; dates are read as text. Every number fits in a float.
+number if it is known, and the path of the value (`$.device.memory: ...`). The size of the data is limited. YAML tags,
+sets, keys that are lists or mappings, and values that contain themselves are rejected. Dates are read as text. Every
+number fits in a float.
 
 Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
 """
@@ -33,10 +34,10 @@ MAX_TEXT_DEPTH = 100
 """Maximum depth of nested lists and mappings."""
 
 MAX_INTEGER_DIGITS = 300
-"""Maximum number of digits of an integer. A float has 308."""
+"""Maximum number of digits of an integer. The largest float has 309."""
 
 MAX_TEXT_VALUES = 10**6
-"""Maximum number of values of one text. Values that a YAML alias repeats count each time."""
+"""Maximum number of values in one YAML text. Values that an alias repeats count each time."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 """Numbers such as 1e-4, which YAML 1.1 reads as text."""
@@ -45,7 +46,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _TextError(Exception):
-    """Reports an error in a text and its line. Line 0 means that the line is not known."""
+    """Reports an error `what` in line `line` of a text. Line 0 means that the line is unknown."""
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(what)
@@ -53,10 +54,10 @@ class _TextError(Exception):
 
 
 def parse_text(text: str, where: str) -> Any:
-    """Returns the data of `text`, or None if the text is empty. Text that begins with a brace is JSON; other text is
-    YAML.
+    """Returns the data of `text`, None if the text is empty. Text that begins with a brace is parsed as JSON, other
+    text as YAML. `where` is the name of the file for messages.
 
-    Raises: InputError that begins with `where` and the line.
+    Raises: InputError whose message begins with `where` and the line.
 
     >>> parse_text("steps: 1e3\\ndate: 2001-01-01\\non: [yes, ~]", "job.yaml")
     {'steps': 1000.0, 'date': '2001-01-01', 'on': [True, None]}
@@ -129,7 +130,8 @@ def _parse_json(text: str) -> Any:
 
 
 def _finite_float(value: float, literal: str, line: int) -> float:
-    """Raises an error for a numeric literal that is too large for a float. An explicit infinity is allowed."""
+    """Returns `value`. Raises _TextError if it is infinite because the number `literal` is too large for a float. A
+    literal infinity is allowed."""
     if math.isinf(value) and any(letter.isdigit() for letter in literal):
         raise _TextError(
             Message(
@@ -174,12 +176,12 @@ class _YamlReader:
                 Message("not valid YAML: {problem}", problem=getattr(error, "problem", None) or error),
                 mark.line + 1 if mark else 0,
             )
-        except (ValueError, OverflowError):  # an escape or a version number out of range
+        except (ValueError, OverflowError):  # PyYAML raises these for an escape or a version number out of range
             self._fail(Message("not valid YAML: an invalid escape or number"), self._loader.line + 1)
 
     def _whole(self) -> Any:
         yaml, loader, data = self._yaml, self._loader, None
-        loader.get_event()  # the start of the stream
+        loader.get_event()  # skips the start of the stream
         if not loader.check_event(yaml.StreamEndEvent):
             loader.get_event()
             data, _ = self._value(1)
@@ -194,7 +196,7 @@ class _YamlReader:
         raise _TextError(what, line)
 
     def _value(self, depth: int) -> tuple[Any, int]:
-        """Returns the next value, and the number of values that it contains."""
+        """Returns the next value, and the number of values in it, including itself. `depth` is its nesting level."""
         yaml, event = self._yaml, self._loader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -278,16 +280,19 @@ class _YamlReader:
 
 
 class StrictModel(BaseModel):
-    """A frozen, strict data type: it rejects unknown fields and casts nothing except int to float."""
+    """The base of all data types that are read or written. Instances are frozen, and unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, ser_json_inf_nan="constants")
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns this model as JSON text. `indent` None writes one line."""
+        """Returns this model as JSON text, on one line if `indent` is None."""
         return self.model_dump_json(indent=indent)
 
     def but(self, **changes: Any) -> Self:
-        """Returns a copy with the changed fields `changes`. The copy is validated like a new object."""
+        """Returns a copy with the changed fields `changes`. The copy is validated like a new object.
+
+        Raises: InputError if a changed value is invalid or no such field exists.
+        """
         return validate_data(type(self), {**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
 
@@ -297,15 +302,17 @@ OneLine = Annotated[str, AfterValidator(check_one_line)]
 TranslatableText = Annotated[
     str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))
 ]
-"""A string field of a `StrictModel`. A `Message` as its value stays a `Message`; JSON contains the English text."""
+"""A string field of a `StrictModel`. If its value is a `Message`, it stays a `Message`. JSON contains the English
+text.
+"""
 
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
 
 def validate_data(kind: type[StrictModelType], data: Any, where: str = "$") -> StrictModelType:
-    """Returns `data` (parsed JSON or YAML) as a `kind`.
+    """Returns `data` (parsed JSON or YAML) as an instance of `kind`. `where` begins the path of a value in messages.
 
-    Raises: InputError with the path, the reason and the nearest known name.
+    Raises: InputError with the path of the first wrong value, the reason and the nearest known name.
     """
     try:
         return kind.model_validate(data)
@@ -324,7 +331,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
     # For a union, pydantic reports the errors of each member type and appends the type to the path.
     if others and first["type"] not in fields:
         first["loc"] = first["loc"][:-1]
-        first.pop("ctx", None)  # the reason lists the errors of all member types, not only of the first
+        first.pop("ctx", None)  # its error is only that of the first member type
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
     if first["type"] in fields:
@@ -357,7 +364,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
 
 
 def _validation_reason(error: Any) -> str:
-    """Returns the reason of one error of pydantic: the message that a validator raised, or pydantic's own text."""
+    """Returns the reason of an error of pydantic: the message that a validator raised, or pydantic's own text."""
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, ValueError) and raised.args and isinstance(raised.args[0], Message):
         return raised.args[0]
@@ -366,14 +373,14 @@ def _validation_reason(error: Any) -> str:
 
 
 def without_place(error: InputError) -> str:
-    """Returns the message of an error of `validate_data` without the path of the value before it."""
+    """Returns the message of an error of `validate_data` without the path at its beginning."""
     message = error.args[0]
     is_placed = isinstance(message, Message) and {"place", "reason"} <= message.fields.keys()
     return message.fields["reason"] if is_placed else message
 
 
 def without_file(error: InputError, file: str) -> str:
-    """Returns the message of an error about `file` without the name of the file before the path of the value."""
+    """Returns the message of an error of `validate_data` about `file` without the name of the file."""
     message = error.args[0]
     if not isinstance(message, Message) or "place" not in message.fields:
         return str(message).replace(f"{file}: ", "")
@@ -387,7 +394,7 @@ def _short_repr(value: Any) -> str:
 
 
 def _model_at(kind: type[BaseModel], steps: list[Any]) -> type[BaseModel] | None:
-    """Returns the model class at the path `steps` inside `kind`, or None."""
+    """Returns the model class at the path `steps` inside `kind`, None if there is no model class."""
     current: Any = kind
     for step in steps:
         if isinstance(step, int):
@@ -408,7 +415,11 @@ def _model_in_annotation(annotation: Any) -> Any:
 
 
 def read_text_file(path: Path | str, what: str = "file") -> str:
-    """Returns the text of the file `path`. Every failure is one InputError."""
+    """Returns the text of the file `path`, but at most MAX_TEXT_CHARACTERS + 1 characters. `what` names the type of the
+    file in messages.
+
+    Raises: InputError if the file does not exist, cannot be read, or is not UTF-8 text.
+    """
     try:
         with Path(path).open(encoding="utf-8") as file:
             # Reading one character more than the limit detects a longer file.
@@ -428,14 +439,17 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
 
 
 def read_run_file(kind: type[StrictModelType], path: Path) -> StrictModelType | None:
-    """Reads a JSON file of a run folder as a `kind`; None if there is no such file.
+    """Returns the JSON file `path` of a run folder as an instance of `kind`, None if there is no such file.
 
-    Raises: InputError if the file does not contain a `kind`, StorageFailed if it cannot be read.
+    Raises: InputError if the content is invalid, StorageFailed if the file cannot be read.
     """
     text = read_text(path)
     return None if text is None else validate_data(kind, parse_text(text, str(path)), f"{path}: $")
 
 
 def read_as(kind: type[StrictModelType], path: Path | str) -> StrictModelType:
-    """Reads the file `path` (JSON or YAML) as a `kind`."""
+    """Returns the JSON or YAML file `path` as an instance of `kind`.
+
+    Raises: InputError if the file cannot be read or its content is invalid.
+    """
     return validate_data(kind, parse_text(read_text_file(path, kind.__name__.lower()), str(path)), f"{path}: $")

@@ -1,5 +1,7 @@
-"""Accepts connections on every port that a process of a training run opens. The listener enforces limits and tolerates
-any input.
+"""Accepts connections on every port that a process of a training run opens. core/secure_channel.py and
+core/rendezvous_store.py define the protocols. The listener enforces limits and tolerates any input.
+
+A connection is pending until the protocol admits it, usually because the peer has proved that it knows a secret.
 
 Guarantees:
 - At most `MAX_PENDING_CONNECTIONS` connections are pending and at most `MAX_OPEN_CONNECTIONS` are open. Both limits are
@@ -33,16 +35,16 @@ HANDSHAKE_SECONDS = 15.0
 several seconds."""
 
 MAX_UNAUTHENTICATED_BYTES = 4096
-"""Bytes that a connection may send before it is admitted."""
+"""Maximum number of bytes that a connection may send before it is admitted."""
 
 MAX_PENDING_CONNECTIONS, MAX_OPEN_CONNECTIONS = 64, 2**15
-"""The maximum number of pending connections of one listener, and of all its open connections."""
+"""Maximum number of pending connections of a listener, and maximum number of all open connections of a listener."""
 
 ACCEPT_RETRY_SECONDS = 0.05
-"""Seconds until the next attempt when `accept` fails."""
+"""Seconds between a failure of `accept` and the next attempt."""
 
 READ_BLOCK_BYTES = 1 << 16
-"""Bytes read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 class ConnectionRejected(Exception):
@@ -50,15 +52,16 @@ class ConnectionRejected(Exception):
 
 
 class InboundConnection:
-    """A connection that a peer opened. A subclass implements a protocol: `greet` runs when the connection begins,
-    `receive` handles incoming data. The subclass sets `is_admitted` once the peer has authenticated itself."""
+    """A connection that a peer opened. A subclass implements a protocol: `greet` runs when the connection begins, and
+    `receive` handles incoming data. The subclass sets `is_admitted` once the peer has authenticated itself. All methods
+    run in the thread of the listener."""
 
     is_admitted = False
     patience: float | None = None
-    """Seconds until admission is required; None means `HANDSHAKE_SECONDS`."""
+    """Seconds after which a connection that is not admitted is closed. None means `HANDSHAKE_SECONDS`."""
 
     def begin(self, end: socket.socket, host: str, listener: ConnectionListener) -> None:
-        """Starts the connection. The listener calls this once. `host` is the address of the peer."""
+        """Starts the connection. The listener calls this method once. `host` is the address of the peer."""
         self.end, self.host, self.listener = end, host, listener
         self.began = time.monotonic()
         self.until = self.began + (HANDSHAKE_SECONDS if self.patience is None else self.patience)
@@ -84,15 +87,17 @@ class InboundConnection:
         self.listener.flush(self)
 
     def leave(self) -> socket.socket:
-        """Returns the socket in blocking mode. From then on the socket belongs to the caller. It counts as open until
-        it is closed."""
+        """Transfers the socket, in blocking mode, to the caller. It counts as an open connection until the caller
+        closes it."""
         return self.listener.release(self)
 
 
 class ConnectionListener:
-    """Listens on the socket `end`. `guest` returns the object for a new connection. `report` receives the reason and
-    the address when a connection is refused. `expected` connections may always be open at the same time. The caller
-    must have checked the limit of open files for them (core/cgroup_limits.py)."""
+    """Accepts connections on the listening socket `end`. `guest` returns the object for a new connection. `report`
+    receives the reason and the address when a connection is refused.
+
+    `expected` is the number of connections that may always be open at the same time. The caller must have checked that
+    the limit of open files allows so many (core/cgroup_limits.py)."""
 
     def __init__(
         self,
@@ -117,11 +122,11 @@ class ConnectionListener:
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        """Serves connections in a separate thread."""
+        """Serves connections in a separate thread with the name `name`."""
         self._thread = start_background_thread(name, self.run, lambda line: self._report(line, ""))
 
     def run(self) -> None:
-        """Serves until `close`."""
+        """Serves connections until `close` is called."""
         while not self._closed:
             pending = [guest.until for guest in self._guests.values() if not guest.is_admitted]
             for key, events in self._waiting.select(
@@ -176,13 +181,13 @@ class ConnectionListener:
             self._guests[end.fileno()] = guest
             self._waiting.register(end, selectors.EVENT_READ, guest)
             guest.begin(end, str(address[0]), self)
-        except OSError:  # already closed
+        except OSError:  # the peer has already closed the connection
             self._forget(end)
             end.close()
 
     def _drop_one(self, reason: str) -> bool:
-        """Closes the oldest pending connection of the address with the most pending connections. Returns False if none
-        is pending."""
+        """Closes the oldest pending connection of the address with the most pending connections. Returns False if there
+        is no pending connection."""
         pending = [guest for guest in self._guests.values() if not guest.is_admitted]
         if not pending:
             return False
@@ -210,7 +215,8 @@ class ConnectionListener:
             self.drop(guest, Message("a message that cannot be read ({name})", name=type(error).__name__))
 
     def flush(self, guest: InboundConnection) -> None:
-        """Sends as much as the socket buffer accepts. Called from the listener's thread."""
+        """Sends as many unsent bytes of `guest` as the socket buffer accepts. Only the listener's thread may call this
+        method."""
         if self._guests.get(guest.end.fileno()) is not guest:
             return
         try:
@@ -224,7 +230,7 @@ class ConnectionListener:
         self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)
 
     def release(self, guest: InboundConnection) -> socket.socket:
-        """Transfers the socket of `guest` to the caller."""
+        """Transfers the socket of `guest`, in blocking mode, to the caller."""
         self._forget(guest.end)
         self._released.append(guest.end)
         guest.end.setblocking(True)
@@ -236,7 +242,8 @@ class ConnectionListener:
             self._waiting.unregister(end)
 
     def drop(self, guest: InboundConnection, reason: str = "") -> None:
-        """Ends a connection. Called from the listener's thread."""
+        """Closes the connection `guest` and reports `reason`, unless it is ''. Only the listener's thread may call this
+        method."""
         if self._guests.get(guest.end.fileno()) is guest:
             self._forget(guest.end)
             guest.closed()

@@ -1,4 +1,5 @@
-"""Defines the exception tree. Each class has one documented exit code of the command line.
+"""Defines the exceptions of the project, and translates errors of the system. Each class has an exit code of the
+command line.
 
     MeshwrightError          1  the job failed
     ├── InputError           2  the user's input is wrong (also a ValueError)
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 from meshwright.core.messages import Message
 
 MAX_SHOWN_CHARACTERS = 120
-"""If a word in a message is more than twice as long as this, only this many characters are shown."""
+"""Number of characters that a message shows of a word. Only words of at least twice this length are shortened."""
 _LONG_WORD = re.compile(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}")
 
 
@@ -30,7 +31,9 @@ class MeshwrightError(Exception):
 
     exit_code = 1
     raised_by: int | None = None
-    """The rank that raised the error first, if this rank failed only because it waited for that rank."""
+    """The rank that raised the error first, if this rank failed only because it waited for that rank, otherwise
+    None.
+    """
 
 
 class InputError(MeshwrightError, ValueError):
@@ -48,8 +51,8 @@ class InputError(MeshwrightError, ValueError):
 
 
 class PlanRefused(InputError):
-    """Reports that the first step under this plan would differ from the result on one device. Every rank raises the
-    error at the same point, so that the job can try another plan."""
+    """Reports that the first step under this plan would differ from the result on one device. All ranks raise the error
+    together, so that the job can try another plan."""
 
 
 class NothingFits(MeshwrightError):
@@ -99,14 +102,14 @@ def describe_disk_error(error: OSError, path: str) -> str:
 
 
 STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
-"""Error numbers that report a failure of the storage device itself, whatever the operation."""
+"""Error numbers that report a failure of the storage device itself and not of one operation."""
 
 
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
-    """Translates an error of the system to an error of this package. Returns any other error unchanged.
+    """Returns the error of this package that corresponds to an error of the system, any other error unchanged.
 
-    The translated errors are Ctrl-C, a full disk, too many open files, and an error for a path that is one of the
-    command's arguments `words`.
+    The translated errors are Ctrl-C, a full disk, a failing disk, and too many open files. `words` are the arguments of
+    the command. An error for a path that begins with one of them is translated too.
 
     >>> error = FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json")
     >>> translate_system_error(error, ["--save", "/proc/out/plan.json"])
@@ -146,12 +149,12 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
 
 
 MAX_SIMILARITY_GAP = 0.05
-"""A further name is suggested if its similarity to the word is lower than that of the nearest name by at most this
-value."""
+"""Maximum difference between the similarity of the nearest name and that of a further name that is suggested too.
+Similarities are between 0 and 1 (`difflib.SequenceMatcher.ratio`)."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a clause with the nearest known words, or an empty string if none is similar.
+    """Returns a clause for a message with the names in `known` that are most similar to `word`, '' if none is similar.
 
     >>> did_you_mean("memroy", ["memory", "peak"])
     "; did you mean 'memory'?"

@@ -1,9 +1,9 @@
-"""Replaces files atomically: another process reads either the complete old file or the complete new file. The module is
-for files that a user names, and for files that other processes read while they are replaced.
+"""Replaces files atomically: a process that reads the file gets either the complete old text or the complete new text.
+The command line and the data cache write files with it that a user names or that other processes read.
 
-The text is written to a temporary file in the same folder, which is then renamed. For a symbolic link the target is
-replaced. A path that is not a regular file (/dev/stdout, a shell's pipe) cannot be replaced by a rename and is written
-directly.
+The text is written to a temporary file in the folder of the target, which is then renamed. If the path is a symbolic
+link, the target of the link is replaced. A path that is not a regular file (/dev/stdout, a shell's pipe) cannot be
+replaced by a rename, so it is written directly.
 
 The user's cache folder is the first of these that is set: $MESHWRIGHT_CACHE, $XDG_CACHE_HOME/meshwright,
 ~/.cache/meshwright (XDG 0.8).
@@ -20,13 +20,13 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_FILE_NAME_BYTES = 255
-"""Maximum bytes of a file name."""
+"""Maximum number of bytes of a file name."""
 
 
 def path_from_text(text: str) -> Path:
-    """Returns the path that `text` names. The text may also be no path, such as the name of a model.
+    """Returns `text` as a path, with ~ expanded. The text may be something else, such as the name of a model.
 
-    Raises: InputError if no file can have that name, so that a later existence check cannot fail.
+    Raises: InputError if no file can have this name. So checking whether the path exists cannot fail later.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
         raise InputError(
@@ -39,8 +39,8 @@ def path_from_text(text: str) -> Path:
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
-    """Writes `text` to the file `path` and preserves its permissions. `private` makes the file readable only by this
-    user.
+    """Writes `text` to the file `path` and preserves the permissions of an existing file. `private` makes the file
+    readable only by this user.
 
     Raises: OSError that names `path`.
     """
@@ -55,7 +55,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
 
 
 def _replace_file(path: Path, text: str, rights: int | None) -> None:
-    """Replaces the file. `rights` None means the default permissions for new files."""
+    """Replaces the file at `path`. `rights` are its permissions, None for the default of new files."""
     fresh = path.with_name(f".meshwright-{os.getpid()}-{os.urandom(4).hex()}")
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if rights is None else 0o600)
     try:

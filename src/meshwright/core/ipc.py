@@ -1,10 +1,9 @@
-"""Connects the processes of one machine: JSON lines over pipes, and heartbeats in shared memory.
+"""Connects the processes of a job on one machine: by JSON lines over pipes, and by heartbeats in shared memory.
 
-Sends JSON lines over pipes between the processes of one machine. Each line is one object. There is no pickle, and
-received data is never executed.
+Each line is one JSON object. Nothing is pickled, and received data is never executed.
 
-Guarantees: a reader never blocks, and it reassembles a line that arrives in several reads. A writer writes the whole
-line or raises OSError.
+Guarantees: `MessageReader.read` never blocks, and it reassembles a line that arrives in several reads. `write_message`
+writes the whole line or raises OSError.
 
 >>> import os
 >>> ours, theirs = os.pipe()
@@ -13,11 +12,10 @@ line or raises OSError.
 ([{'event': 'ready'}], True)
 >>> os.close(ours)
 
-`Heartbeat` reports the progress of a rank to its supervisor through shared memory, without messages.
-
-Each rank writes only its own row of 64-bit fields, and the supervisor reads all rows. The supervisor owns the memory
-(an anonymous file). After a rank has died, its last phase and the step of its in-memory checkpoint can still be read.
-Without a supervisor the row is private memory of the rank.
+`Heartbeat` reports the progress of a rank to its supervisor through shared memory, without messages. Each rank writes
+only its own row of 64-bit fields, and the supervisor reads all rows. The supervisor owns the memory (an anonymous
+file). So it can read the last phase of a dead rank and the step of the rank's in-memory checkpoint. Without a
+supervisor the row is private memory of the rank.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)
@@ -42,25 +40,27 @@ from meshwright.core.messages import pack_messages, unpack_messages
 IpcMessage = dict[str, Any]
 
 MAX_MESSAGE_DEPTH = 32
-"""Maximum depth of nested lists and objects."""
+"""Maximum depth of nested lists and objects in a message."""
 
 
 def write_message(handle: int, message: IpcMessage) -> None:
-    """Writes `message` as one line to `handle`, a blocking pipe."""
+    """Writes `message` as one line to the file descriptor `handle` of a blocking pipe.
+
+    Raises: OSError if the reader has closed the pipe.
+    """
     rest = memoryview(json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n")
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def wait_readable(timeout: float, *handles: int) -> bool:
-    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether one of them is. It
-    opens no file descriptor, and descriptors may have any value."""
+    """Waits at most `timeout` seconds until one of `handles` is readable or closed. Returns whether this happened. In
+    contrast to `select`, file descriptors may have any value."""
     return _poll(timeout, select.POLLIN, handles)
 
 
 def wait_writable(timeout: float, handle: int) -> bool:
-    """Waits at most `timeout` seconds until `handle` accepts more bytes or is closed. Returns whether `handle` is in
-    this state."""
+    """Waits at most `timeout` seconds until `handle` accepts more bytes or is closed. Returns whether this happened."""
     return _poll(timeout, select.POLLOUT, (handle,))
 
 
@@ -72,9 +72,9 @@ def _poll(timeout: float, event: int, handles: Iterable[int]) -> bool:
 
 
 def parse_message(line: bytes) -> IpcMessage:
-    """Returns the object in `line`.
+    """Returns the JSON object in `line`.
 
-    Raises: ValueError if the line is not one object, or is nested deeper than `MAX_MESSAGE_DEPTH`.
+    Raises: ValueError if the line is not one JSON object, or if the object is nested deeper than `MAX_MESSAGE_DEPTH`.
 
     >>> parse_message(b'{"do": "end"}')
     {'do': 'end'}
@@ -99,8 +99,8 @@ def parse_message(line: bytes) -> IpcMessage:
 
 
 class MessageReader:
-    """Reads the messages that have arrived on a pipe or a connection. A line longer than `longest` bytes raises
-    ValueError."""
+    """Reads the messages that have arrived on a pipe or a socket. Lines may have at most `longest` bytes, None for no
+    limit."""
 
     def __init__(self, handle: int, longest: int | None = None) -> None:
         os.set_blocking(handle, False)
@@ -108,8 +108,10 @@ class MessageReader:
         self._rest = b""
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """Returns the messages that have arrived since the last call, and whether the writer has closed the
-        connection."""
+        """Returns the messages that have arrived since the last call, and whether the writer has closed its end.
+
+        Raises: ValueError if a line is too long or is not a message.
+        """
         ended = False
         while True:
             try:
@@ -129,11 +131,11 @@ class MessageReader:
 
 
 HEARTBEAT_FIELDS = 8
-"""Number of 64-bit fields of one rank."""
+"""Number of 64-bit fields in the row of a rank."""
 
 
 WAIT_INCREMENT = 1 << 16
-"""Increment of the field `waits` for each unsuccessful poll of another rank."""
+"""Increment of the field `waits` each time that a rank polls for data of another rank without success."""
 
 
 class HeartbeatField(IntEnum):
@@ -142,7 +144,7 @@ class HeartbeatField(IntEnum):
     - `step` is the step in progress.
     - `phase` is the current `RankPhase`.
     - `beat` increases with every sign of progress.
-    - `waits` is 1 + the rank for which this rank waits, plus `WAIT_INCREMENT` for each unsuccessful poll. So the value
+    - `waits` is 1 + the rank for which this rank waits, plus `WAIT_INCREMENT` for each unsuccessful poll. So the field
       of a waiting rank keeps changing.
     - `snapshot_step` is the newest step with a complete in-memory checkpoint.
     - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
@@ -161,7 +163,8 @@ class HeartbeatField(IntEnum):
 
 
 class RankPhase(IntEnum):
-    """The phase of a rank. Phases up to `restore` belong to start-up; `data` to `compare` belong to training."""
+    """What a rank does at present. The values up to `restore` belong to start-up, and `data` (4) through `compare` (8)
+    are the phases of a training step."""
 
     start = 0
     join = 1
@@ -181,7 +184,7 @@ class RankPhase(IntEnum):
 
 
 class Heartbeat:
-    """The row of `rank` in `memory`."""
+    """Reads and writes the row of `rank` in `memory`, which has the rows of all ranks."""
 
     def __init__(self, memory: memoryview, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory, self.rank, self.clock = memory, rank, clock
@@ -189,7 +192,7 @@ class Heartbeat:
         self._began: float | None = None
 
     def at(self, phase: RankPhase, step: int | None = None) -> None:
-        """Records that the rank enters `phase`. If `step` is given, it also records that the rank begins this step."""
+        """Records that the rank enters `phase`. If `step` is given, also records that the rank begins this step."""
         if step is not None:
             self._begin(step)
         self.row[HeartbeatField.phase] = phase
@@ -200,8 +203,8 @@ class Heartbeat:
         self.row[HeartbeatField.beat] += 1
 
     def _begin(self, step: int) -> None:
-        """Begins `step`. If it directly follows the previous step, records the duration of the previous step; otherwise
-        sets the duration to 0."""
+        """Records that `step` begins. If the previous step was `step` - 1, records the duration of the previous step in
+        the field `took`. Otherwise sets this field to 0."""
         now = self.clock()
         is_next = self._began is not None and step == self.row[HeartbeatField.step] + 1
         self.row[HeartbeatField.took] = max(1, int(1e6 * (now - (self._began or 0.0)))) if is_next else 0
@@ -218,7 +221,9 @@ class Heartbeat:
 
 
 def open_heartbeats(path: str, world: int) -> memoryview:
-    """Returns the rows of `world` ranks in the file at `path`. Without `path` the rows are private memory."""
+    """Returns the memory with the rows of `world` ranks in the file at `path`. If `path` is '', the memory is
+    private.
+    """
     size = world * HEARTBEAT_FIELDS * 8
     if not path:
         return memoryview(bytearray(size))

@@ -1,4 +1,4 @@
-"""Chooses the language of the output."""
+"""Chooses the language of the output for every command of the command line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from meshwright.core.messages import LANGUAGES, Message
 
 
 def choose_language(requested: str | None, environment: Mapping[str, str]) -> str:
-    """Returns the requested language, or without a request the language of the locale, or else English.
+    """Returns the language `requested`. If it is None, returns the language of the locale in `environment` if messages
+    are translated to it, otherwise 'en'.
 
-    Raises: InputError for a language that does not exist.
+    Raises: InputError if `requested` is not one of LANGUAGES.
 
     >>> choose_language(None, {"LANG": "zh_CN.UTF-8"}), choose_language("en", {"LANG": "zh_CN.UTF-8"})
     ('zh', 'en')

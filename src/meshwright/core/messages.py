@@ -1,12 +1,13 @@
-"""Defines messages, the texts for people, in English and Simplified Chinese.
+"""Defines messages: the errors, notes and table entries that users read, in English and Simplified Chinese. All
+packages create them, and the command line translates them.
 
 A `Message` is an English string with its template and its fields. Code that does not translate may treat a message as a
 plain string. `translate` looks the template up in the gettext catalogue `zh_CN.po` and formats the translation with the
-same fields. A field may itself be a message, which is then also translated.
+fields of the message. A field may itself be a message, which is then also translated.
 
-Fields are written `{name}` or `{name:format}`. The format is Python's, or one of the kinds that show a number with its
-unit: bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters, rate. A tuple of texts is shown
-as its parts with a separator between them. A list or a tuple of numbers is shown as Python does.
+Fields are written `{name}` or `{name:format}`. The format is one of Python's formats, or a kind that shows a number
+with a unit. Kinds are bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters and rate. A
+tuple of texts is shown as its elements with a separator between them. Other lists and tuples are shown as in Python.
 
 `pack_messages` turns the messages of JSON data into objects, so that another process can translate them. Text of torch,
 of the operating system and of other libraries has no template and stays in English.
@@ -35,11 +36,11 @@ PACKED_KEYS = {"text", "msgid", "context", "fields"}
 _QUANTITY_KINDS = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
 _KIND_FIELD = re.compile(r":(bytes|seconds|parameters|rate|percent|times|count)\b")
 _PLAIN_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|parameters|rate|percent|times|count))?\})*")
-"""Matches templates whose fields are only names and kinds. Other templates are formatted only if the catalogue has a
-translation."""
+"""Matches templates whose fields are only names and kinds. A message with any other template stays in English if the
+catalogue has no translation."""
 _CHINESE_SPACE = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
-"""Matches a space between two Chinese characters. A translation has such a space if a field may contain Latin
-letters."""
+"""Matches a space between two Chinese characters, which `translate` removes. Templates have spaces around fields that
+may contain Latin letters."""
 
 
 class Message(str):
@@ -77,12 +78,12 @@ def _make_message(text: str, msgid: str, context: str, fields: Mapping[str, Any]
 
 
 def mark_msgid(template: str) -> str:
-    """Returns `template`. Marks the template of a later `Message`, so that the catalogue includes it."""
+    """Returns `template`. The call marks the template of a later `Message`, so that the catalogue includes it."""
     return template
 
 
 def term(group: str, word: str) -> Message:
-    """Returns the name of `word` in `group`, such as a kind of memory. An unknown word is its own name."""
+    """Returns the name that `group` in TERMS has for `word`, or `word` itself if the group does not have it."""
     msgid = TERMS[group].get(word, word)
     return _make_message(msgid, msgid, group, {})
 
@@ -110,7 +111,7 @@ def translate(text: str, language: str = "en") -> str:
         return str.__str__(text)
     try:
         translated = _format_message(msgid, text.fields, language)
-    # the fields are those of another version
+    # A message from another version of Meshwright may have other fields than the translation.
     except (KeyError, IndexError, ValueError, TypeError, AttributeError):
         return str.__str__(text)
     return _CHINESE_SPACE.sub("", translated)
@@ -124,7 +125,7 @@ def _format_message(msgid: str, fields: Mapping[str, Any], language: str) -> str
 
 
 def _is_text_list(value: Any) -> bool:
-    """Returns whether `value` is a list of texts: a plain tuple with text, or a list with messages."""
+    """Returns whether `value` is shown as a list of texts: a plain tuple with a string, or a list with a message."""
     kind = str if type(value) is tuple else Message if isinstance(value, list) else None
     return kind is not None and any(isinstance(part, kind) for part in value)
 
@@ -176,8 +177,8 @@ def pack_messages(data: Any) -> Any:
 
 
 def _pack_field(value: Any) -> Any:
-    """Packs a field of a message. A value that JSON cannot represent, such as a path or a named tuple, becomes its
-    text."""
+    """Packs a field of a message. A value that JSON cannot represent, such as a path or a named tuple, becomes
+    `str(value)`."""
     is_json = isinstance(value, str | int | float | dict | list | None) or type(value) is tuple
     return pack_messages(value if is_json else str(value))
 
@@ -185,7 +186,7 @@ def _pack_field(value: Any) -> Any:
 def unpack_messages(data: Any) -> Any:
     """Returns JSON `data` with each packed message as a `Message`.
 
-    Guarantees: no text is formatted; the English text is that of the sender.
+    Guarantees: no template is formatted, so the English text is that of the sender.
     """
     if isinstance(data, list):
         return [unpack_messages(value) for value in data]

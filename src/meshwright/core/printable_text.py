@@ -1,10 +1,11 @@
-"""Validates names, addresses and paths as one line of text, and escapes other text for a terminal.
+"""Validates names, addresses and paths as one line of text, and escapes other text for a terminal. Parsing of input and
+all output to a terminal use it.
 
 Names appear on terminals, in comments of generated scripts and in YAML files. There, a line break or a control
 character could end a comment or a quoted value. So names with such characters are rejected on input.
 
-Names in files, messages of ranks and generated text may contain characters that control a terminal. They are escaped
-before display.
+Names in files, messages of ranks and generated text may contain characters that control a terminal. These characters
+are escaped before display.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import unicodedata
 from meshwright.core.messages import Message
 
 MAX_LINE_CHARACTERS = 4096
-"""Maximum characters of a name: the longest path that Linux accepts."""
+"""Maximum number of characters of a name: the length of the longest path that Linux accepts."""
 
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories that a name may not contain: control characters, lone surrogates, line and paragraph
-separators."""
+separators.
+"""
 
 BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that change the display order of text on a terminal."""
 
 
 def check_one_line(text: str) -> str:
-    r"""Returns `text` if it is one line without invisible control characters.
+    r"""Returns `text` if it is one line without control characters.
 
-    Raises: ValueError with the first character that is not allowed.
+    Raises: ValueError if the text is too long or has such a character. The message names the character.
 
     >>> check_one_line("runs/a b's")
     "runs/a b's"
@@ -58,8 +60,8 @@ def check_one_line(text: str) -> str:
 
 
 def reason_of(error: Exception, longest: int = 200) -> str:
-    """Returns the class of `error` and the first sentence of its message, on one line. A result longer than `longest`
-    characters is cut after a word and ends in dots.
+    """Returns the class of `error` and the first sentence of its message, on one line. If this is longer than `longest`
+    characters, it is cut after a word and ends in dots.
 
     >>> (reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()),
     ...     reason_of(ValueError("one two three"), 20))

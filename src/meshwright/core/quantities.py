@@ -1,6 +1,7 @@
-"""Parses quantities. In code, quantities are in base units (bytes, seconds, FLOP/s); users write text with units.
+"""Parses quantities that users write as text with units. In code, all quantities are in base units (bytes, seconds,
+FLOP/s), as the field types of this module validate.
 
-A number without a unit is already in base units. A text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
+A number without a unit is already in base units. A text has a unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
 Decimal prefixes are powers of 1000, binary prefixes (KiB, MiB, GiB, TiB) are powers of 1024.
 """
 
@@ -22,8 +23,8 @@ _UNIT_SUFFIXES = {
     "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
     "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
 }
-"""For each kind of quantity: the symbol after the prefix, and its factor to base units. Network rates are often given
-in bits: 200Gb is 25 GB/s."""
+"""Maps each kind of quantity ('B', 'B/s', 'FLOP/s') to its unit symbols without prefix, each with the factor to base
+units. Network rates are often in bits per second: 200Gb is 25 GB/s."""
 
 _QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
 
@@ -42,7 +43,10 @@ def _unit_factor(unit: str, kind: str) -> float | None:
 
 
 def parse_quantity(value: Any, kind: str) -> float:
-    """Returns `value` (a number in base units or a text with its unit) as a number in base units.
+    """Returns `value`, a number in base units or a text with a unit, as a number in base units. `kind` is 'B', 'B/s',
+    'FLOP/s' or 's'.
+
+    Raises: ValueError if `value` is not a quantity of this kind.
 
     >>> parse_quantity("80 GiB", "B") == 80 * 2**30
     True
@@ -92,7 +96,8 @@ def _quantity_validator(kind: str) -> BeforeValidator:
 
 
 MAX_QUANTITY = 1e21
-"""Maximum quantity. No real machine exceeds it, and the product of several such quantities still fits in a float."""
+"""Maximum quantity in base units. No real machine exceeds it, and the product of several such quantities still fits in
+a float."""
 Bytes = Annotated[float, _quantity_validator("B"), Field(ge=0, le=MAX_QUANTITY)]
 BytesPerSecond = Annotated[float, _quantity_validator("B/s"), Field(ge=0, le=MAX_QUANTITY)]
 FlopsPerSecond = Annotated[float, _quantity_validator("FLOP/s"), Field(ge=0, le=MAX_QUANTITY)]

@@ -1,15 +1,16 @@
-"""Serves the store in which the ranks of a generation exchange addresses. Clients must use the protocol of torch's
-TCPStore; other clients are rejected.
+"""Serves the store in which the ranks of a generation exchange addresses, for torch's TCPStore clients. A generation is
+one start of all ranks of a job. The fork server (train/forkserver.py) runs the store.
 
-Guarantees: the first key of a client must begin with the prefix of its generation (`store_key_prefix`). Before that
-key, the server answers only `check`, and the limits `MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply
-(core/connection_listener.py). Prefixes are message authentication codes of 128 bits. A known prefix, for example from
-the log of a failed rank, reveals nothing about the prefixes of later generations. Each generation has separate values.
-The first client of a new generation ends the connections of older generations and drops their values.
+Guarantees: a client must use the protocol of TCPStore, and its first key must begin with the prefix of its generation
+(`store_key_prefix`). Before this key, the server answers only `check` and `ping`, and the limits
+`MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply (core/connection_listener.py). Prefixes are message
+authentication codes of 128 bits. A known prefix, for example from the log of a failed rank, reveals nothing about the
+prefixes of later generations. Each generation has separate values. The first client of a new generation ends the
+connections of older generations and drops their values.
 
-Torch's own server is not used for two reasons. It lists its keys to every client (`list_keys`), so that a secret prefix
-would not protect them. It also accepts connections and values until file descriptors and memory run out.
-tests/ranks/test_rendezvous_store.py runs torch's client against this server and fails if the protocol changes.
+Torch's own server is not used for two reasons. First, it lists its keys to every client (`list_keys`), so that a secret
+prefix would not protect them. Second, it accepts connections and values until file descriptors and memory run out. The
+test tests/ranks/test_rendezvous_store.py runs torch's client against this server and fails if the protocol changes.
 
 Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (command codes). Numbers are in the byte order
 of the machine. An 8-byte length precedes each key and value.
@@ -30,18 +31,18 @@ from meshwright.core.messages import Message
 
 STORE_MAGIC = 0x3C85F7CE
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
-"""The maximum number of bytes of a key, of bytes of a value, and of keys in one command."""
+"""Maximum number of bytes of a key, of bytes of a value, and of keys in one command."""
 
 JOIN_TIMEOUT_SECONDS = 60.0
-"""Seconds until a client must name its first key. On a busy machine many ranks join at the same time."""
+"""Seconds within which a client must send its first key. On a busy machine many ranks join at the same time."""
 
 POLL_TIMEOUT_SECONDS = 60.0
-"""Seconds for which a client that only sends `check` stays connected after each request. NCCL's watchdog sends such
-requests, with a key without the generation's prefix."""
+"""Seconds for which a client that sends only `check` stays connected after each request. NCCL's watchdog sends such
+requests, with a key that does not have the prefix of the generation."""
 
 
 class StoreCommand(IntEnum):
-    """Command codes: the first byte of a request."""
+    """The command codes of TCPStore. The first byte of a request is a code."""
 
     (
         validate,
@@ -69,8 +70,8 @@ RequestParser = Generator[int, bytes, bytes]
 
 
 def store_key_prefix(secret: str, generation: int) -> str:
-    """Returns the prefix of all keys of a generation. Only a client that knows the secret of the training run can write
-    such a key.
+    """Returns the prefix of all keys of a generation. Only a process that knows the secret of the training run can
+    compute it.
 
     >>> store_key_prefix("a", 0) != store_key_prefix("a", 1) != store_key_prefix("b", 1)
     True
@@ -81,7 +82,7 @@ def store_key_prefix(secret: str, generation: int) -> str:
 
 @dataclass
 class StoreValues:
-    """The values of one generation. `waiting` maps a key to the clients that wait for it."""
+    """The values of one generation. `waiting` maps a key to the clients that wait for this key."""
 
     generation: int
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -113,7 +114,11 @@ class RendezvousStore:
         return StoreClient(self)
 
     def admit(self, client: StoreClient, key: bytes) -> StoreValues | None:
-        """Returns the values of the generation to which `key` gives access, or None if `key` has no valid prefix."""
+        """Returns the values of the generation to whose prefix `key` belongs, None if `key` has no valid prefix. If the
+        generation is new, ends the connections of the older one.
+
+        Raises: ConnectionRejected if the generation is older than the newest one.
+        """
         prefix = key.removeprefix(b"/").partition(b"/")[0].decode(errors="replace")
         number = prefix.partition(".")[0]
         if not (number.isascii() and number.isdigit() and len(number) < 16):
@@ -154,7 +159,7 @@ class StoreClient(InboundConnection):
             raise ConnectionRejected(Message("a key that is too long"))
 
     def end_now(self) -> None:
-        """Ends the connection because its generation is over."""
+        """Closes the connection, because a newer generation has begun."""
         self.listener.drop(self)
 
     def closed(self) -> None:
@@ -163,7 +168,7 @@ class StoreClient(InboundConnection):
             self._own.clients.discard(self)
 
     def came(self, key: bytes) -> None:
-        """Notifies the client that a key for which it waits now exists."""
+        """Records that `key` now exists, and replies to the client if it waits for no further key."""
         if key in self._awaited:
             self._awaited.remove(key)
             if not self._awaited:

@@ -1,9 +1,10 @@
-"""Exchanges JSON lines between the machines of one job. Both ends first authenticate with the job's token. There is no
-pickle, and received data is never executed.
+"""Exchanges JSON lines between the machines of one job, after both ends have proved that they know the job's token. The
+supervisors of several nodes communicate over it, and snapshots are read over it.
 
 Guarantees: a listener uses only the given address, within the limits of core/connection_listener.py. Both ends prove
-that they know the token before anything else is read. The proof is an HMAC-SHA256 over a fresh challenge of the other
-end. The token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
+that they know the token before anything else is read. The proof is an HMAC-SHA256 over a fresh challenge of the peer.
+The token itself is never sent. `SecureChannel.read` never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes. Nothing
+is pickled, and received data is never executed.
 
 Messages after the handshake are neither encrypted nor signed. The network between the machines must be private, as for
 NCCL and gloo.
@@ -41,27 +42,27 @@ from meshwright.core.storage import failures_as_one_line, read_file
 TOKEN_MISMATCH = "another token"
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Seconds until a machine must accept the connection."""
+"""Seconds within which a machine must accept a connection."""
 
 MAX_MESSAGE_BYTES = 2**26
-"""Maximum bytes of a line."""
+"""Maximum number of bytes of a line."""
 
 SEND_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds for which sending a line may block."""
+"""Maximum number of seconds for which sending may block while the peer reads nothing."""
 
 ACK_TIMEOUT_MILLISECONDS = 15_000
 """Milliseconds after which unacknowledged bytes break the connection."""
 
 KEEPALIVE_SECONDS = 5
-"""Seconds without data after which the system sends a keepalive probe. Three probes without an answer break the
-connection."""
+"""Seconds without data after which the system sends a keepalive probe, and seconds between probes. Three probes without
+an answer break the connection."""
 
 _TCP_USER_TIMEOUT = 18
 
 
 class AuthenticationError(MeshwrightError):
-    """Reports that the peer does not know the job's token, or is not a Meshwright process. `wrong_token` means that the
-    peer rejected our token."""
+    """Reports that the peer does not know the job's token, or is not a Meshwright process. `wrong_token`: the peer
+    rejected the token of this process."""
 
     def __init__(self, words: str, wrong_token: bool = False) -> None:
         super().__init__(words)
@@ -69,7 +70,7 @@ class AuthenticationError(MeshwrightError):
 
 
 class SecureChannel:
-    """One end of an authenticated connection. `hello` is the greeting of the peer."""
+    """One end of an authenticated connection. `end` is the socket, and `hello` is the greeting of the peer."""
 
     def __init__(self, end: socket.socket, hello: IpcMessage) -> None:
         self.end, self.hello = end, hello
@@ -82,7 +83,7 @@ class SecureChannel:
 
     @property
     def handle(self) -> int:
-        """The file descriptor of the socket."""
+        """Returns the file descriptor of the socket."""
         return self.end.fileno()
 
     def send(self, message: IpcMessage) -> None:
@@ -93,7 +94,10 @@ class SecureChannel:
         self.write(encode_message(message))
 
     def write(self, line: bytes) -> None:
-        """Sends an encoded line. A line that is encoded once can be sent to several peers."""
+        """Sends the encoded message `line` from any thread. So a message is encoded once for several peers.
+
+        Raises: OSError as `send` does. The connection is then shut down.
+        """
         rest = memoryview(line)
         with self._speaks:
             try:
@@ -113,8 +117,8 @@ class SecureChannel:
         return rest
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """Returns the messages that have arrived since the last call, and whether the peer has closed the
-        connection."""
+        """Returns the messages that have arrived since the last call, and whether the connection has ended. It also
+        counts as ended if a message is invalid."""
         try:
             return self._reader.read()
         except (OSError, ValueError):
@@ -128,8 +132,8 @@ class SecureChannel:
 
 
 def detect_dead_peer(end: socket.socket, send_timeout: float) -> None:
-    """Makes reads and writes of a blocking socket fail if the peer's machine does not answer, or if the peer does not
-    read for `send_timeout` seconds."""
+    """Makes `end` a blocking socket whose reads and writes fail if the machine of the peer does not answer. Writes also
+    fail if the peer does not read for `send_timeout` seconds."""
     end.settimeout(None)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(send_timeout), 0))
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -153,8 +157,9 @@ class SecureListener:
         refused: Callable[[str, str], None] = lambda reason, host: None,
         expected: int = 0,
     ) -> None:
-        """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
-        connection is refused. `expected`: the number of connections that may always be open at the same time.
+        """Opens the port, or a free one if `port` is 0. `me` is the greeting of this end. `refused` receives the reason
+        and the address when a connection is refused. `expected` is the number of connections that may always be open at
+        the same time.
 
         Raises: OSError if the address does not belong to this machine or the port is in use.
         """
@@ -169,7 +174,7 @@ class SecureListener:
 
 
 class _PendingHandshake(InboundConnection):
-    """One connection to a listener until it is authenticated."""
+    """A connection to a listener that is not yet authenticated."""
 
     def __init__(self, token: str, me: IpcMessage, enter: Callable[[socket.socket, IpcMessage], None]) -> None:
         self._token, self._me, self._enter = token, me, enter
@@ -199,9 +204,10 @@ class _PendingHandshake(InboundConnection):
 
 
 def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[socket.socket, IpcMessage]:
-    """Connects to a listener. Returns the socket and the greeting of the listener.
+    """Connects to a listener. `me` is the greeting of this end. Returns the socket and the greeting of the listener.
 
-    Raises: OSError if there is no listener at the address, AuthenticationError if the tokens differ.
+    Raises: OSError if there is no listener at the address, ValueError if it does not send JSON lines,
+    AuthenticationError if the tokens differ.
     """
     until = time.monotonic() + HANDSHAKE_SECONDS
     end = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS)
@@ -223,7 +229,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
 
 
 def network_interface_of(host: str) -> str:
-    """Returns the name of the network interface of this machine that has the address of `host`; or '' if there is none.
+    """Returns the name of the network interface of this machine that has the address of `host`, '' if there is none.
 
     >>> network_interface_of("127.0.0.1") in ("lo", "lo0", "")
     True
@@ -238,11 +244,11 @@ def network_interface_of(host: str) -> str:
 
 
 def collective_environment(address: str) -> dict[str, str]:
-    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. The
-    selected interface has `address`, the address of this machine in the job.
+    """Returns the environment variables that make gloo and NCCL use the network interface with `address`, the address
+    of this machine in the job.
 
     By default gloo uses the interface to which the host name resolves, which is often loopback. NCCL uses the first
-    interface that is up. If all ranks are on one machine, NCCL keeps its default.
+    interface that is up. If `address` is loopback, all ranks are on one machine, and NCCL keeps its default.
 
     >>> collective_environment("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
     True
@@ -253,7 +259,7 @@ def collective_environment(address: str) -> dict[str, str]:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns the address of this machine that `host` sees. No packet is sent."""
+    """Returns the address that this machine uses for packets to `host`. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -273,9 +279,10 @@ def _is_valid_mac(said: Any, token: str, deed: str, challenge: str) -> bool:
 
 
 def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
-    """Reads one line of at most `MAX_UNAUTHENTICATED_BYTES` bytes before `until`. Reads no byte after the line.
+    """Reads one line of at most `MAX_UNAUTHENTICATED_BYTES` bytes before the time `until`. Reads no byte after the
+    line.
 
-    Raises: ValueError if the line is not a JSON object.
+    Raises: ValueError if there is no line or it is not a JSON object, TimeoutError if it is not complete in time.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -291,9 +298,9 @@ def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
 
 
 def read_token(path: Path) -> str:
-    """Returns the secret that the head node has written to the run folder; empty if it has not written one.
+    """Returns the token that the head node has written to the file `path` of the run folder, '' if there is no file.
 
-    Raises: StorageFailed if the file cannot be read, or is not one line of text.
+    Raises: StorageFailed if the file cannot be read, or is not one line of ASCII text.
     """
     with failures_as_one_line(path):
         try:
@@ -306,4 +313,4 @@ def read_token(path: Path) -> str:
 
 
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN"
-"""The environment variable with the secret of a job. The launcher of the nodes sets it."""
+"""The environment variable with the token of a job. The launcher of the nodes sets it."""

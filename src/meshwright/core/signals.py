@@ -1,4 +1,5 @@
-"""Handles stop requests: SIGINT, SIGTERM, and SIGHUP, which a closed terminal sends."""
+"""Handles the stop signals SIGINT, SIGTERM, and SIGHUP, which a closed terminal sends. The command line, supervisors
+and ranks install handlers with it."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def raise_keyboard_interrupt(number: int, _: Any) -> None:
-    """Raises KeyboardInterrupt for any stop request, so that the running code cleans up. A second request ends the
-    process at once."""
+    """Raises KeyboardInterrupt for any stop signal, so that the running code cleans up. A second signal of the same
+    number ends the process at once."""
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Routes stop requests to `handler` while the block runs. Outside the main thread this does nothing, because only
-    the main thread receives signals."""
+    """Routes stop signals to `handler` inside the context, and restores the previous handlers on exit. Does nothing
+    outside of the main thread, because only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,9 +36,10 @@ def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
-    """Routes stop requests to `handler` from now on. Returns the previous handlers.
+    """Routes stop signals to `handler` from now on. Returns the previous handlers.
 
-    An ignored SIGHUP (nohup) stays ignored. Output to a closed terminal is discarded, so that it does not raise errors.
+    An ignored SIGHUP (nohup) stays ignored. After SIGHUP, output to the closed terminal is discarded, so that it does
+    not raise errors.
     """
     screens = [handle for handle in range(3) if os.isatty(handle)]
 
@@ -57,8 +59,8 @@ def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Sig
 
 @contextmanager
 def blocked_stop_signals() -> Iterator[None]:
-    """Blocks stop signals for processes that start inside the block. The parent receives the signals and ends these
-    processes once all of them exist."""
+    """Blocks stop signals for this thread, and for processes that start inside the context. A signal reaches this
+    process on exit, when all child processes exist and can be ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -67,9 +69,9 @@ def blocked_stop_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """The names of the stop signals that a training run has received. After the first signal, the run completes the
-    step and saves everything. A second signal ends the run at once. `deadline` is the time at which the run ends in any
-    case, or None before a signal. `is_forced`: whether the run ends at once."""
+    """Records the stop signals that a training run has received, by name in `signals`. After the first signal, the run
+    completes the step and saves everything. A second signal ends the run at once. `deadline` is the time when the run
+    ends in any case, None before a signal. `is_forced`: the run ends at once."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
@@ -82,11 +84,11 @@ class StopRequest:
         self.signals.append(signal.Signals(number).name)
 
     def is_news(self) -> bool:
-        """Returns whether a signal has arrived since the last call."""
+        """Returns whether a signal has arrived since the last call of this method."""
         handled, self._handled = self._handled, len(self.signals)
         return self._handled > handled
 
     def expire(self, now: float) -> None:
-        """Ends the run at once when the deadline has passed."""
+        """Sets `is_forced` if `now` is after the deadline."""
         if self.deadline is not None and now > self.deadline:
             self.is_forced = True

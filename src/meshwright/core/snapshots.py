@@ -1,21 +1,21 @@
-"""Defines the layout of a file of in-memory checkpoints of one rank: a header of 64-bit fields, the index of tensors,
-then slots with one checkpoint each.
+"""Defines the layout of a file of in-memory checkpoints of one rank. Ranks write the file, and supervisors and ranks
+read it. The file has a header of 64-bit fields, an index of tensors, and slots with one checkpoint each.
 
-Guarantees: a slot with a step number contains a complete checkpoint, whenever a process reads the slot. A checkpoint is
-intact if its digest matches.
+Guarantees: a slot with a step number contains a complete checkpoint at any time. A checkpoint is intact if its digest
+matches.
 
-Header fields in the order of `SnapshotHeader`: magic number; size and digest of the index; bytes of a checkpoint;
-number of slots; two steps that are pinned for nodes that read them. From the sixteenth field on, each slot has five
-fields: step, digest, bytes of the run state, pinned, history.
+The header has these fields: magic number; size and digest of the index; bytes of a checkpoint; number of slots; and two
+steps that other nodes read, which are pinned. From field 16 on, each slot has five fields: step, digest, bytes of the
+run state, pinned, history.
 
-[Note: history] Two checkpoints of the same step may differ: ranks may have repeated the step after a fault, or on other
-batches after a rollback. The history says which execution wrote a checkpoint. It rises with each generation and with
-each rollback, and all ranks write the same value. So checkpoints of all ranks with the same step and history are of one
-execution, wherever they are stored. Ranks and leaders never combine others.
+[Note: history] Two checkpoints of one step may differ: ranks may have repeated the step after a fault, or on other
+batches after a rollback. The history is the number of the execution that wrote a checkpoint. The history rises with
+each generation (start of all ranks) and with each rollback, and all ranks write equal values. So checkpoints of all
+ranks with equal step and history are of one execution, wherever they are stored. Only such checkpoints are combined.
 
 The module also has the client for in-memory checkpoints on another node. The server is elastic/snapshot_replication.py.
 A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by `size`
-bytes. The reply has fewer bytes than requested at the end of the memory, and none if the checkpoint does not exist.
+bytes. At the end of the memory the reply has fewer bytes than requested. If the checkpoint does not exist, it has none.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from meshwright.core.ipc import parse_message
 from meshwright.core.secure_channel import AuthenticationError, open_channel
 
 SNAPSHOT_SLOTS = 3
-"""Number of slots on one node: two slots that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py), and one
-that may be pinned while it is written to disk."""
+"""Number of slots of a rank if the job runs on one node. Two slots alternate ([Note: two slots] in
+checkpoint/memory_checkpoint.py). One slot may be pinned while it is written to disk."""
 
 SNAPSHOT_SLOTS_MULTI_NODE = SNAPSHOT_SLOTS + 1
-"""The number of slots on several nodes: two slots that alternate, one whose checkpoint has a replica on another node,
-and one that is being replicated."""
+"""Number of slots of a rank if the job runs on several nodes. Two slots alternate. The checkpoint of the third has a
+replica on another node, and the checkpoint of the fourth is being replicated."""
 
 MIN_STATE_BYTES = 1 << 16
-"""Minimum bytes reserved for the run state."""
+"""Number of bytes that each slot reserves for the run state, the JSON state of the trainer."""
 
 HEADER_BYTES, _PAGE_BYTES = 4096, 4096
 PINNED_STEPS_FIELD = 5
-"""The first of two fields with steps that must not be overwritten."""
+"""Index of the first of two fields with steps that must not be overwritten."""
 
 _MAGIC = 0x3253_5552_454D
 _MAGIC_FIELD, _INDEX_SIZE_FIELD, _INDEX_DIGEST_FIELD, _DATA_SIZE_FIELD, _NUM_SLOTS_FIELD = range(5)
@@ -50,14 +50,17 @@ _FIRST_SLOT_FIELD, _STEP_FIELD, _DIGEST_FIELD, _LENGTH_FIELD, _PINNED_FIELD, _HI
 _FIELDS_PER_SLOT = 5
 
 HISTORIES_PER_GENERATION = 1 << 16
-"""The histories of generation g begin at g times this number. Each rollback takes the next one."""
+"""The histories of generation g begin at g times this number. Each rollback increments the history by 1."""
 
 SnapshotVersion = tuple[int, int]
-"""The history and the step of a checkpoint. The largest version is the newest one."""
+"""(history, step) of a checkpoint. The largest version is the newest one."""
 
 
 class SnapshotHeader:
-    """The header fields at the beginning of a file of in-memory checkpoints."""
+    """Reads and writes the header of a file of in-memory checkpoints. `words` are its 64-bit fields.
+
+    A method with an argument `step` requires that a slot has a complete checkpoint of this step.
+    """
 
     def __init__(self, words: memoryview) -> None:
         self.words = words
@@ -66,37 +69,37 @@ class SnapshotHeader:
 
     @property
     def is_laid(self) -> bool:
-        """Whether the file has an initialized header."""
+        """Returns whether the file has an initialized header."""
         return self.words[_MAGIC_FIELD] == _MAGIC
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """The fields that determine the layout. Files with equal values have the same index and the same offsets."""
+        """Returns the fields that determine the layout. Files with equal fields have equal indices and offsets."""
         return tuple(self.words[: _NUM_SLOTS_FIELD + 1])
 
     @property
     def index_size(self) -> int:
-        """Bytes of the index."""
+        """Returns the number of bytes of the index."""
         return self.words[_INDEX_SIZE_FIELD]
 
     @property
     def size(self) -> int:
-        """Bytes of a checkpoint."""
+        """Returns the number of bytes of a checkpoint, without its run state."""
         return self.words[_DATA_SIZE_FIELD]
 
     @property
     def slots(self) -> range:
-        """The indices of the slots."""
+        """Returns the indices of the slots."""
         return range(self.words[_NUM_SLOTS_FIELD])
 
     @property
     def whole(self) -> int:
-        """Bytes of the file."""
+        """Returns the number of bytes of the file."""
         return self.begin(len(self.slots))
 
     @property
     def steps(self) -> set[int]:
-        """Steps with a complete checkpoint."""
+        """Returns the steps with a complete checkpoint."""
         return {self._slot(slot)[_STEP_FIELD] for slot in self.slots} - {0}
 
     def begin(self, slot: int) -> int:
@@ -108,7 +111,7 @@ class SnapshotHeader:
         return self.begin(self._at(step))
 
     def place_of_state(self, step: int) -> tuple[int, int]:
-        """Returns the offset and the size of the run state of `step`."""
+        """Returns the offset and the size of the run state of `step` in bytes."""
         return self.place_of_data(step) + round_up_to_page(self.size), self._slot(self._at(step))[_LENGTH_FIELD]
 
     def digest(self, step: int) -> int:
@@ -116,8 +119,8 @@ class SnapshotHeader:
         return self._slot(self._at(step))[_DIGEST_FIELD]
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Returns whether `digest` matches the checkpoint of `step` with its run state, and the digest of the index
-        matches `index`."""
+        """Returns whether the recorded digests are `digest` for the checkpoint of `step` with its run state, and that
+        of `index` for the index."""
         return (
             digest == self._slot(self._at(step))[_DIGEST_FIELD]
             and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
@@ -134,7 +137,7 @@ class SnapshotHeader:
     # --- writing
 
     def lay(self, index: bytes, size: int, slots: int) -> None:
-        """Initializes the header for `slots` empty slots of `size` bytes."""
+        """Initializes the header for `index` and `slots` empty slots with checkpoints of `size` bytes."""
         self.words[_INDEX_SIZE_FIELD], self.words[_DATA_SIZE_FIELD], self.words[_NUM_SLOTS_FIELD] = (
             len(index),
             size,
@@ -144,8 +147,8 @@ class SnapshotHeader:
         self.words[_MAGIC_FIELD] = _MAGIC
 
     def take(self, most: int | None = None) -> int:
-        """Returns the slot to write next: among the first `most` slots, the slot with the oldest checkpoint that is not
-        pinned. Removes the slot's step number, which `name` sets again."""
+        """Returns the slot to write next: among the first `most` slots (None: all), the one with the oldest checkpoint
+        that is not pinned. Sets its step to 0, until `name` sets the new step."""
         saved = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
         free = [
             slot
@@ -157,7 +160,7 @@ class SnapshotHeader:
         return slot
 
     def name(self, slot: int, step: int, digest: int, length: int, history: int = 0) -> None:
-        """Marks the checkpoint in `slot` as complete."""
+        """Marks the checkpoint in `slot` as complete. `length` is the number of bytes of its run state."""
         words = self._slot(slot)
         words[_DIGEST_FIELD], words[_LENGTH_FIELD], words[_HISTORY_FIELD] = digest, length, history
         words[_STEP_FIELD] = step
@@ -181,7 +184,7 @@ def history_of(head: SnapshotHeader, step: int) -> int:
 
 
 def rewrite_history(head: SnapshotHeader, step: int, history: int) -> None:
-    """Records that the checkpoint of `step` has the same bytes as one of `history`."""
+    """Sets the history of the checkpoint of `step`, which has the bytes of a checkpoint of `history`."""
     head._slot(head._at(step))[_HISTORY_FIELD] = history
 
 
@@ -191,7 +194,7 @@ def versions_of(head: SnapshotHeader) -> set[SnapshotVersion]:
 
 
 def round_up_to_page(size: int) -> int:
-    """Returns `size` rounded up to whole pages."""
+    """Returns `size`, in bytes, rounded up to whole pages."""
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -200,18 +203,17 @@ REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
 
 
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
-    """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank. Without
-    a file it returns ()."""
+    """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank. Returns
+    () if `table` is ''."""
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 SNAPSHOT_TIMEOUT_SECONDS = 15.0
-"""A node counts as silent after this many seconds without a byte from it (the node has no power, or its link is
-broken)."""
+"""Seconds without a byte after which a node counts as silent, because it has no power or its link is broken."""
 
 
 class SnapshotClient:
-    """Reads the in-memory checkpoints of one rank from the node at `address`.
+    """Reads the in-memory checkpoints of `rank` from the node at `address` (HOST:PORT). `key` identifies them there.
 
     Raises: OSError if the node does not answer for SNAPSHOT_TIMEOUT_SECONDS or rejects the token.
     """
@@ -232,15 +234,18 @@ class SnapshotClient:
                 part.close()
 
     def fetch(self, begin: int, size: int) -> bytes:
-        """Returns `size` bytes of the memory from `begin` on. Returns fewer bytes at the end of the memory."""
+        """Returns `size` bytes of the file from offset `begin`, fewer at its end, none if the file does not exist.
+
+        Raises: OSError if the node does not answer.
+        """
         found = bytearray(self._ask(begin, size))
         self._read(memoryview(found))
         return bytes(found)
 
     def fill(self, begin: int, out: memoryview) -> None:
-        """Fills `out` from `begin`.
+        """Fills `out` with the bytes of the file from offset `begin`.
 
-        Raises: OSError if the memory ends before `out` is full.
+        Raises: OSError if the file ends before `out` is full, or the node does not answer.
         """
         if self._ask(begin, len(out)) != len(out):
             raise ConnectionResetError("the node that lends these copies no longer has them")

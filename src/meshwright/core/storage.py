@@ -1,13 +1,14 @@
 """Performs every operation on the files of a run folder: checkpoints, records, events, reports. No other module opens,
-lists, renames or removes them.
+lists, renames or removes these files.
 
-Guarantees: a file gets its name only when its bytes are durable. Other users cannot read files (modes 0700, 0600).
-Reading opens only regular files: it follows no link, does not block on a pipe and reads no device. Reading uses no more
-memory than the file uses on disk. An error is an OSError that names its path, and `describe_failure` turns it into one
-line with a remedy. An operation with a stale handle of a network file system (ESTALE) is repeated.
+Guarantees: a file that other processes read gets its final name only when its bytes are durable. By default, other
+users cannot read files and folders (modes 0600 and 0700). Reading opens only regular files and by default follows no
+link. Opening does not block on a pipe. Reading uses no more memory than the file uses on disk. An error is an OSError
+that names the path, and `describe_failure` turns it into one line with a remedy. An operation with a stale handle of a
+network file system (ESTALE) is repeated.
 
 The functions have no time limit, because a process cannot interrupt its own call to a disk that does not answer. The
-waiting process reports the delay (`report_if_overdue`), and its parent process kills it (elastic/writer_supervisor.py,
+process reports that it waits (`report_if_overdue`), and its parent process kills it (elastic/writer_supervisor.py,
 elastic/hang_detector.py).
 
 Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
@@ -31,23 +32,23 @@ import xxhash
 from meshwright.core.errors import MeshwrightError, describe_disk_error
 
 READ_CHUNK_BYTES = 8 * 2**20
-"""Bytes read at a time."""
+"""Number of bytes that are read at a time."""
 
 FLUSH_INTERVAL_BYTES = 16 * 2**20
-"""A large file is flushed after every so many bytes. So the progress of a write is visible at least this often."""
+"""Number of bytes after which a large file is synced while it is written, so that a slow disk shows progress."""
 
 MAX_ATTEMPTS = 3
-"""Maximum attempts of an operation whose file handle is stale, and of removing a folder to which another process still
-writes."""
+"""Maximum number of attempts of an operation whose file handle is stale, and of removing a folder to which another
+process still writes."""
 
 SPARSE_SIZE_RATIO = 100
-"""If less than 1 / `SPARSE_SIZE_RATIO` of a file's bytes are on disk, this package did not write the file."""
+"""If less than 1 / SPARSE_SIZE_RATIO of the bytes of a file are on disk, the file was never written completely."""
 
 OVERDUE_SECONDS = 5.0
-"""Seconds of waiting for a disk after which a message is printed."""
+"""Seconds of waiting for a disk after which the delay is reported."""
 
 OPEN_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags that prevent the opening of a pipe from waiting for its other end."""
+"""Flags for opening files. With them, opening a pipe does not wait for the other end."""
 
 _LEFTOVER_NAME = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
 ResultT = TypeVar("ResultT")
@@ -59,7 +60,8 @@ class StorageFailed(MeshwrightError):
 
 @contextlib.contextmanager
 def failures_as_one_line(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a StorageFailed, whose one line names `path` if the error names none."""
+    """Turns an OSError inside the context into a StorageFailed with a message of one line. The message names `path` if
+    the error does not name a path."""
     try:
         yield
     except OSError as error:
@@ -73,7 +75,7 @@ def describe_failure(error: OSError, path: Path | str = "") -> str:
 
 @contextlib.contextmanager
 def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS) -> Iterator[None]:
-    """Calls `say` from another thread when the block takes longer than `seconds`."""
+    """Calls `say` from another thread when the code inside the context takes longer than `seconds`."""
     timer = threading.Timer(seconds, say)
     timer.daemon = True
     timer.start()
@@ -99,7 +101,7 @@ def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Returns the names in `folder`, sorted; empty if the folder does not exist. Raises OSError if the names cannot be
+    """Returns the sorted names in `folder`, [] if the folder does not exist. Raises OSError if the folder cannot be
     read."""
     try:
         return sorted(_retry_stale_handle(lambda: os.listdir(folder)))
@@ -108,7 +110,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether `path` is a folder or a link to a folder. Raises OSError if that cannot be determined."""
+    """Returns whether `path` is a folder or a link to a folder. Raises OSError if the type cannot be determined."""
     try:
         return stat.S_ISDIR(_retry_stale_handle(lambda: os.stat(path)).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +118,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether `path` is a regular file or a link to a regular file. Raises OSError if that cannot be
+    """Returns whether `path` is a regular file or a link to a regular file. Raises OSError if the type cannot be
     determined."""
     try:
         return stat.S_ISREG(_retry_stale_handle(lambda: os.stat(path)).st_mode)
@@ -125,7 +127,7 @@ def is_file(path: Path) -> bool:
 
 
 def path_exists(path: Path) -> bool:
-    """Returns whether `path` exists. A broken link counts as existing. Raises OSError if that cannot be determined."""
+    """Returns whether `path` exists. A broken link counts as existing. Raises OSError if the disk fails."""
     try:
         _retry_stale_handle(lambda: os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +136,7 @@ def path_exists(path: Path) -> bool:
 
 
 def is_present(path: Path) -> bool:
-    """Returns whether `path` exists. Raises StorageFailed if that cannot be determined."""
+    """Returns whether `path` exists, as `path_exists` does. Raises StorageFailed if the disk fails."""
     with failures_as_one_line(path):
         return path_exists(path)
 
@@ -145,7 +147,7 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         try:
             os.mkdir(folder, 0o700)
-        except FileExistsError:  # another process has just made it
+        except FileExistsError:  # another process may have made the folder
             if not is_folder(folder):
                 raise
         sync_folder(folder.parent)
@@ -157,7 +159,7 @@ def make_new_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in `path` durable."""
+    """Makes the names in the folder `path` durable."""
     handle = _retry_stale_handle(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         os.fsync(handle)
@@ -166,7 +168,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames `source` to `target`. An existing file of that name is replaced."""
+    """Renames `source` to `target`. An existing file `target` is replaced."""
     os.rename(source, target)
 
 
@@ -216,7 +218,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_if_possible(path: Path) -> OSError | None:
-    """Removes `path` if possible. Returns the error if something could not be removed."""
+    """Removes `path` as `remove` does. Returns the error if something could not be removed, otherwise None."""
     try:
         remove(path)
     except OSError as error:
@@ -225,15 +227,15 @@ def remove_if_possible(path: Path) -> OSError | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the remains of interrupted saves from a folder of checkpoints. No other process may be saving there.
-    Files that cannot be removed are ignored."""
+    """Removes the remains of interrupted saves from a folder of checkpoints. No other process may save into this folder
+    meanwhile. Files that cannot be removed are ignored."""
     for name in list_names(folder):
         if _LEFTOVER_NAME.fullmatch(name):
             remove_if_possible(folder / name)
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that this user may still write under `path`."""
+    """Returns the number of bytes that are free for this user on the file system of `path`."""
     status = _retry_stale_handle(lambda: os.statvfs(path))
     return status.f_bavail * status.f_frsize
 
@@ -242,9 +244,10 @@ def free_bytes(path: Path) -> int:
 
 
 def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True, rights: int = 0o600) -> int:
-    """Writes a new file from `blocks` and returns its size in bytes. The file is durable on return if `durable` is set.
+    """Writes the new file `path` from `blocks` and returns its size in bytes. If `durable` is set, the file is durable
+    on return. `rights` are the permissions.
 
-    Raises: OSError that names `path`. A half-written file is never reported as success.
+    Raises: OSError that names `path`, if the file exists or is not written completely.
     """
     total = flushed = 0
     try:
@@ -260,7 +263,7 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
                         flushed = total
             if durable:
                 os.fsync(handle)
-                with contextlib.suppress(OSError):  # a later read must come from the disk, not from the cache
+                with contextlib.suppress(OSError):  # a later read must come from the disk and not from the cache
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException:
             close_quietly(handle)
@@ -290,12 +293,12 @@ def replace_file(path: Path, text: str, private: bool = False) -> None:
 
 
 def open_for_append(path: Path) -> int:
-    """Returns a handle for `append_line`, or for a log. The file is created if it does not exist."""
+    """Returns a file descriptor for `append_line`, or for a log. The file is created if it does not exist."""
     return _open_checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def open_for_update(path: Path, create: bool = False) -> int:
-    """Returns a handle for reading and writing a regular file, such as a lock.
+    """Returns a file descriptor for reading and writing a regular file, such as a lock.
 
     Raises: FileNotFoundError if the file does not exist, unless `create` is set.
     """
@@ -313,13 +316,13 @@ def _open_checked(path: Path, flags: int) -> int:
 
 
 def overwrite(handle: int, data: bytes) -> None:
-    """Replaces the contents of an open file."""
+    """Replaces the contents of an open file by `data`. This is not atomic."""
     os.ftruncate(handle, 0)
     os.pwrite(handle, data, 0)
 
 
 def append_row(path: Path, line: str) -> None:
-    """Appends `line` to the file `path` and makes its folder, if it does not exist."""
+    """Appends `line` to the file `path`. Makes the file and its folder if they do not exist."""
     make_folder(path.parent)
     handle = open_for_append(path)
     try:
@@ -329,10 +332,10 @@ def append_row(path: Path, line: str) -> None:
 
 
 def append_line(handle: int, line: bytes) -> None:
-    """Writes `line` after the existing lines. If the last existing line is incomplete because its writer was killed, a
-    line end is added first.
+    """Writes `line` at the end of an open file. If the last line in the file is incomplete, because a writer was
+    killed, first adds a line end.
 
-    Raises: OSError after a partial write has been undone.
+    Raises: OSError, after a partial write has been undone.
     """
     end = os.lseek(handle, 0, os.SEEK_END)
     rest = line if not end or os.pread(handle, 1, end - 1) == b"\n" else b"\n" + line
@@ -349,9 +352,9 @@ def append_line(handle: int, line: bytes) -> None:
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:
-    """Returns a handle for reading a regular file. `links` allows `path` to be a symbolic link.
+    """Returns a file descriptor for reading a regular file. `links` allows `path` to be a symbolic link.
 
-    Raises: OSError that names the actual type of the path.
+    Raises: OSError. If `path` is not a regular file, the message names the actual type.
     """
     try:
         handle = _retry_stale_handle(lambda: os.open(path, os.O_RDONLY | OPEN_FLAGS | (0 if links else os.O_NOFOLLOW)))
@@ -381,18 +384,18 @@ def handle_size(handle: int) -> int:
 
 
 def file_size(path: Path) -> int:
-    """Returns the size of the file at `path` in bytes."""
+    """Returns the size of the file at `path` in bytes. A link is not followed."""
     return os.lstat(path).st_size
 
 
 def close_quietly(handle: int) -> None:
-    """Closes a file that was read. A disk error at this point does not affect the data, so it is ignored."""
+    """Closes the file descriptor `handle` and ignores errors. The caller must not depend on the last write."""
     with contextlib.suppress(OSError):
         os.close(handle)
 
 
 def is_sparse(handle: int) -> bool:
-    """Returns whether less than a hundredth of the file's bytes is on disk (`SPARSE_SIZE_RATIO`). If the file system
+    """Returns whether less than 1 / SPARSE_SIZE_RATIO of the bytes of an open file are on disk. If the file system
     cannot report holes, returns False."""
     size = handle_size(handle)
     there = at = 0
@@ -408,7 +411,8 @@ def is_sparse(handle: int) -> bool:
 
 
 def read_into(handle: int, offset: int, target: memoryview) -> None:
-    """Fills `target` from `offset` on. Raises EOFError if the file ends before `target` is full."""
+    """Fills `target` with the bytes of an open file from `offset`. Raises EOFError if the file ends before `target` is
+    full."""
     while target:
         count = os.preadv(handle, [target[: 2**30]], offset)
         if not count:
@@ -418,11 +422,11 @@ def read_into(handle: int, offset: int, target: memoryview) -> None:
 
 
 def read_file(path: Path, start: int = 0, most: int | None = None, links: bool = False) -> bytes:
-    """Returns at most `most` bytes of the text file `path` from `start` on. A negative `start` counts from the end.
-    `links` follows symbolic links.
+    """Returns at most `most` bytes (None: all) of the text file `path` from offset `start`. A negative `start` counts
+    from the end. `links` follows symbolic links.
 
-    Raises: OSError that names `path`, also for a file with a hole of zeros, which text files do not have. So the
-    function never uses more memory than the file takes on disk.
+    Raises: OSError that names `path`. Also raises it for a file with a chunk of zeros, which text files do not have. So
+    the function never uses much more memory than the file takes on disk.
     """
     try:
         handle = open_regular_file(path, links)
@@ -450,8 +454,8 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
 
 
 def read_text(path: Path) -> str | None:
-    """Returns the text of `path`, or None if there is no such file. Invalid bytes become U+FFFD. Raises
-    StorageFailed."""
+    """Returns the text of `path`, None if there is no such file. Invalid bytes become U+FFFD. Raises StorageFailed if
+    the file cannot be read."""
     try:
         return read_file(path, links=True).decode(errors="replace")
     except FileNotFoundError:
@@ -461,7 +465,8 @@ def read_text(path: Path) -> str | None:
 
 
 def read_chunks(handle: int, start: int, stop: int) -> Iterator[memoryview]:
-    """Yields bytes [start, stop) in chunks of bounded size. Each chunk is valid until the next one is requested."""
+    """Yields bytes [start, stop) of an open file in chunks of at most READ_CHUNK_BYTES. A chunk is valid until the next
+    chunk is requested. Raises EOFError if the file ends before `stop`."""
     room = memoryview(bytearray(min(READ_CHUNK_BYTES, max(stop - start, 0))))
     while start < stop:
         part = room[: stop - start]
@@ -471,7 +476,9 @@ def read_chunks(handle: int, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def digest_range(handle: int, start: int, stop: int) -> str:
-    """Returns the xxh3 digest of bytes [start, stop)."""
+    """Returns the xxh3 digest of bytes [start, stop) of an open file. Raises EOFError if the file ends before
+    `stop`.
+    """
     digest = xxhash.xxh3_64()
     for part in read_chunks(handle, start, stop):
         digest.update(part)

@@ -1,4 +1,4 @@
-"""Formats quantities for people: a number with three digits and its unit."""
+"""Formats quantities in base units for messages and reports, as a number with about three digits and a unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _show_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """Formats bytes with a binary prefix.
+    """Returns a number of bytes as text with a binary prefix.
 
     >>> show_bytes(80 * 2**30)
     '80.0 GiB'
@@ -21,7 +21,7 @@ def show_bytes(value: float) -> str:
 
 
 def show_rate(value: float, unit: str = "B/s") -> str:
-    """Formats a rate with a decimal prefix.
+    """Returns a rate as text with a decimal prefix. `unit` is the unit of `value`.
 
     >>> show_rate(450e9)
     '450.0 GB/s'
@@ -30,7 +30,7 @@ def show_rate(value: float, unit: str = "B/s") -> str:
 
 
 def show_count(value: float) -> str:
-    """Formats a count with a decimal prefix.
+    """Returns a count as text with a decimal prefix (B means 10^9).
 
     >>> show_count(6_738_415_616)
     '6.74 B'
@@ -39,7 +39,7 @@ def show_count(value: float) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """Formats a duration in seconds with a suitable unit.
+    """Returns a duration in seconds as text with a suitable unit.
 
     >>> show_seconds(0.0034), show_seconds(4200)
     ('3.40 ms', '1 h 10 min')

@@ -1,11 +1,10 @@
-"""Cached folders under the user's cache directory. A cached folder is either complete or absent.
+"""Makes cached folders for tokenizers, token arrays and model descriptions in the user's cache directory
+(core/files.py). A cached folder is either complete or absent.
 
 Guarantees:
-- A folder is written under a temporary name. After all its files are synced it is renamed.
+- A folder is written under a temporary name, and renamed after all its files are synced.
 - One process builds a folder while others wait for a file lock. The kernel releases the lock when its owner dies.
 - Leftovers of an interrupted build are removed by the next build.
-
-core/files.py chooses the directory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from meshwright.core.messages import Message
 
 
 def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-    """Returns the folder `name` of the cache. If the folder is missing or `whole` returns False for it, `make` fills a
-    new folder first.
+    """Returns the folder `name` of the cache. If the folder is missing or `whole` returns False for it, the folder is
+    built first: `make` receives an empty folder and fills it.
 
     Raises:
         InputError: the cache cannot be written.

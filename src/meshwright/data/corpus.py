@@ -1,15 +1,15 @@
-"""Sources of text: files, folders and glob patterns of text, JSON lines and Parquet, or the sources of Python's
-standard library.
+"""Reads the documents of a text data set in chunks, for the tokenizer (dataset.py). The sources are files, folders and
+glob patterns of text, JSON lines, Parquet and Arrow, or the Python sources of the standard library.
 
-A document is a text file, a JSON line or a table row. Long text files are read in chunks of about 256 KiB that end
-after a line end, so that no file has to fit in memory. The concatenated chunks equal the file, character for character.
-Long documents of other file types are read in chunks that have the same tokens as the whole document ([Note: safe
-boundaries] in records.py).
+A document is a text file, a JSON line or a table row. Long text files are read in chunks of about 256 KiB, so that no
+file has to fit in memory. A chunk ends after a line end, if it has one. The concatenated chunks equal the file,
+character for character. Long documents of other file types are read in chunks that have the same tokens as the whole
+document ([Note: safe boundaries] in records.py).
 
 Guarantees:
 - The same files give the same chunks in the same order on every machine.
-- A fault in a file raises one `InputError` with a one-line message. It has the name of the file and, if there is one,
-  the line number.
+- A fault in a file raises one `InputError`. Its message is one line, with the name of the file and, in a file of
+  records, the line or row number.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ARRAY_SUFFIXES = (".npy", ".bin")
 STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
-# Tests, third-party packages, and the code pages of `encodings`, whose tables would be a tenth of the validation rows,
-# are excluded.
+# The standard library is read without tests, tools and third-party packages. `encodings` is left out, because the
+# tables of its code pages would be a tenth of the validation rows.
 _EXCLUDED_FOLDERS = {
     "encodings",
     "test",
@@ -57,7 +57,7 @@ _EXCLUDED_FOLDERS = {
 
 
 class DocumentChunk(NamedTuple):
-    """A chunk of a document. `ends` marks the last chunk of a document."""
+    """A chunk of a document. `ends` is True for the last chunk of the document."""
 
     text: str
     ends: bool
@@ -67,7 +67,7 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
     """Returns the files that `sources` name, in the given order. Files of a folder or a pattern are sorted by name.
 
     Raises:
-        InputError: a source does not exist, cannot be read, or has no file that is not empty.
+        InputError: a source does not exist, cannot be read, or has only empty files.
     """
     files: list[Path] = []
     for source in sources:
@@ -111,9 +111,8 @@ def _nonempty_files(files: list[Path]) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Yields the files below a folder. Hidden folders are skipped, since a home directory may have a million hidden
-    files.
-    """
+    """Yields the files below a folder. Hidden files and folders are skipped, since a home directory may have a million
+    hidden files."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         yield from (path for name in names if not _is_hidden(name) and (path := Path(root, name)).is_file())
@@ -140,8 +139,11 @@ def _stdlib_files() -> list[Path]:
 
 
 def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChunk]:
-    """Yields the text of `files` in chunks. `field` is the field of a JSON line, or the column of a table, that has the
+    """Yields the text of `files` in chunks. `field` names the field of JSON lines, or the column of tables, with the
     text.
+
+    Raises:
+        InputError: a file cannot be read, or has no text in `field`.
     """
     for path in files:
         suffix = path.suffix.lower()
@@ -226,7 +228,7 @@ def _check_text(text: Any, field: str, place: str) -> str:
 
 
 def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[DocumentChunk]:
-    """Yields the chunks of a document whose text comes in `parts`; no chunk where the text is empty."""
+    """Yields the chunks of one document, whose text is the concatenation of `parts`. An empty text has no chunk."""
     before, read = "", 0
     for piece in chunk_text(parts):
         try:

@@ -1,14 +1,14 @@
-"""Opens the dataset of a job: it finds the files, chooses or trains the tokenizer, encodes the text once, separates
-validation rows, and packs rows.
+"""Opens the data set of a job for the ranks. The module finds the files, chooses or trains the tokenizer, encodes the
+text once, separates validation rows, and packs rows.
 
 Masked-language labels: 15 % of the tokens are predicted. Of these tokens, 80 % are replaced by the mask token, 10 % by
-a random token, and 10 % remain unchanged. At least one token of a row is masked, since a row without labels contributes
-nothing. Special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and
-appendix A.1.
+a random token, and 10 % remain unchanged. At least one token of a row is predicted, since a row without labels
+contributes nothing. Special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section
+3.1 and appendix A.1.
 
 Guarantees:
 - The same files and settings give the same rows on every machine. `digest` identifies the rows, so that ranks and
-  checkpoints can compare.
+  checkpoints can compare them.
 - The masked positions are a pure function of (seed, sample number). A row has other masks in every epoch, but equal
   masks under every plan.
 - Slow work is done once per user and cached. Later runs only read the names and modification times of the files.
@@ -64,7 +64,12 @@ SampleIndices = NDArray[np.int64]
 def mask_tokens(
     tokens: SampleIndices, numbers: SampleIndices, seed: int, mask: int, special: list[int], vocabulary: int
 ) -> tuple[SampleIndices, SampleIndices]:
-    """Returns the inputs and labels of `tokens` (rows, sequence). Row i is the sample with number `numbers[i]`."""
+    """Returns the inputs and the labels of masked-language training, both (rows, sequence) like `tokens`. Row i is the
+    sample with number `numbers[i]`. Labels are IGNORED_LABEL except at the predicted tokens.
+
+    `mask` is the id of the mask token, `special` are the ids that are never masked, and random tokens are below
+    `vocabulary`.
+    """
     length = tokens.shape[1]
     chance = random_uniform(derive_key(seed, 1), numbers, length)
     chance[np.isin(tokens, special)] = 1.0
@@ -84,18 +89,14 @@ LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
 DEFAULT_BPE_VOCABULARY = 8192
-# The maximum number of bytes of text for BPE training. Of a larger corpus, every n-th chunk is used.
+# BPE training reads less than twice this number of bytes: of a larger corpus, only every n-th chunk.
 _BPE_TRAINING_BYTES = 2**26
 SHAPES_SOURCE = "shapes"
 _CACHE_VERSION = 1  # version of the cache format
 
 
 class Dataset(Protocol):
-    """Rows for training and rows for validation.
-
-    `labels_per_row` is the number of labels of a row that count in the loss, or None if this number differs between
-    rows.
-    """
+    """Rows for training and rows for validation, as the loader reads them. Equal digests mean equal rows."""
 
     rows: int
     validation_rows: int
@@ -104,11 +105,11 @@ class Dataset(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None."""
+        """Returns the tokenizer, or None if the data set has none, such as images."""
 
     @property
     def labels_per_row(self) -> int | None:
-        """Number of labels of a row that count in the loss, or None if this number differs between rows."""
+        """Returns the number of labels of a row that count in the loss, or None if this number differs between rows."""
 
     def describe(self) -> str:
         """Returns one line about the source and the number of rows."""
@@ -244,9 +245,9 @@ def open_dataset(
     """Opens the data set that `data` describes.
 
     `vocabulary` is the number of tokens (or classes) of the model; 0: the data determine the number. `objective` is the
-    training objective. `say` receives one line for each slow operation whose result is not yet cached. `positions`: the
-    model accepts `position_ids`, so that several conversations can be packed into a row. `report_corruption` receives
-    one line for each corrupt block of a token array.
+    training objective. `say` receives one line for each slow operation whose result is not yet cached. `positions` says
+    whether the model accepts `position_ids`; if so, several conversations are packed into a row. `report_corruption`
+    receives one line for each corrupt block of a token array.
 
     Raises:
         InputError: the sources, the tokenizer and the model do not fit together.
@@ -446,6 +447,6 @@ def _choose_tokenizer(
 
 
 def _sample_text(found: Iterator[DocumentChunk], files: list[Path]) -> Iterator[str]:
-    """Yields every n-th chunk. So the BPE is trained on a bounded amount of text from the whole corpus."""
+    """Yields every n-th chunk, so that the BPE is trained on a bounded amount of text from the whole corpus."""
     stride = max(1, sum(path.stat().st_size for path in files) // _BPE_TRAINING_BYTES)
     return (passage.text for number, passage in enumerate(found) if number % stride == 0)

@@ -1,10 +1,10 @@
-"""A data set of generated images, so that image classifiers can train without files. The classes are ten kinds of
-shape.
+"""Generates the data set `shapes` of images, so that image classifiers can train without files. The classes are ten
+kinds of shape.
 
-Each shape has a random rotation, position and scale, is drawn bright on a dark background, and gets noise.
+Each image has one bright shape with a random rotation, position and scale on a dark background, plus noise.
 
 Guarantees:
-- Image n is a pure function of n and the image size.
+- Image n is a pure function of n, the image size and the number of classes.
 - Training and validation images have different numbers n.
 """
 
@@ -79,9 +79,8 @@ class ShapeImages:
         return {"images": images.float(), "labels": labels}
 
     def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the coordinates (n, side, side) of every pixel in the frame of the shape, which extends from -1 to
-        1.
-        """
+        """Returns the coordinates u and v of every pixel, both (n, side, side), relative to the shape of its image. The
+        shape extends from -1 to 1 in both coordinates."""
         radius = 0.55 + 0.35 * traits[:, 1]
         angle = (traits[:, 2] - 0.5) * math.pi / 6
         line = (torch.arange(self.side, dtype=torch.float64) + 0.5) * 2 / self.side - 1
@@ -93,7 +92,7 @@ class ShapeImages:
 
 
 def _points_inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns which pixels are inside the shape of each image."""
+    """Returns a bool tensor (n, side, side): whether each pixel is inside the shape of its image."""
     radius, edge, sum_ = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs()), u.abs() + v.abs()
     arms = torch.minimum(u.abs(), v.abs())
     slant = (u.abs() - v.abs()).abs()

@@ -1,17 +1,18 @@
-"""Instruction data: conversations as tokens, with loss only on the tokens of the assistant, packed into rows.
+"""Reads instruction data for `open_dataset`: conversations as tokens, with loss only on the tokens of the assistant,
+packed into rows.
 
 A record has one of two forms: `messages`, or `prompt` and `completion`. Messages are rendered by the chat template of
 the tokenizer (jinja, run by transformers in its sandbox). Prompt and completion are concatenated and followed by the
 end-of-text token. A template that marks the assistant's text ({% generation %}) is used directly. For any other
-template, the assistant's text is the difference between two renderings: the conversation up to the answer, with
+template, the assistant's text is the difference between two renderings: the conversation before the answer with the
 generation prompt, and the conversation with the answer. If the template changes earlier turns, the first rendering is
-not a prefix of the second. Such a record is refused, since its labels are unknown.
+not a prefix of the second. Then the labels are unknown, and the record is refused.
 
 [Note: packed rows] Conversations are packed by best fit, longest first. No conversation is split, and conversations do
 not attend to each other. `position_ids` restart with each conversation, which prevents attention across conversations
 in transformers' models. Padding is a separate conversation without labels. For a model that accepts no positions, a row
-has one conversation. So the loss of a packed row equals that of its conversations run one by one. A conversation longer
-than a row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer
+has one conversation. So the loss of a packed row equals the loss of its conversations in separate rows. A conversation
+longer than a row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer
 Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
 """
 
@@ -171,7 +172,11 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
 
 
 def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedConversation:
-    """Returns the tokens of prompt, completion and end of text. The completion and the end of text are labels."""
+    """Returns the tokens of prompt, completion and end of text. The completion and the end of text are labels.
+
+    Raises:
+        InputError: the prompt or the completion is not text.
+    """
     texts = [record.fields["prompt"], record.fields["completion"]]
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
@@ -194,7 +199,7 @@ _CACHE_VERSION = 1
 
 
 class InstructionDataset:
-    """Rows of {"input_ids", "labels"}, and "position_ids" where the model accepts them."""
+    """Rows of {"input_ids", "labels"}, int64 (rows, sequence), and of "position_ids" if the model accepts them."""
 
     def __init__(
         self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, validation_fraction: float, positions: bool
@@ -288,7 +293,7 @@ class InstructionDataset:
 
 def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) -> list[list[int]]:
     """Packs the conversations `which` into rows of at most `sequence` tokens. Longer conversations come first. Of all
-    rows with enough free space, a conversation goes into the row with the least.
+    rows with enough free space, a conversation goes into the row with the least free space.
 
     No length in `lengths` exceeds `sequence`.
 
@@ -327,7 +332,11 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
-    `place` is the folder of the tokenizer. `look` is a text that differs whenever a file has changed.
+    `form` is `messages` or `prompt`. `place` is the folder of the tokenizer. `look` is a text that differs whenever a
+    file has changed.
+
+    Raises:
+        InputError: a record has another form, or cannot be encoded.
     """
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (

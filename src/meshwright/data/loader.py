@@ -1,12 +1,13 @@
-"""Returns batches by (step, first row, number of rows). They are read directly or prefetched by threads.
+"""Reads the batches of a data set for the training loop. A caller requests (step, first row, number of rows), directly
+or from threads that read in advance.
 
 Guarantees:
 - `BatchLoader.rows` depends only on its arguments, the data set, the batch size and the seed. A rank reads its own rows
   of a batch under any plan. A run that resumes at step k reads the rows that an uninterrupted run would read, without
   saved state.
 - `Prefetcher` returns the same values in the same order as direct reading, with any number of threads. It prefetches at
-  most `depth` steps.
-- An error in reading a step is raised once, by the `next` call for that step. No later step is returned.
+  most `depth` steps, or one step for each thread if that is more.
+- If reading a step fails, the `next` call for this step raises the error. No later step is returned.
 - When the prefetcher is closed or dropped, or the interpreter exits, the threads end. Closing waits only for steps that
   are being read.
 
@@ -96,7 +97,7 @@ def _stop_readers(line: _PrefetchQueue[StepT], threads: Sequence[threading.Threa
 class Prefetcher(Generic[StepT]):
     """Iterates over read(first), ..., read(stop - 1). `readers` threads call `read` in advance.
 
-    `wait_seconds` is the duration of the wait of the last `next`.
+    `wait_seconds` is the number of seconds that the last `next` call waited.
     """
 
     def __init__(self, read: Callable[[int], StepT], first: int, stop: int, depth: int = 2, readers: int = 1) -> None:
@@ -159,13 +160,18 @@ class BatchLoader:
 
     @property
     def labels_per_step(self) -> int | None:
-        """Number of labels of a whole batch that count in the loss; None if it differs between batches."""
+        """Returns the number of labels of a whole batch that count in the loss, or None if this number differs between
+        batches."""
         per_row = self.dataset.labels_per_row
         return None if per_row is None else per_row * self.batch
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
-        """Returns rows `first` to `first + count - 1` of the batch of `step`. Without `count`, it returns all rows from
-        `first` on."""
+        """Returns rows `first` to `first + count - 1` of the batch of `step`. Without `count`, returns all rows from
+        `first` on.
+
+        Raises:
+            InputError: the batch does not have these rows.
+        """
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
             raise InputError(
@@ -182,7 +188,11 @@ class BatchLoader:
         return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
 
     def validation(self, count: int, first: int = 0) -> TensorBatch:
-        """Returns validation rows `first` to `first + count - 1`. The rows and their masks are always the same."""
+        """Returns validation rows `first` to `first + count - 1`. The rows and their masks are always the same.
+
+        Raises:
+            InputError: the data set does not have these rows.
+        """
         if not (first >= 0 and 0 < count <= self.dataset.validation_rows - first):
             raise InputError(
                 Message(
@@ -195,9 +205,8 @@ class BatchLoader:
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
-        """Yields batches of the training size with validation rows. The batches have at least `least` rows (or all
-        validation rows, if there are fewer) and are spread evenly over the validation rows. There is at least one
-        batch.
+        """Yields validation batches with as many rows as a training batch. Together they have `least` validation rows,
+        but at least one full batch, and at most all validation rows. The rows are evenly spaced in the validation data.
 
         The last batch is padded with rows that have no valid label.
         """
@@ -223,7 +232,8 @@ class BatchLoader:
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
         """Returns an iterator over steps from `first` to `stop` - 1. For each step it yields a list: one batch for
-        every (first, count) in `ranges`. At most `depth` steps are read ahead.
+        every (first, count) in `ranges`. At most `depth` steps are read ahead. If the data of a step cannot be read,
+        the iterator raises InputError.
 
         For an accelerator, several threads read into pinned memory, so that copies to the device overlap with
         computation. For CPU ranks one thread reads, since more threads would take cores from the computation.

@@ -1,15 +1,15 @@
-"""Packs documents into rows. Each document is followed by the end-of-text token. All documents are concatenated and cut
-into rows of `sequence` tokens.
+"""Packs the documents of a corpus into the rows of a data set (dataset.py). Each document is followed by the
+end-of-text token. All documents are concatenated and cut into rows of `sequence` tokens.
 
 Guarantees:
 - The encoded corpus is made once, cached as an array on disk and memory-mapped. It need not fit in memory.
 - The encoded corpus depends neither on the sequence length nor on the validation fraction, which are applied later.
 
 [Note: validation split] Validation data are whole documents, chosen in the order of the digest of their content. The
-choice does not depend on a seed, on file names or on the order of files, and equal documents are in the same split.
-Validation data have at least `fraction` of the rows and at least 32 rows, but at most a fifth of a small corpus. If
-whole documents cannot meet these limits (one long file), the validation data are the end of the corpus, cut between two
-tokens. In both splits a remainder of less than one row is dropped.
+choice does not depend on a seed, on file names or on the order of files. Documents with equal content are in the same
+split. Validation data have at least `fraction` of the rows, and at least 32 rows or a fifth of the rows, whichever is
+less. If whole documents would be far more than this (one long file), the validation data are the end of the corpus, cut
+between two tokens. In both splits a remainder of less than one row is dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ character and 1,000 bytes per chunk.
 
 
 class CorruptBlock(Exception):
-    """A row contains tokens that differ from the first scan (token_arrays.py). The message names the block."""
+    """A row contains tokens that have changed since the first use of their array (token_arrays.py). The message names
+    the block."""
 
 
 class TokenizedCorpus(StrictModel):
@@ -65,7 +66,8 @@ class TokenizedCorpus(StrictModel):
 
 
 class DocumentIndex(NamedTuple):
-    """For each document: its array, its first token, its number of tokens, and the digest of its content."""
+    """The documents of a corpus. For each: the index of its array, its first token, its number of tokens, and the
+    digest of its content."""
 
     array: Int64Array
     start: Int64Array
@@ -74,7 +76,7 @@ class DocumentIndex(NamedTuple):
 
 
 class TokenRuns(NamedTuple):
-    """Contiguous segments of tokens. For each segment: its array, its first token, and its number of tokens."""
+    """Contiguous segments of tokens. For each: the index of its array, its first token, and its number of tokens."""
 
     array: Int64Array
     start: Int64Array
@@ -82,7 +84,8 @@ class TokenRuns(NamedTuple):
 
 
 def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folder: Path) -> int:
-    """Writes tokens.bin, documents.npy and encoded.json into `folder`.
+    """Encodes `passages` and writes three files into `folder`. tokens.bin has the tokens, documents.npy the length and
+    the digest of each document, and encoded.json a `TokenizedCorpus`.
 
     Returns the number of tokens, or 0 if there is no document.
     """
@@ -152,7 +155,7 @@ def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
 
 def count_validation_rows(rows: int, fraction: float) -> int:
     """Returns the minimum number of validation rows for a corpus of `rows` rows: `fraction` of the rows, but at least
-    MIN_VALIDATION_ROWS or a fifth of a small corpus. Returns 0 if `fraction` is 0.
+    MIN_VALIDATION_ROWS, or a fifth of the rows if that is less. Returns 0 if `fraction` is 0.
 
     >>> [count_validation_rows(rows, 0.01) for rows in (10_000, 1_000, 50)], count_validation_rows(50, 0.0)
     ([100, 32, 10], 0)
@@ -208,7 +211,7 @@ def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> T
 
 
 def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, TokenRuns]:
-    """Returns the segments of the first `at` tokens, and those of all other tokens."""
+    """Returns the segments of the first `at` tokens, and the segments of all later tokens."""
     whole = _select_token_runs(documents, np.ones(len(documents.length), dtype=bool))
     ends = np.cumsum(whole.length)
     before = np.clip(at - (ends - whole.length), 0, whole.length)
@@ -253,7 +256,12 @@ class PackedRows:
         return int(self._ends[-1]) // self.sequence if len(self._ends) else 0
 
     def read(self, rows: Int64Array) -> Int64Array:
-        """Returns (len(rows), sequence) token ids."""
+        """Returns the token ids (len(rows), sequence) of `rows`. A row with a corrupt block is replaced by the next row
+        without one.
+
+        Raises:
+            InputError: every row has a corrupt block.
+        """
         result = np.empty((len(rows), self.sequence), dtype=np.int64)
         for place, row in enumerate(rows):
             self._fill_whole(result[place], int(row))

@@ -1,19 +1,20 @@
-"""Reads whole records of JSON lines, Parquet and Arrow files in order. Each record has its position for error messages.
+"""Reads whole records of JSON lines, Parquet and Arrow files in order, for instruction data and text. Each record has
+its position, for error messages.
 
-Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`). They are streams of record
-batches, which pyarrow reads without `datasets`.
+Arrow files come from a folder that Hugging Face `datasets` saved (`save_to_disk`). They are streams of record batches,
+which pyarrow reads without `datasets`.
 
-`chunk_text` splits documents of any size into chunks of bounded size. It streams long JSON lines, and cuts text only
-where no token crosses the cut.
+`LongJsonLine` streams long JSON lines. `chunk_text` splits documents of any size into chunks of bounded size, and cuts
+text only where no token crosses the cut.
 
 [Note: safe boundaries] A text is cut before a space or a line end that follows another character. If there is no such
 boundary, the text is cut between a letter and a punctuation mark. A byte-level BPE first splits text into words by the
 pattern of GPT-2. In this pattern a space or a line end belongs to the following word, and a word has only letters. So
 no word, and no token, crosses a safe boundary, and the chunks have the same tokens as the whole text. Byte tokenizers
 may cut anywhere. More than MAX_CHUNK_CHARS characters without a safe boundary are cut at that length, which may add one
-token. A tokenizer of another library may treat the beginning of a text specially. So with such a tokenizer, a document
-of more than MAX_CHUNK_CHARS characters is encoded as several texts. Source: Radford et al., Language models are
-unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
+token. A tokenizer from a user's `tokenizer.json` may treat the beginning of a text specially. With this tokenizer, a
+document of more than MAX_CHUNK_CHARS characters is encoded as several texts. Source: Radford et al., Language models
+are unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[st
 
 
 def _last_safe_boundary(text: str, start: int, end: int) -> int:
-    """Returns the last safe position in (start, end] to cut `text`, or `end` where there is none."""
+    """Returns the last safe position in (start, end] to cut `text`, or `end` if there is none."""
     for pattern in (_BLANK_PATTERN, _PUNCTUATION_PATTERN):
         width = 1024
         while True:
@@ -268,7 +269,11 @@ class SourceRecord(NamedTuple):
 
 
 def iter_records(files: list[Path]) -> Iterator[SourceRecord]:
-    """Yields every record in `files`. Files of another kind have no records."""
+    """Yields every record in `files`. Files with other suffixes have no records.
+
+    Raises:
+        InputError: a record is malformed.
+    """
     for path in files:
         suffix = path.suffix.lower()
         if suffix in JSON_LINES_SUFFIXES:
@@ -311,15 +316,20 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time. The number is chosen so that they take about
-    _MAX_DECODED_BYTES, by the mean row size of the largest row group."""
+    """Returns how many rows of a Parquet file are decoded at a time. They take at most about _MAX_DECODED_BYTES, by the
+    mean row size of the row group with the largest rows. The maximum is 4096 rows."""
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))
 
 
 def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
-    """Returns the JSON object in one line. Error messages name `field` as the required field."""
+    """Returns the JSON object in one line.
+
+    Raises:
+        InputError: the line is not a JSON object. The message begins with `place`, and may name `field` as the required
+            field.
+    """
     what, found = "", None
     try:
         found = json.loads(line.decode("utf-8"))
@@ -355,7 +365,11 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
 
 
 def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
-    """Yields the rows of a Parquet file or of an Arrow stream."""
+    """Yields the rows of a Parquet file or of an Arrow stream.
+
+    Raises:
+        InputError: pyarrow is not installed, or the file is incomplete.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -386,8 +400,11 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """Returns the files of a folder that `datasets` saved, None for any other folder. Where the folder has several
+    """Returns the files of a folder that `datasets` saved, or None for any other folder. If the folder has several
     splits, these are the files of 'train'.
+
+    Raises:
+        InputError: the folder has several splits, but no 'train'.
     """
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():

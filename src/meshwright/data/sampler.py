@@ -1,18 +1,20 @@
-"""The order of samples: the row of sample n is a pure function of (seed, n). There is no state to save.
+"""Computes the order of samples for the loader: the row of sample n is a pure function of (seed, n). There is no state
+to save.
 
-With batch size B, step s reads the samples from s B to s B + B - 1. Sample n belongs to epoch n // size. It is the row
-at position n % size of a permutation of all rows, keyed by (seed, epoch). The plan is not an input: the parallel layout
-only decides which samples a rank reads. So the order is the same on one device, on any number of ranks, and after a
-restart at any step.
+With batch size B, step s reads the samples from B * s to B * s + B - 1. In a data set of `size` rows, sample n belongs
+to epoch n // size. Its row is at position n % size of a permutation of all rows, keyed by (seed, epoch). The plan is
+not an input: the parallel layout only decides which samples a rank reads. So the order is the same on one device, on
+any number of ranks, and after a restart at any step.
 
 The permutation is a Feistel network over the smallest even number of bits that covers `size`. The network is applied
-repeatedly until the result is inside [0, size). The permutation is a bijection by construction and takes O(1) time and
-memory. Source: Black, Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
+repeatedly until the result is inside [0, size). This is a bijection by construction, and takes O(1) time and memory per
+sample. Source: Black, Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
 
-Counter-based random numbers: every draw is a pure function of (key, counter), so any rank can draw for any sample.
+Counter-based random numbers: every random number is a pure function of (key, counter), so any rank can compute the
+random numbers of any sample.
 
 The generator applies the finaliser of SplitMix64 to key + counter x golden ratio, modulo 2^64. Source: Steele, Lea,
-Flood, Fast splittable pseudorandom number generators, OOPSLA 2014. The idea of counters in place of states is from
+Flood, Fast splittable pseudorandom number generators, OOPSLA 2014. The use of counters in place of states is from
 Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 """
 
@@ -31,7 +33,7 @@ _UINT64_MASK = 2**64 - 1
 
 
 def derive_key(*parts: int) -> int:
-    """Returns one 64-bit key from several integers. Their order counts.
+    """Returns one 64-bit key from several integers. The order of the integers counts.
 
     >>> derive_key(1, 2) != derive_key(2, 1)
     True
@@ -59,13 +61,13 @@ def splitmix64(words: UInt64Array) -> UInt64Array:
 
 
 def random_words(key: int, counters: NDArray[np.int64], columns: int) -> UInt64Array:
-    """Returns (len(counters), columns) words. Row i depends on `key` and counters[i] alone."""
+    """Returns random 64-bit words (len(counters), columns). Row i depends on `key` and counters[i] alone."""
     rows = splitmix64(counters.astype(np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(key))
     return splitmix64(rows[:, None] + np.arange(1, columns + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA))
 
 
 def random_uniform(key: int, counters: NDArray[np.int64], columns: int) -> NDArray[np.float64]:
-    """Returns (len(counters), columns) uniform numbers in [0, 1), drawn as in `random_words`."""
+    """Returns uniform random numbers in [0, 1), (len(counters), columns), from the words of `random_words`."""
     return (random_words(key, counters, columns) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

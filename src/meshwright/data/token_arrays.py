@@ -1,19 +1,20 @@
-"""Token arrays that the user provides: .npy files of integers, and .bin files of raw uint16 or uint32 tokens.
+"""Opens token arrays that the user provides (dataset.py): .npy files of integers, and .bin files of raw uint16 or
+uint32 tokens.
 
 An array counts as one document, since it does not mark the ends of documents. A .bin file has uint32 tokens if its name
 ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
 
-Every array is divided into blocks of DIGEST_BLOCK_TOKENS tokens. The xxh3 digest of each block is computed in the first
-scan of the array and cached. A process verifies a block when it first reads a row of the block, so random reads stay
-cheap. A row that contains a corrupt block is replaced by the next row of the dataset without corrupt blocks. The
-replacement depends only on the set of corrupt blocks. So all ranks that read the same files read the same rows, under
-every plan.
+Every array is divided into blocks of DIGEST_BLOCK_TOKENS tokens. The xxh3 digest of each block is computed at the first
+use of the array and cached. A process verifies a block only when it first reads tokens of the block, so the start does
+not read the whole array. A row that contains a corrupt block is replaced by the next row of the dataset without corrupt
+blocks. The replacement depends only on the set of corrupt blocks. So all ranks that read the same files read the same
+rows, under every plan.
 
 Guarantees:
 - Arrays are memory-mapped and never copied.
-- Each array is scanned once, at its first use, for its digests and its largest token. The result is cached. A token
-  outside the vocabulary is an error at the start.
-- No row with tokens that differ from the first scan is trained on.
+- An array is read completely only at its first use, for its digests and its largest token. The results are cached. A
+  token outside the vocabulary is an error at the start.
+- Training never uses a row whose tokens differ from those of the first use.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SCAN_BLOCK_TOKENS = 2**22
 
 
 class ArrayInfo(StrictModel):
-    """The result of scanning an array."""
+    """The result of scanning an array: its smallest and largest token, and the xxh3 digest of its bytes."""
 
     smallest: int
     largest: int
@@ -99,8 +100,11 @@ def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
 def open_token_arrays(
     files: list[Path], names: list[str], vocabulary: int
 ) -> tuple[list[TokenArray], DocumentIndex, int]:
-    """Opens `files` and checks them against `vocabulary` (0: unknown). Returns arrays, documents and the largest
-    token.
+    """Opens `files` and checks them against `vocabulary` (0: unknown). `names` are the names of the cached scans.
+    Returns the arrays, their documents, and the largest token.
+
+    Raises:
+        InputError: an array is empty, incomplete, or has a token outside the vocabulary.
     """
     arrays = [open_token_array(path, vocabulary) for path in files]
     found: list[ArrayInfo] = []

@@ -1,12 +1,12 @@
-"""Tokenizers: text to token ids and back. Byte-level tokens need no library. Byte-level BPE needs the `tokenizers`
-library for training.
+"""Converts text to token ids and back, for data sets. Byte tokens need no library. Byte-level BPE needs the
+`tokenizers` library.
 
 Guarantees:
 - For the tokenizers made here, decode(encode(text)) == text for every text, even for a text that spells a special
   token. Special tokens are never recognised in text. They are only inserted between documents.
 
-A folder with a `tokenizer.json` (Hugging Face) keeps its own rules. Source: Sennrich, Haddow, Birch, Neural machine
-translation of rare words with subword units, ACL 2016. The alphabet consists of bytes, as in GPT-2.
+A tokenizer from a user's `tokenizer.json` (Hugging Face) has its own rules instead. Source: Sennrich, Haddow, Birch,
+Neural machine translation of rare words with subword units, ACL 2016. The alphabet consists of bytes, as in GPT-2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TokenIds = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer for data sets. `mask` is None where masked-language training is impossible."""
+    """The interface of a tokenizer for data sets. `mask` is the id of the mask token, or None if there is none, which
+    excludes masked-language training."""
 
     name: str
     vocabulary: int

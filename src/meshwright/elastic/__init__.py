@@ -1,2 +1,2 @@
-"""Runs a job fault-tolerantly: starts ranks, watches them, diagnoses failures, restarts the job, and stops it on
-request without orphan processes. This package does not import torch."""
+"""Runs a job with fault tolerance: starts ranks, watches them, diagnoses failures, restarts the ranks, and stops them
+on request. The commands of `meshwright` use it. This package does not import torch."""

@@ -1,5 +1,5 @@
-"""One generation: one start of all ranks of a job. The ranks of a generation share a key prefix in the rendezvous
-store, start together and end together. Messages of earlier generations are ignored."""
+"""Defines a generation, that is one start of all ranks of a job, for the supervisor. The ranks of a generation share a
+key prefix in the rendezvous store, start together and end together. Messages of earlier generations are ignored."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
-"""The pseudo-rank of the process that measures an excluded device."""
-KILL_SECONDS = 5.0  # seconds within which killed ranks must end
+"""The rank number in messages of the process that measures an excluded device."""
+KILL_SECONDS = 5.0  # the supervisor waits at most this long for killed ranks to end
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """The job that every rank runs. `target` is a `module:function` of the execution packages. It is called with the
-    rank's channel and `payload`."""
+    """The job that every rank runs: `target` (`module:function`) is called with the rank's RankControl and `payload`.
+    `world`: the number of ranks. `folder`: the run folder. `warm`: the modules that the fork server imports. `plan`:
+    the name of the plan."""
 
     target: str
     world: int
@@ -37,13 +38,14 @@ class RankJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""
     scribe: str = ""
-    """The `module:function` of the process that writes a checkpoint while training continues."""
+    """The `module:function` of the checkpoint writer, a process that saves while training continues; '' if the job has
+    none."""
     slots: tuple[int, ...] = ()
-    """The device id of each rank. If it is empty, ranks take the devices in order (devices.py)."""
+    """The device id of each rank (devices.py). If it is empty, ranks take the devices in order."""
 
     @property
     def logs(self) -> Path:
-        """The folder of the log files."""
+        """Returns the folder of the ranks' log files."""
         return self.folder / "logs"
 
     def log(self, rank: int) -> Path:
@@ -53,8 +55,9 @@ class RankJob:
 
 @dataclass
 class Attempt:
-    """The state of one generation. `living` maps each living rank to its process id, and `failures` maps each failed
-    rank to its exit. `stopped` contains the ranks that ended after a stop request."""
+    """The state of generation `number`. `living` has the process id of each living rank (0: not started yet),
+    `failures` the exit of each failed rank. `stopped` contains the ranks that ended after a stop request. `hear`
+    receives the messages of ranks. `begun`: whether a rank has begun to train."""
 
     work: RankJob
     number: int
@@ -64,13 +67,13 @@ class Attempt:
     stopped: set[int] = field(default_factory=set)
     begun: bool = False
     kills: int = field(default_factory=oom_kill_count)
-    """The OOM kill count of the cgroup when the generation began."""
+    """The number of OOM kills in the cgroup before the generation began."""
     silent: float = 0.0
-    """Seconds between the last heartbeat of a hung rank and its detection."""
+    """The seconds from the last heartbeat of a hung rank to the detection of the hang."""
     clock: Callable[[], float] = time.monotonic
 
     def start(self, agent: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
-        """Starts ranks that write their snapshots to `holdings` and restore from those of `source`."""
+        """Starts all ranks. They write their in-memory snapshots to `holdings` and resume from those in `source`."""
         agent.hold(holdings)
         self.living = dict.fromkeys(range(self.work.world), 0)
         what = {
@@ -83,7 +86,8 @@ class Attempt:
         agent.start(what, logs, self.work.slots, holdings, source)
 
     def write(self, agent: LocalAgent, holdings: SharedFileStore, request: IpcMessage) -> None:
-        """Starts the process that writes the requested checkpoint."""
+        """Starts the checkpoint writer for `request`, the message `write` of rank 0. It reads the snapshots in
+        `holdings`."""
         assert self.work.scribe, "nobody writes for this work"
         payload = {"launch": self.work.payload, "step": request["step"]}
         memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
@@ -96,7 +100,7 @@ class Attempt:
         agent.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
 
     def probe(self, agent: LocalAgent, target: str, slot: int) -> None:
-        """Starts the process that measures the device `slot`."""
+        """Starts a process that measures the device with the id `slot`. `target`: its `module:function`."""
         payload = {"launch": self.work.payload, "slot": slot}
         here = {
             "world": 1,
@@ -108,7 +112,8 @@ class Attempt:
         agent.command("start", PROBE_RANK, target=target, payload=payload, **here)
 
     def heed(self, event: IpcMessage) -> None:
-        """Updates the state from one event of this generation."""
+        """Updates the state from an event of the fork server. Events of other generations, of the checkpoint writer and
+        of the device probe are ignored."""
         if event.get("generation") != self.number or event.get("rank", WRITER_RANK) < 0:
             return
         rank, now = event["rank"], self.clock()
@@ -139,19 +144,19 @@ class Attempt:
             if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                # The node of a remote rank sends its own OOM kill count.
+                # For a rank on another machine, the event has the OOM kill count of that machine.
                 kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills
                 words, oom = event.get("words", ""), event.get("oom", False)
                 self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
 
     def tell(self, agent: LocalAgent, message: IpcMessage) -> None:
-        """Sends a message to every living rank."""
+        """Sends `message` to every living rank."""
         for rank in self.living:
             agent.command("tell", rank, message=message)
 
     def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. Passes the
-        events of processes outside of this generation to `other`."""
+        """Kills the remaining ranks and waits for their end, at most KILL_SECONDS, so that none of them writes any
+        more. Passes all events meanwhile to `other`."""
         for rank in self.living:
             agent.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS
@@ -159,13 +164,14 @@ class Attempt:
             for event in agent.events(0.05):
                 other(event)
                 if event["event"] == "ended" and event["generation"] == self.number:
-                    self.living.pop(event["rank"], None)  # killed by the supervisor: not a failure
+                    self.living.pop(event["rank"], None)  # not a failure, since the supervisor has killed this rank
 
     def waited(self, until: float) -> float:
-        """Returns the seconds from the first failure to the time `until`, or 0 without a failure."""
+        """Returns the seconds from the first failure to the time `until`, or 0 if no rank has failed."""
         return max((until - failure.at for failure in self.failures.values()), default=0.0)
 
     @property
     def guilty(self) -> bool:
-        """Whether there is a failure that no other failure explains."""
+        """Returns whether a rank failed for a reason of its own, not because it lost another rank
+        (`RankExit.innocent`)."""
         return any(not failure.innocent for failure in self.failures.values())

@@ -1,11 +1,11 @@
-"""The agent of the leader (the first node) in a multi-node run. It manages the ranks of its own machine and of the
-connected nodes (node.py).
+"""Manages the ranks of all machines of a run on several machines: those of the leader (the first machine, where the
+supervisor runs) and those of the connected nodes (node.py). The supervisor uses it in place of a LocalAgent.
 
-`RefusalLog` reports connections that the node port refused, with at most one line per reason in REFUSAL_LOG_SECONDS.
-
-Guarantees: Ranks are assigned to machines in order, to the leader's machine first. A node is lost if its connection
-ends or if it is silent for NODE_TIMEOUT_SECONDS. Each rank of a lost node is reported once as failed, with the name of
-the node. A node may join or leave at any time; `places` is the current number of devices for ranks.
+Guarantees:
+- Ranks are assigned to machines in order, to the leader's machine first.
+- A node is lost if its connection ends or if it is silent for NODE_TIMEOUT_SECONDS. Each rank of a lost node is
+  reported once as failed, with the name of the node.
+- A node may join or leave at any time. `places` is the current number of devices.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations, 
 from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
 
 REFUSAL_LOG_SECONDS = 60.0
-"""Minimum seconds between two lines about the same reason."""
+"""The minimum time between two lines about refusals for one reason."""
 
 
 class RefusalLog:
-    """Counts refused connections. Any thread may call it, with the reason and the address. `say` receives the lines."""
+    """Reports connections that the listener for nodes has refused, with at most one line per reason in
+    REFUSAL_LOG_SECONDS. Any thread may call it, with the reason and the address. `say` receives the lines."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -76,18 +77,18 @@ class RefusalLog:
 
 
 LEADER_PLANNING_SECONDS = 300.0
-"""Seconds for which a leader may plan without receiving any message."""
+"""While the leader plans, it handles no messages. It may do so for this time before nodes count it as lost."""
 
 MAX_HEARTBEATS_PER_SECOND = 800.0
-"""Maximum heartbeat messages per second of all nodes together. With more than 40 nodes, each sends less often than
-every TICK_SECONDS."""
+"""All nodes together send at most this number of heartbeat messages per second. With more than 40 nodes, each node
+therefore sends less often than every TICK_SECONDS."""
 
 COALESCE_MIN_NODES, COALESCE_SECONDS = 100, 0.02
-"""With more than COALESCE_MIN_NODES nodes, there is always a message from some node. Then the leader waits
-COALESCE_SECONDS before it reads, to handle the messages of several nodes together."""
+"""With more nodes than COALESCE_MIN_NODES, there is always a message to read. So the leader waits COALESCE_SECONDS
+before it reads, in order to handle the messages of several nodes together."""
 
 LEADER_KEEPALIVE_SECONDS = NODE_TIMEOUT_SECONDS / 5
-"""Maximum seconds between two messages to each node."""
+"""The leader sends a message to each node at least this often."""
 
 
 @dataclass(eq=False)
@@ -97,13 +98,13 @@ class _NodeConnection:
     devices: int
     heard: float
     first: int = -1
-    """The first device id of the node. The ids of its devices are consecutive. A node that returns gets the same ids as
-    before."""
+    """The first device id of the node (devices.py). The ids of its devices are consecutive."""
     lender: str = ""
+    """The address of the node's snapshot server."""
     copies: Any = None
-    """The inventory with which the node joined, if its previous leader was lost (snapshot_inventory.py)."""
+    """The inventory of the snapshots that the node has retained from a lost leader (snapshot_inventory.py)."""
     ranks: dict[int, int] = field(default_factory=dict)
-    """The living ranks of this node, with the generation of each."""
+    """The living ranks of this node. The value is the generation of the rank."""
     leaving: bool = False
     is_lost: bool = False
 
@@ -119,12 +120,12 @@ class EventInbox:
         poller.add(self._woken.fileno(), None)
 
     def put(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """Queues a message from any thread. `end` is the connection of a node that has just connected."""
+        """Queues a message. Any thread may call it. `end`: the socket of a node that has just connected, or None."""
         self._queue.put((end, message))
         self._waker.send(b"1")
 
     def take(self) -> Iterator[tuple[socket.socket | None, IpcMessage]]:
-        """Yields the messages queued since the last call, each with the connection of a new node or None."""
+        """Yields the messages queued since the last call. Each has the socket of a new node or None."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         while not self._queue.empty():
@@ -137,32 +138,30 @@ class EventInbox:
 
 
 class RemoteRanks:
-    """The ranks that run on other machines than the leader's. `at` maps each rank to its node."""
+    """The ranks of the nodes. `at`: the node of each rank."""
 
     def __init__(self) -> None:
         self.at: dict[int, _NodeConnection] = {}
         self.local: list[int] = []
-        """The ranks of the leader's machine."""
+        """The ranks on the leader's machine."""
         self._stats: dict[int, ProcStats] = {}
 
     def node_of(self, rank: int) -> _NodeConnection | None:
-        """Returns the connected node that runs the rank. Returns None for a rank of the leader's machine or of a lost
-        node."""
+        """Returns the connected node that runs `rank`, or None for a rank on the leader's machine or on a lost node."""
         node = self.at.get(rank)
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
     def hear(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Records the process statistics that a node has sent."""
+        """Records the process statistics that a node has sent. A row has the rank and the fields of ProcStats."""
         self._stats |= {_remote_process_id(rank): ProcStats(*stats) for rank, *stats in rows}
 
     def stats(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank."""
+        """Returns the statistics of a rank by its id from `_remote_process_id`."""
         return self._stats.get(process, ProcStats())
 
 
 class ClusterAgent(LocalAgent):
-    """Manages the ranks of all machines. `devices` is the device count of this machine. `token` authenticates nodes at
-    the listener on `host` and `port`."""
+    """Manages the ranks of all machines. It runs on the leader's machine ("this machine")."""
 
     def __init__(
         self,
@@ -175,8 +174,9 @@ class ClusterAgent(LocalAgent):
         before: LocalAgent | None = None,
         nodes: int = 0,
     ) -> None:
-        """Starts the fork server of this machine and listens for at most `nodes` other nodes. `before` is an agent
-        whose fork server may be reused."""
+        """Starts the fork server of this machine and listens on `host` and `port` for at most `nodes` nodes, which must
+        know `token`. `logs`: the folder of log files. `devices`: the number of devices of this machine. `warm` and
+        `before`: as for LocalAgent."""
         raise_open_file_limit(devices, nodes)
         super().__init__(logs / "fork-server.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
         outside = self.outside
@@ -185,7 +185,7 @@ class ClusterAgent(LocalAgent):
         self._seats, self._remote = DeviceIds(devices), RemoteRanks()
         self.name_of = self._seats.name_of
         self._store: tuple[int, str] = (0, "")
-        """The port and the secret of the rendezvous store."""
+        """The port and the secret of the rendezvous store, which the fork server of this machine runs."""
         self._inbox = EventInbox(outside.waiting())
         self._looked = outside.clock()
         self._over = threading.Event()
@@ -199,12 +199,12 @@ class ClusterAgent(LocalAgent):
 
     @property
     def host(self) -> str:
-        """The address at which this leader listens."""
+        """Returns the address on which the leader listens for nodes."""
         return str(self._door.host)
 
     @property
     def port(self) -> int:
-        """The port at which this leader listens."""
+        """Returns the port on which the leader listens for nodes."""
         return self._door.port
 
     def _refused(self, line: str) -> None:
@@ -217,7 +217,7 @@ class ClusterAgent(LocalAgent):
 
     @property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The device ids of all machines, except of nodes that are leaving."""
+        """Returns the ids of all devices, except those of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _admit(self) -> list[IpcMessage]:
@@ -231,14 +231,14 @@ class ClusterAgent(LocalAgent):
                 continue
             try:
                 name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
-            # An authenticated client that is not a node, such as a snapshot client.
+            # An authenticated client need not be a node: a snapshot client may connect to the wrong port.
             except (KeyError, TypeError, ValueError):
                 end.close()
                 continue
             try:
                 node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
                 self._inbox.poller.add(node.link.handle, node)
-            except OSError as error:  # the node has disconnected or no descriptor is left: the node tries again
+            except OSError as error:  # the node has disconnected, or no descriptor is left; the node will try again
                 end.close()
                 line = Message("node {node} was not admitted: {reason}", node=name, reason=error.strerror)
                 events.append({"event": "refusal", "line": line})
@@ -263,9 +263,9 @@ class ClusterAgent(LocalAgent):
     # --- the interface of LocalAgent
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server of the machine that runs the rank, or that has the device to probe."""
+        """Sends a command to the fork server of the machine that runs `rank`, or that has the device to measure."""
         node = self._remote.node_of(rank)
-        if do == "start" and "slot" in more["payload"]:  # a probe of this device
+        if do == "start" and "slot" in more["payload"]:  # the command measures the device `slot`
             node = node_of_device(self.nodes, slot := more["payload"]["slot"])
             more["local"] = [slot - (node.first if node else 0), 1]
         if node is None:
@@ -281,8 +281,8 @@ class ClusterAgent(LocalAgent):
         holdings: SharedFileStore,
         source: SharedFileStore,
     ) -> None:
-        """Starts a rank for each of `logs`. Each node gets one message. It describes the ranks of this node and the
-        locations of the snapshots in `source`."""
+        """Starts a rank for each log file in `logs`, as LocalAgent does. Each node with ranks gets two messages: the
+        locations of the snapshots in `source`, and the description of its ranks."""
         here, nodes, number = (
             self._snapshots.server.address,
             {id(node): node for node in self.nodes},
@@ -319,22 +319,23 @@ class ClusterAgent(LocalAgent):
             super().command("start", rank, **what, log=log, local=[device, most], memory=memory)
 
     def adopt(self, policy: AdoptionPolicy | None) -> tuple[AdoptedSnapshots | None, list[str]]:
-        """Adopts the snapshots of a lost leader's run from all nodes that have joined."""
+        """Adopts the snapshots that this machine and the connected nodes have retained from a lost leader
+        (leader_snapshots.py)."""
         inventories = {node.lender: node.copies for node in self.nodes if node.copies}
         return self._snapshots.adopt(policy, inventories)
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """Registers the snapshots of this machine that the snapshot server may serve."""
+        """Registers `holdings`, which the snapshot server of this machine serves from now on."""
         self._snapshots.hold(holdings)
 
     def released(self) -> None:
-        """Disconnects the nodes that are leaving and have no more ranks."""
+        """Disconnects the nodes that are leaving and have no ranks, since their snapshots are no longer needed."""
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
             _tell(node, do="end", code=75, line=Message("this node left; the others go on"))
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Waits at most `timeout` seconds and returns the new events of all machines. Also detects lost nodes and
-        starts snapshot replication."""
+        """Waits at most `timeout` seconds and returns the new events of all machines. It also admits new nodes, detects
+        lost nodes and starts rounds of snapshot replication."""
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
         ready = self._inbox.poller.wait(timeout, linger, *(() if self.ended else (self.handle,)))
         events = [*super().events(0), *self._admit()]
@@ -356,7 +357,7 @@ class ClusterAgent(LocalAgent):
             if ended:
                 events.extend(self._lose(node, Message("is gone")))
         events.extend(self._snapshots.rounds.take_reports())
-        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often nodes send messages
+        is_due = int(10 * now) != int(10 * before)  # timeouts are checked ten times a second, not after each message
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
             events.extend(
                 self._lose(node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS))
@@ -365,8 +366,8 @@ class ClusterAgent(LocalAgent):
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
-            # A node joins only when its snapshot server has an address. If ranks were placed on it before, their
-            # snapshots could not be located.
+            # The node joins only now, when the address of its snapshot server is known. Otherwise the snapshots of
+            # ranks on the node could not be located.
             node.copies = event.get("copies")
             node.lender, node.first = (
                 event["address"],
@@ -380,7 +381,7 @@ class ClusterAgent(LocalAgent):
             self._snapshots.rounds.heard(event)
             return []
         if event["event"] == "ready":
-            return []  # the pipe buffers commands that are sent before the fork server is ready
+            return []  # not needed: a pipe buffers the commands to a fork server that is not ready yet
         if event["event"] == "node_leaving":
             node.leaving = True
         elif event["event"] == "started":
@@ -393,13 +394,14 @@ class ClusterAgent(LocalAgent):
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank. A negative id denotes a process of another machine."""
+        """Returns the statistics of a rank's process. A negative id denotes a process on a node."""
         return self._remote.stats(process) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:
-        """Whether the messages of a node are overdue. Each node sends a message at least every NODE_KEEPALIVE_SECONDS.
-        The limit is shorter than the patience of hang detection, so that no rank is blamed for a broken link."""
+        """Returns whether the messages of a node are overdue. A node sends at least one message every
+        NODE_KEEPALIVE_SECONDS. The limit here is shorter than the `patience` of the hang detector, so that no rank is
+        blamed for a broken link."""
         heard = self.outside.clock() - 1.5 * max(NODE_KEEPALIVE_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         return any(node.heard < heard for node in self.nodes)
 
@@ -410,7 +412,7 @@ class ClusterAgent(LocalAgent):
             _tell(node, do="again")
 
     def end(self, code: int, line: str) -> None:
-        """Ends all nodes and sends them the exit code and the last line of the run."""
+        """Sends all nodes the exit code and the last line of the run, so that they end."""
         for node in self.nodes:
             _tell(node, do="end", code=code, line=line)
 
@@ -430,19 +432,19 @@ def _tell(node: _NodeConnection, **message: Any) -> None:
 
 
 def _write(node: _NodeConnection, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # `events` detects a lost node
+    with contextlib.suppress(OSError):  # the node may be lost, which `events` detects
         node.link.write(line)
 
 
 def _send_keepalives(fleet: ClusterAgent) -> None:
-    """Sends keepalive messages to the nodes from a separate thread while the leader plans, for at most
-    LEADER_PLANNING_SECONDS."""
+    """Sends a keepalive message to each node. A separate thread calls it, so that nodes do not count the leader as lost
+    while it plans. It sends nothing if the leader's loop has not run for LEADER_PLANNING_SECONDS."""
     line = encode_message({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
-        with contextlib.suppress(ValueError):  # the connection was closed by another thread
+        with contextlib.suppress(ValueError):  # the main thread has closed the connection
             _write(node, line)
 
 
 def _remote_process_id(rank: int) -> int:
-    """Returns the negative id that represents the process of a rank on another machine."""
+    """Returns the negative number that represents the process id of a rank on a node."""
     return -rank - 2

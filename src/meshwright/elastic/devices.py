@@ -1,32 +1,29 @@
-"""Numbers the devices of a run, and decides which of them take part.
+"""Numbers the devices of a run over all machines, and decides which devices ranks use. The supervisor and the agent of
+several machines (cluster_agent.py) call it.
 
-`DeviceIds` numbers the devices of all machines. The devices of the first machine come first. Those of the nodes follow
-in the order in which the nodes first joined.
+`DeviceIds` assigns device ids from 0. The first machine, which leads the run, has the first ids. The other machines
+(nodes) follow in the order in which they first joined. Guarantee: a node that is lost and returns with an unchanged
+name and device count gets its former device ids.
 
-Guarantees: A node that is lost and returns with the same name and device count gets the same device ids as before.
-
-`DeviceExclusion` decides which devices take part in a run. Device ids count from 0 over all machines. The device of a
-straggler may be excluded, and returns when it is healthy.
-
-Rule: Ranks report the current step time and `without`, the step time if the stragglers were as fast as their peers
-(train/straggler.py). The planner predicts two step times on healthy devices: `now` of the current plan, and `then` of
-the best plan without the excluded devices. The expected step time after the exclusion is
+`DeviceExclusion` excludes the devices of stragglers, and readmits a device when it is healthy again. Ranks report two
+times (train/straggler.py): the current step time, and `without`, the step time if the stragglers were as fast as their
+peers. The planner predicts two step times on healthy devices: `now` of the current plan, and `then` of the best plan
+without the excluded devices. The expected step time after the exclusion is
 
     without x then / now
 
-The stragglers are excluded under two conditions. Steps become at least MIN_SPEEDUP times as fast. The time saved until
-the end of the run is at least `starts` times (default 2) the duration of the last start of the ranks.
+The stragglers are excluded if two conditions hold. Steps become at least MIN_SPEEDUP times as fast. The time saved
+until the end of the run is at least `starts` times (default 2) the duration of the last start of the ranks.
 
-From time to time a probe measures a matrix product on an excluded device. Its expected duration is the first
-measurement divided by the slowdown. The device is healthy if the product takes at most MAX_HEALTHY_RATIO times as long.
-Matrix products do not show every defect, so a device returns after `rest` seconds in any case. Each further exclusion
-of the device doubles this time.
+A probe regularly measures a matrix product on an excluded device. If the device were healthy, the product would take
+the time of the first measurement divided by the slowdown. The device counts as healthy if the product takes at most
+MAX_HEALTHY_RATIO times this time. Matrix products do not reveal every defect, so a device is readmitted after `rest`
+seconds in any case. Each further exclusion of the device doubles this time.
 
-[Note: ranks and slots] Each generation (start of all ranks) renumbers its ranks. A rank gets its device id as
-LOCAL_RANK, so that a plan of three ranks can exclude any one of four devices. The devices of the first machine get the
-first ids, then those of each node (cluster_agent.py). A node that returns gets the same ids as before. The first
-machine leads the run and alone decides; at least one of its devices always takes part. The other machines receive the
-ids of the devices to use, and measure on request.
+[Note: ranks and slots] Each generation (start of all ranks) numbers its ranks anew. A rank gets its device id as
+LOCAL_RANK, so that a plan of three ranks can exclude any one of four devices. Only the first machine decides which
+devices are used, and at least one of its own always is. The nodes receive the ids of the devices to use, and measure on
+request.
 """
 
 from __future__ import annotations
@@ -45,7 +42,8 @@ from meshwright.spec.record import device_names
 
 
 class NodeDevices(Protocol):
-    """A node: its first device id, its number of devices, and whether it is leaving."""
+    """A machine other than the first one. `first`: its first device id. `devices`: its number of devices. `leaving`:
+    whether it is about to leave the run."""
 
     first: int
     devices: int
@@ -63,8 +61,8 @@ class DeviceIds:
         self._known: dict[int, tuple[str, int]] = {}
 
     def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
-        """Returns the first device id of a node that has joined. `taken`: the first device ids of the connected
-        nodes."""
+        """Returns the first device id of the node `name`, which has joined with `devices` devices. `taken`: the first
+        device ids of the connected nodes."""
         there = set(taken)
         before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
         first = next(before, self.devices + sum(count for _, count in self._known.values()))
@@ -72,7 +70,7 @@ class DeviceIds:
         return first
 
     def name_of(self, slot: int) -> str:
-        """Returns a readable name of a device: its index on its machine, and the machine.
+        """Returns a readable name of the device with the id `slot`: its index on its machine, and the machine.
 
         >>> seats = DeviceIds(2)
         >>> first_ids = seats.first_of("b", 4, []), seats.first_of("c", 1, [2]), seats.first_of("b", 4, [6])
@@ -87,10 +85,11 @@ class DeviceIds:
         )
 
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
-        """Returns the machine (None for the first) and the local device of each of `world` new ranks.
+        """Returns, for each of `world` new ranks, its node (None for the first machine) and the index of its device on
+        that machine.
 
-        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, except those of
-        nodes that are leaving. Ranks for which there is no device go to the first machine.
+        `slots` has the device id of each rank. If it is empty, ranks take all devices in order, except those of nodes
+        that are leaving. Ranks for which there is no device go to the first machine.
 
         >>> DeviceIds(2).seated(4, (), [])
         [(None, 0), (None, 1), (None, 2), (None, 3)]
@@ -103,45 +102,47 @@ class DeviceIds:
         return seats[:world] + [(None, rank) for rank in range(len(seats), world)]
 
     def all_of(self, nodes: Sequence[NodeDevices]) -> tuple[int, ...]:
-        """Returns the device ids of the first machine and of `nodes`, machine by machine."""
+        """Returns the device ids of the first machine and of `nodes`, in this order."""
         there = [range(self.devices), *(range(node.first, node.first + node.devices) for node in nodes)]
         return tuple(slot for devices in there for slot in devices)
 
 
 def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:
-    """Returns the node that owns a device id, or None for a device of the first machine."""
+    """Returns the node that has the device id `slot`, or None for a device of the first machine."""
     return next((node for node in nodes if node.first <= slot < node.first + node.devices), None)
 
 
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
 WARMUP_STEPS = 3
-"""The number of first steps after a change that are left out when its speedup is measured."""
+"""The speedup of a change is measured without its first steps, whose number this is."""
 
 GAIN_STEPS = 10
+"""The number of steps over which the speedup of a change is measured."""
 READMISSION_PROBES = 2
-"""The number of good measurements in a row after which a device returns."""
+"""An excluded device is readmitted after this number of good measurements in a row."""
 
 
 @dataclass(frozen=True)
 class ExclusionPolicy:
-    """Allows the exclusion of slow devices. `predict` takes the name of a plan and a number of ranks. It returns two
-    step times in seconds: under this plan, and under the best plan for this number of ranks."""
+    """The settings for the exclusion of slow devices. `predict` gets the name of a plan and a number of ranks. It
+    returns two predicted step times in seconds: under this plan, and under the best plan for this number of ranks."""
 
     predict: Callable[[str, int], tuple[float, float]]
     probe: str = ""
-    """The `module:function` of the execution packages that measures a device."""
+    """The `module:function` that measures a device; '' for no measurements."""
     every: float = 30.0
-    """Seconds between measurements."""
+    """The seconds between measurements."""
     rest: float = 600.0
-    """Seconds after which an excluded device returns in any case."""
+    """The seconds after which a device is readmitted in any case, after its first exclusion."""
     starts: float = 2.0
-    """An exclusion must save at least this many times the duration of a start of the ranks."""
+    """An exclusion must save at least the duration of this number of starts of the ranks."""
 
 
 @dataclass
 class _ExcludedDevice:
-    """An excluded device. `times` is its slowdown. `first` is the result of its first measurement in seconds."""
+    """An excluded device. `since`: the time of the exclusion. `times`: its slowdown, or 0 if it was excluded for
+    another reason. `first`: the seconds of its first measurement. `good`: the number of good measurements in a row."""
 
     since: float
     times: float
@@ -151,21 +152,23 @@ class _ExcludedDevice:
 
 @dataclass
 class DeviceExclusion:
-    """Tracks the devices of one run that was planned for `full` ranks."""
+    """Decides which devices one run uses. `full`: the number of ranks for which the run was planned. `leaving`: the
+    settings, or None if slow devices are not excluded. `plan`: the name of the current plan."""
 
     full: int
     journal: EventLog
     leaving: ExclusionPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     name: Callable[[int], str] = str
-    """Returns the name of a device for messages."""
+    """Returns the readable name of a device id."""
     there: tuple[int, ...] | None = None
-    """The devices that are available now in a run on several machines, else None."""
+    """The ids of the devices that are connected now, or None in a run on one machine."""
     first: int = 0
-    """The number of devices of the first machine in a run on several machines."""
+    """The number of devices of the first machine, in a run on several machines."""
     out: dict[int, _ExcludedDevice] = field(default_factory=dict)
+    """The excluded devices by id."""
     wanted: int | None = None
-    """The number of ranks that the last decision requests; None once the decision is carried out."""
+    """The number of ranks that the last decision requires, or None if it was carried out."""
     plan: str = ""
     _spells: dict[int, int] = field(default_factory=dict)
     _said: tuple[int, ...] = ()
@@ -179,44 +182,46 @@ class DeviceExclusion:
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
-        """Returns the device ids for `world` ranks. Excluded devices are used only if the others are too few."""
+        """Returns the device ids for `world` ranks, or () if there are too few devices. Excluded devices are used only
+        if the other devices are too few."""
         there = range(max(self.full, world)) if self.there is None else self.there
         if len(there) < world:
             return ()
         return tuple(sorted(sorted(there, key=lambda slot: (slot in self.out, slot))[:world]))
 
     def seat(self, world: int) -> tuple[int, ...]:
-        """Returns the devices for `world` ranks that are about to start, and readmits the excluded devices among
-        them."""
+        """Returns the device ids for `world` ranks that are about to start. Excluded devices among them are
+        readmitted."""
         slots = self.of(world)
         self.out = {slot: out for slot, out in self.out.items() if slot not in slots}
         return slots
 
     @property
     def room(self) -> int:
-        """The number of available devices that are not excluded, but at most the planned number of ranks."""
+        """Returns the number of devices that are connected and not excluded, but at most `full`."""
         there = range(self.full) if self.there is None else self.there
         return min(self.full, sum(slot not in self.out for slot in there))
 
     def free(self, there: tuple[int, ...] | None) -> int | None:
-        """Sets the available devices of a run on several machines and returns `room`. For a run on one machine, `there`
-        is None and the result is None."""
+        """Sets the connected devices of a run on several machines and returns `room`. In a run on one machine, `there`
+        and the result are None."""
         self.there = there
         return None if there is None else self.room
 
     @staticmethod
     def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
-        """Returns whether some rank must move because its node is leaving, and `there` has enough devices for all
-        ranks. `slots`: the devices of the ranks."""
+        """Returns whether a rank must and can move to another device, since its node is leaving. `slots`: the device
+        ids of the ranks. `there`: the ids of the remaining devices, or None on one machine."""
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
-        """Returns whether the exclusion of `slots` would leave no device of the first machine, in a run on several
-        machines."""
+        """Returns whether the first machine would have no device left if `slots` were excluded. In a run on
+        one machine, returns False."""
         return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
 
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
-        """Excludes the devices, unless the first machine would have none left."""
+        """Excludes the devices `slots`, unless the first machine would have no device left. `times`: their slowdown, or
+        0 if another reason excludes them."""
         if self.leads(slots):
             return
         for slot in slots:
@@ -226,16 +231,17 @@ class DeviceExclusion:
     # --- messages of ranks
 
     def started(self, plan: str) -> None:
-        """Records the start of a generation under `plan`."""
+        """Records that a generation starts under the plan with the name `plan`."""
         self.plan, self._began, self._steps, self._said = plan, self.clock(), [], ()
 
     def take(self) -> int | None:
-        """Returns the number of ranks that the last decision requests, and clears it. None: there is no decision."""
+        """Returns `wanted` and clears it."""
         wanted, self.wanted = self.wanted, None
         return wanted
 
     def hear(self, message: IpcMessage, slots: Sequence[int], generation: int) -> bool:
-        """Handles a message from rank 0. Returns whether only this class needs the message."""
+        """Handles a message from rank 0. `slots`: the device ids of the ranks. Returns whether no other receiver needs
+        the message."""
         kind = message["kind"]
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
@@ -256,13 +262,13 @@ class DeviceExclusion:
         return kind in ("rebalanced", "rebalance_result", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
-        """Records a completed step. It updates the duration of a start, the usual step time, and the measured speedup
-        of the last change."""
+        """Records a completed step and its seconds. The first step of a generation shows the duration of its start.
+        After enough steps, the speedup of the last change is reported."""
         if not self._steps:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-GAIN_STEPS:]
-        # The speedup is measured after the decision is carried out.
+        # While `wanted` is set, steps still run on the old devices.
         if self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS:
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
@@ -285,8 +291,8 @@ class DeviceExclusion:
             )
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
-        """Decides whether the slow ranks are excluded. The decision is reported and logged once per diagnosis, and
-        again when it changes."""
+        """Decides whether the devices of slow ranks are excluded. `message`: an ExclusionRequest of rank 0. A refusal
+        is not repeated while the slow ranks are the same."""
         if self.leaving is None or self.wanted is not None or not slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
@@ -333,8 +339,8 @@ class DeviceExclusion:
             self.leave_out(here, message["times"])
 
     def _worth(self, before: float, after: float, least: float = 1.0) -> str:
-        """Returns why a change of the step time from `before` to `after` seconds is not worthwhile, or '' if it is.
-        `least`: the minimum speedup."""
+        """Returns why it is not worthwhile to change the step time from `before` to `after` seconds, or ''. `least`:
+        the minimum speedup."""
         left = self._last - self.journal.last
         if before < least * after:
             return Message("a step would take {after:.2f} times as long", after=after / before)
@@ -348,8 +354,9 @@ class DeviceExclusion:
     # --- excluded devices
 
     def due(self) -> int | None:
-        """Returns the excluded device to measure now, or None. Devices are measured one at a time. It also readmits
-        devices whose `rest` is over. Until the speedup of the last change is measured, it does nothing."""
+        """Returns the id of the excluded device to measure now, or None. Only one device is measured at a time. It also
+        readmits devices that were excluded for long enough. Until the speedup of the last change has been measured, it
+        does nothing."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
@@ -369,14 +376,15 @@ class DeviceExclusion:
         return requested[int(now / self.leaving.every) % len(requested)]
 
     def heed(self, event: IpcMessage) -> None:
-        """Handles the messages and the exit of the probe process."""
+        """Handles an event of the process that measures a device: its result or its end."""
         if event["event"] == "said" and event["message"]["kind"] == "speed":
             self.measured(event["message"]["slot"], event["message"]["seconds"])
         if event["event"] in ("ended", "refused"):
             self.probed()
 
     def measured(self, slot: int, seconds: float) -> None:
-        """Records the seconds of a matrix product on an excluded device."""
+        """Records that a matrix product on the excluded device `slot` took `seconds`. Readmits the device after
+        READMISSION_PROBES good measurements."""
         out = self.out.get(slot)
         if out is None or self.wanted is not None:
             return
@@ -392,18 +400,19 @@ class DeviceExclusion:
             )
 
     def probed(self) -> None:
-        """Records that the probe process has ended, with or without a result."""
+        """Records that the measuring process has ended, with or without a result."""
         self._measuring = False
 
     def come_back(self, slots: Sequence[int], why: str) -> None:
-        """Readmits devices from the next generation on if that saves time. `why` is the reason for the log."""
+        """Readmits the devices `slots` from the next generation on, if this saves time. `why`: the reason, for the
+        log."""
         assert self.leaving is not None
         before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
         try:
             now, then = self.leaving.predict(self.plan, world)
-        except MeshwrightError:  # no plan exists for this number of ranks
+        except MeshwrightError:  # raised if there is no plan for this number of ranks
             return
         if self._worth(before, before * then / now):
             return

@@ -1,7 +1,7 @@
-"""The event log of a run. RUN/events.jsonl has one line for each fault and each recovery. The callback `note` receives
-a readable line.
+"""Writes the event log of a run, for the supervisor. The file events.jsonl in the run folder has one JSON line for each
+event: faults, recoveries, saves, changes of the ranks. The callback `note` receives a readable line.
 
-The supervisor writes the log. A full disk does not stop the run: events are buffered in memory until the disk has room.
+A full disk does not stop the run: events are buffered in memory until the disk has space.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NODE_EVENT_TEXTS = {
 
 @dataclass
 class EventLog:
-    """Writes events to the file and to `note`. `last` is the newest step that ranks have reported. A recovery is
-    complete when a later step has ended."""
+    """Writes events to the file in `folder` and passes readable lines to `note`. It also times recoveries: from the
+    fault to the end of the first new step. `last` is the newest step that ranks have reported."""
 
     folder: Path
     note: Callable[[str], None]
@@ -43,21 +43,22 @@ class EventLog:
     _from: int = 0
     _generation: int = 0
     _saved: int = 0
-    """The step of the last checkpoint. `_unsaved` counts the saves that have failed since then."""
+    """The step of the last checkpoint on disk."""
     _unsaved: int = 0
+    """The number of saves that have failed since `_saved`."""
 
     def __post_init__(self) -> None:
         self._lines = AppendOnlyFile(self.folder / EVENTS_FILE_NAME)
 
     def write(self, **fields: Any) -> RunEvent:
-        """Appends one event to the file and returns it."""
+        """Appends an event with the fields of RunEvent and the current time. Returns the event."""
         event = RunEvent(at=time.time(), **fields)
         self._lines.append(event.to_line())
         return event
 
     def fault(self, **fields: Any) -> None:
-        """Records a fault, with which a recovery begins. A further fault before its end belongs to the same
-        recovery."""
+        """Records a fault and starts to time the recovery. If a recovery is in progress, the fault belongs to it.
+        `fields`: those of RunEvent."""
         event = self.write(kind="fault", **fields)
         cause = event.cause
         if event.rank is not None:
@@ -71,8 +72,8 @@ class EventLog:
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Records that a node has joined, left or was lost, or that a connection was refused. Returns whether the set
-        of devices may have changed."""
+        """Records an event of a node: it has joined, is leaving or was lost, or a connection was refused. Returns
+        whether the set of devices may have changed."""
         if event["event"] == "degraded":
             self.degraded(event["line"], event.get("decision", ""))
             return False
@@ -85,18 +86,19 @@ class EventLog:
         return True
 
     def degraded(self, cause: str, decision: str = "", rank: int | None = None, generation: int = 0) -> None:
-        """Records that a helper failed. The run continues with less protection or after a delay."""
+        """Records the failure of something that training does not need, such as a background thread. The run continues
+        with less protection or after a delay."""
         self.write(kind="degraded", rank=rank, generation=generation, step=self.last, cause=cause, decision=decision)
         line = join_messages("; ", (cause, decision)) if decision else cause
         self.note(line if rank is None else Message("rank {rank}: {line}", rank=rank, line=line))
 
     def decide(self) -> None:
-        """Starts to time a recovery: no step runs from now on. A call during a recovery extends this recovery."""
+        """Starts to time a recovery, unless one is in progress. No step runs from now until the recovery ends."""
         self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
-        """Records a change that is no fault. The run continues with `after` instead of `before` ranks, with a plan that
-        takes less memory, or (`same`) with the same plan on other devices."""
+        """Records a change of ranks or plan: `after` instead of `before` ranks, a plan that takes less memory, or other
+        devices. `same`: whether the plan is unchanged. `plan`: its name."""
         cause = (
             Message("{before} to {after} ranks", before=before, after=after)
             if before != after
@@ -112,7 +114,7 @@ class EventLog:
         self.decide()
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
-        """Records that no plan exists for the requested number of ranks. The run was paused for planning and continues
+        """Records that there is no plan for the requested number `world` of ranks, because of `why`. The run continues
         unchanged."""
         self.write(
             kind="verdict",
@@ -124,12 +126,13 @@ class EventLog:
         self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
 
     def part(self, name: str, seconds: float) -> None:
-        """Adds `seconds` to the phase `name` of the current recovery."""
+        """Adds `seconds` to the part `name` of the recovery in progress, such as `plan` or `pause`."""
         if self._decided is not None:
             self._parts[name] = self._parts.get(name, 0.0) + seconds
 
     def hear(self, message: IpcMessage, generation: int) -> None:
-        """Records a message from rank 0."""
+        """Records what a message from rank 0 says: the start or end of a recovery, a completed step, a save, a repaired
+        replica, damaged data, or a loss spike."""
         now = self.clock()
         if message["kind"] == "begin" and self._decided is not None:
             for name, seconds in message.get("spent", {}).items():
@@ -183,8 +186,7 @@ class EventLog:
             self._recovered(now)
 
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
-        """Records a failed save. The run loses only this checkpoint. After at least two failures in a row, the note
-        names the last checkpoint on disk."""
+        """Records a failed save. From the second failure in a row on, the note names the last checkpoint on disk."""
         self._unsaved += 1
         self.write(
             kind="unsaved",

@@ -1,9 +1,9 @@
-"""Finds the rank that failed first and reports it in at most 12 lines. The report begins with cause and rank.
+"""Finds the rank that caused a failure (the culprit), and reports it in at most MAX_REPORT_LINES lines. The supervisor
+uses it. The report begins with the rank and the cause.
 
-Rule: When one rank fails, the others fail too, because they lose their connections. The report states only the number
-of these other ranks. The culprit is the first rank that was killed by a signal or raised an error other than a lost
-connection. Signals from the supervisor do not count. If there is no such rank, the culprit is the first rank that lost
-a connection.
+If a rank fails, the other ranks lose their connections to it and fail too. The report has only their number. The
+culprit is the first rank that was killed by a signal or raised an error other than a lost connection. Signals from the
+supervisor do not count. If there is no such rank, the culprit is the first rank that lost a connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.core.messages import Message, join_messages, mark_msgid
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
-"""The number of bytes at the end of a log that are searched for a stack trace."""
+"""A stack trace is searched in this number of bytes at the end of a log."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """The signals on which Python writes a stack trace."""
 SIGNAL_CAUSES = {
@@ -39,7 +39,7 @@ SIGNAL_CAUSES = {
         "is full"
     ),
 }
-"""The message ids of the likely cause, by signal."""
+"""The message about the likely cause, by signal."""
 _PEER_LOST_PATTERN = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout"
     r"|closed)|failed to recv"
@@ -50,11 +50,12 @@ _PEER_LOST_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """The exit of one rank. `status` is the exit code, or the negative number of a signal. `at` is the time of the exit
-    in seconds by the supervisor's clock.
+    """The exit of one rank. `at`: its time in seconds on the supervisor's clock. `status`: the exit code, or the
+    negative number of a signal.
 
-    `known`: the error is a MeshwrightError, whose message needs no further explanation. `words`: what the supervisor
-    observed before it killed the rank.
+    `error`, `message` and `place`: class, text and source location of the exception, as the rank has reported them.
+    `known`: whether the exception is a MeshwrightError, whose text needs no explanation. `words`: what the supervisor
+    or the node observed, such as a hang.
     """
 
     rank: int
@@ -66,27 +67,28 @@ class RankExit:
     known: bool = False
     words: str = ""
     kills: int = 0
-    """The number of OOM kills in the cgroup of this rank, from the start of its generation to its exit."""
+    """The number of OOM kills in the rank's cgroup from the start of its generation to its exit."""
     oom: bool = False
-    """Whether `words` describe an OOM kill that the rank's node has detected."""
+    """Whether `words` describes an OOM kill that the rank's node has detected."""
     raised_by: int | None = None
-    """The rank that raised the error first, if this rank only received the error."""
+    """The rank that raised the error, if this rank only received it from there. Otherwise None."""
 
     @property
     def innocent(self) -> bool:
-        """Whether the rank lost its connection to another rank, or ended because another rank raised an error."""
+        """Returns whether the rank ended because of another rank: it lost a connection, or received the other rank's
+        error."""
         if self.raised_by is not None:
             return True
         return not (self.known or self.words) and self.status >= 0 and bool(_PEER_LOST_PATTERN.search(self.message))
 
 
 class RankFailed(MeshwrightError):
-    """A rank failed. The message is the report."""
+    """Raised if a rank failed. The message is the report."""
 
 
 def is_oom(failure: RankExit) -> bool:
-    """Returns whether the rank ran out of memory. Either its error says so, or it was killed and the kernel has counted
-    an OOM kill since its generation began.
+    """Returns whether the rank ran out of memory: its error says so, or it was killed by SIGKILL and the kernel has
+    counted an OOM kill since its generation began.
 
     >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
@@ -98,7 +100,7 @@ def is_oom(failure: RankExit) -> bool:
 
 
 def find_culprit(failures: Sequence[RankExit]) -> RankExit:
-    """Returns the failure that caused the others.
+    """Returns the exit of the culprit (module docstring).
 
     >>> find_culprit([RankExit(0, 1.0, 1, "RuntimeError", "Connection reset by peer"), RankExit(2, 1.1, -9)]).rank
     2
@@ -131,8 +133,8 @@ def failure_cause(failure: RankExit) -> str:
 
 
 def _kill_cause(kills: int, limit: float) -> str:
-    """Returns a text about a SIGKILL. `kills` is the number of OOM kills. `limit` is the memory limit of the cgroup in
-    bytes.
+    """Returns a text that explains a SIGKILL. `kills`: the number of OOM kills. `limit`: the memory limit of the cgroup
+    in bytes, or infinity.
 
     >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
     'killed by SIGKILL: by the system, which was out of memory: its control group has 1.00 GiB (2 killed so
@@ -164,11 +166,8 @@ def log_tail(log: Path, count: int) -> list[str]:
 
 
 def crash_location(log: Path) -> str:
-    """Returns the location in the code at which a crash signal ended a rank; '' if unknown.
-
-    It reads the last stack that Python's faulthandler wrote (train/rank_main.py) and returns the innermost frame
-    outside of torch.
-    """
+    """Returns the source location where a crash signal ended a rank, or '' if it is unknown. It is the innermost frame
+    outside of torch in the last stack trace that Python's faulthandler wrote (train/rank_main.py)."""
     try:
         said = storage.read_file(log, -LOG_TAIL_BYTES, links=True).decode(errors="replace")
     except OSError:
@@ -185,8 +184,9 @@ def crash_location(log: Path) -> str:
 def diagnose(
     failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = ""
 ) -> MeshwrightError:
-    """Returns the error to raise. The error of a rank that raised a MeshwrightError keeps its message and exit code.
-    `why` is added to the report. `instead` names a plan that needs less memory."""
+    """Returns the error that the supervisor raises for `failures`: RankFailed with the report. If the culprit raised a
+    MeshwrightError, the error has its message and exit code. `log_of`: returns the log of a rank. `why`: why the run
+    was not retried. `instead`: a line about a plan that needs less memory."""
     first = find_culprit(failures)
     if first.known:
         words = Message("{reasons}", reasons=(first.message, instead)) if instead else first.message
@@ -223,7 +223,8 @@ def diagnose(
 
 
 def fork_server_error(status: int | None, log: Path) -> RankFailed:
-    """Returns the error for a fork server that ended with `status` (negative for a signal, None if unknown)."""
+    """Returns the error for a fork server that ended. `status`: its exit code, the negative number of a signal, or None
+    if it is unknown. `log`: its log file."""
     said = [f"  | {line}" for line in log_tail(log, 1)]
     return RankFailed(
         join_messages(
@@ -247,13 +248,13 @@ def _fork_server_cause(status: int | None) -> str:
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
-    """Returns the failure of a fork server as the exit of rank -1, which denotes all ranks. An end by a signal may be
-    transient, so the step may be retried."""
+    """Returns the end of a fork server as the exit of rank -1, which denotes all ranks. Arguments as for
+    `fork_server_error`. An end by a signal may be transient, so it does not count as the same error twice."""
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
-    """Returns the error to raise in a rank without a supervisor. The report covers only this rank."""
+    """Returns the error that a rank without a supervisor raises for `error`. The report covers only this rank."""
     found = translate_system_error(error, ())
     if isinstance(found, MeshwrightError):
         return found

@@ -1,33 +1,36 @@
-"""Detects the rank that hangs, and reports the progress of a slow start.
+"""Detects which rank of a run hangs, and reports the progress of a slow start. The supervisor calls it several times a
+second.
 
 `StartupProgress` reports what a run does before its first step. Loading torch, a model and its data may take a minute.
 
-`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It observes four things and needs
-no response of a rank: the rank's heartbeat row (core/ipc.py), the state of its process, its time in the run queue
-and, outside of training, whether it is at work.
+`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It needs no response from a rank.
+It observes the rank's heartbeat row (core/ipc.py), the state of its process and its time in the run queue. Outside of
+training, it also observes whether the rank is at work.
 
-Rule: A rank that waits for another rank writes the index of this rank to its heartbeat row, and a count of its checks
-for the awaited data. A rank is silent while its heartbeat does not change. The culprit has been silent for longer than
-its limit, and it either waits for no rank or has stopped checking. Among several such ranks, the rank that is furthest
-behind in (step, phase) is named. If the silent ranks wait for each other in a cycle, they are in different collectives,
-and the cycle is reported.
+A rank is silent while its heartbeat does not change. If it waits for another rank, it writes two values to its
+heartbeat row: the index of the awaited rank, and a count of its checks for the awaited data. The culprit has been
+silent for longer than its limit, and it waits for no rank or has stopped checking. If there are several such ranks, the
+one furthest behind in (step, phase) is named. If silent ranks wait for each other in a cycle, they are in different
+collectives, and the cycle is reported.
 
-The limit of a rank that trains is max(patience, 5 median steps). The limit is longer while the rank starts, saves or
-evaluates. In the first steps of a generation (start of all ranks) it is 5 times the longest first step so far. Until
-WARMUP_STEPS steps have been observed, it is even longer. A process that a signal has stopped gets at most one second of
-patience. Time in the run queue does not count as silence, so no rank is killed because its machine is overloaded.
+The limit of a rank that trains is `patience` seconds (an argument) or the duration of TIMEOUT_STEPS median steps,
+whichever is longer. The limit is longer while the rank starts, saves or evaluates. In the first steps of a generation
+(start of all ranks), it is at least TIMEOUT_STEPS times the longest warm-up step so far. Until WARMUP_STEPS steps have
+been observed, it is even longer. If a signal has stopped a process, its limit is shorter (STOPPED_PROCESS_SECONDS).
+Time in the run queue does not count as silence, so that no rank is killed because its machine is overloaded.
 
 [Note: at work] Work outside of training may take an hour without a heartbeat: one rank encodes a corpus or reads
 weights from a slow disk, and all others wait. So while a rank is at work, no rank outside of training counts as silent.
-A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It reads or writes
-files or newly mapped memory. It uses CPU time in a phase in which it waits for no other rank. In phases where ranks
-synchronise, such as joining or restoring, CPU time proves nothing: a library that waits for a hung rank polls and so
-uses CPU time.
+A rank is at work if one of these holds:
+- It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call.
+- It reads or writes files, or accesses new pages of mapped memory.
+- It uses CPU time in one of INDEPENDENT_PHASES. In other phases, such as joining or restoring, CPU time proves nothing:
+  a library that waits for a hung rank polls and so uses CPU time.
 
-[Note: accelerators] With accelerators, the waits for other ranks happen inside of kernels, so a rank cannot publish
-that it waits. A first step initialises NCCL, loads kernels and may compile them. Limits are therefore longer
-(`HangLimits`), and no rank is reported while any rank makes progress. If all ranks are silent, a rank is named only if
-it alone is behind all others.
+[Note: accelerators] With accelerators, a rank waits for other ranks inside of kernels, so it cannot publish that it
+waits. A first step initializes NCCL, loads kernels and may compile them. So limits are longer (`HangLimits`), and no
+rank is reported while any rank makes progress. If all ranks are silent, a rank is named only if it alone is furthest
+behind.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 
 PROGRESS_SECONDS = 10.0
-"""Seconds between two progress lines."""
+"""The time between two lines about a slow start."""
 
 
 class StartupProgress:
-    """Reports what the rank that is furthest behind is doing. It is called several times a second until a rank begins
-    to train."""
+    """Reports to `note` what the rank that is furthest behind is doing. The supervisor calls it several times a second
+    until a rank begins to train."""
 
     def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.note, self.clock = note, clock
@@ -58,7 +61,7 @@ class StartupProgress:
 
     def __call__(self, holdings: SharedFileStore) -> None:
         now = self.clock()
-        if now > self._last + PROGRESS_SECONDS:  # a restart in the same run
+        if now > self._last + PROGRESS_SECONDS:  # the ranks have trained since the last call and start again
             self._began = self._said = now
         self._last = now
         if now < self._said + PROGRESS_SECONDS:
@@ -77,81 +80,79 @@ class StartupProgress:
 
 
 TIMEOUT_STEPS = 5
-"""The number of median steps for which a rank that trains may be silent."""
+"""A rank that trains may be silent for the duration of this number of median steps."""
 
 WARMUP_STEPS = 3
-"""The number of first steps of a generation that do not count towards the median."""
+"""This number of first steps of a generation (warm-up steps) does not count towards the median."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """The limits for all ranks on one kind of device."""
+    """The limits of silence for ranks on one type of device, in seconds."""
 
     patience: float
-    """The seconds of silence that are always tolerated during training."""
+    """The minimum limit during training."""
     otherwise: float
-    """The seconds of silence that are tolerated in steps of unknown duration and outside of training (start, save,
-    evaluation), where there is no reference time."""
+    """The minimum limit in steps of unknown duration and outside of training (start, save, evaluation)."""
     last: RankPhase
-    """The last phase that counts as training."""
+    """Phases from `data` to this phase count as training."""
     tell: bool
-    """Whether ranks write to their heartbeat rows which rank they wait for."""
+    """Whether ranks write to their heartbeat rows for which rank they wait."""
 
 
 CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True)
 ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
-"""Training ends with the update phase. The compare phase reads all replicated tensors, which takes seconds for 16
-GB."""
+"""On accelerators, the phase `compare` does not count as training: it reads all replicated tensors, which takes seconds
+for 16 GB."""
 
 BUSY_CPU_SECONDS, BUSY_IO_BYTES = 0.5, 1 << 20
-"""A rank is at work if it has used this many CPU seconds or moved this many bytes since its last heartbeat. A waiting
-rank polls a few times a second, which takes much less per minute."""
+"""A rank is at work if it has used more CPU time or moved more bytes than this since its last heartbeat. A waiting rank
+polls a few times a second and uses much less in a minute."""
 
 DISK_TIMEOUT_SECONDS = 1200.0
-"""Maximum seconds of one disk call before its rank counts as hung. The limit exists because a network file system may
-never respond."""
+"""A rank counts as hung if one disk call takes longer than this, since a network file system may never respond."""
 
 INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
-"""The phases in which a rank waits for no other rank."""
+"""In these phases, a rank does not wait for other ranks."""
 
 PHASE_TEXTS = {
     RankPhase.join: mark_msgid("hung: joining the others, no sign of life for {silent:seconds}"),
     RankPhase.data: mark_msgid("hung: reading its data, no sign of life for {silent:seconds}"),
     RankPhase.prove: mark_msgid("hung: proving its plan, no sign of life for {silent:seconds}"),
 }
-"""The message template for a hang, by the phase in which the rank hangs."""
+"""The message about a hang, by the phase of the rank."""
 
 STOPPED_PROCESS_SECONDS = 0.8
-"""The seconds of patience for a process that a signal has stopped. With them, its rank is named within one second."""
+"""The minimum limit of silence for a process that a signal has stopped. With it, the rank is named within a second."""
 
 
 MAX_RANKS_PER_SECOND = 8192
-"""The maximum number of rank checks per second. With more than 800 ranks, each rank is checked less than ten times a
-second, so that checking takes 1 % of a CPU core."""
+"""At most this number of rank checks is made per second, which takes 1 % of a CPU core. With more than 800 ranks, each
+rank is therefore checked less than ten times a second."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """A hang. `silent` is the number of seconds since the last heartbeat of the culprit."""
+    """A detected hang. `silent`: the seconds since the last heartbeat of the culprit. `words`: the text for the
+    user."""
 
     rank: int
-    """The culprit; -1 if it is unknown."""
+    """The culprit, or -1 if it is unknown."""
     silent: float
     words: str
 
 
 @dataclass
 class StepPace:
-    """The duration of steps under one plan. It persists across generations. `first` is the duration of the longest
-    warm-up step, which are the first WARMUP_STEPS steps of each generation. `early` is the number of observed warm-up
-    steps."""
+    """The duration of steps under one plan, over all generations, in seconds. `steps`: the last steps after warm-up.
+    `first`: the longest warm-up step. `early`: the number of observed warm-up steps."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
     early: int = 0
 
     def count(self, number: int, seconds: float) -> None:
-        """Records the duration of step `number` of a generation. Numbers start at 0."""
+        """Records the duration of a step. `number`: its index in its generation, from 0."""
         if number < WARMUP_STEPS:
             self.first, self.early = max(self.first, seconds), self.early + 1
         else:
@@ -159,19 +160,21 @@ class StepPace:
 
     @property
     def is_known(self) -> bool:
-        """Whether the duration of steps is known. Warm-up steps count as well, since repeated hangs may end every
-        generation during warm-up."""
+        """Returns whether enough steps were observed. Warm-up steps count too, since hangs may end every generation
+        during warm-up."""
         return bool(self.steps) or self.early >= WARMUP_STEPS
 
     @property
     def typical(self) -> float:
-        """The duration of TIMEOUT_STEPS typical steps in seconds."""
+        """Returns the duration of TIMEOUT_STEPS steps in seconds: median steps, or the longest warm-up step if there
+        are no others."""
         return TIMEOUT_STEPS * (median(self.steps) if self.steps else self.first)
 
 
 @dataclass
 class _ObservedField:
-    """A field of a heartbeat row, the time of its last change, and the rank's run-queue time at that change."""
+    """The value of a field in a heartbeat row. `at`: the time of its last change. `in_line`: the rank's run-queue
+    seconds at that time."""
 
     word: int
     at: float
@@ -180,25 +183,26 @@ class _ObservedField:
 
 @dataclass
 class HangDetector:
-    """Detects hangs of one generation. `look` is called several times a second."""
+    """Detects hangs of one generation. `holdings` has the heartbeat rows. `patience`: the minimum limit of silence
+    during training in seconds; 0 disables the detector."""
 
     holdings: SharedFileStore
     patience: float
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
-    """Returns the statistics of a process on any machine."""
+    """Returns the statistics of a rank's process. On several machines, the process may be on a node."""
     pace: StepPace = field(default_factory=StepPace)
     blind: Callable[[], bool] = lambda: False
-    """Whether heartbeats are missing because a node sends nothing. Then no rank is reported, since all other ranks wait
-    for the ranks of this node."""
+    """Returns whether heartbeats are missing because a node sends nothing. Then no rank is reported, since all other
+    ranks wait for the ranks of this node."""
     terms: HangLimits = CPU_LIMITS
     _seen: dict[int, _ObservedField] = field(default_factory=dict)
     _waits: dict[int, _ObservedField] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
     _work: dict[int, ProcStats] = field(default_factory=dict)
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """For each rank that waits for its disk: the time at which the wait began, and the bytes that the rank had moved by
-    then."""
+    """For each rank outside of training: the bytes that it had moved when its last wait for a disk began, and the time
+    of this beginning."""
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
@@ -207,14 +211,15 @@ class HangDetector:
         self._first = self.holdings.column(HeartbeatField.beat)
 
     def look(self, living: Mapping[int, int]) -> HangReport | None:
-        """Checks all ranks and returns a report if one of them hangs. `living` maps each rank to its process id."""
+        """Checks all ranks. Returns a report if a rank hangs, else None. `living`: the process id of each living rank;
+        0 if it is not forked yet."""
         if not self.patience:
             return None
         now = self.clock()
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
-        if self.blind() or not all(living.values()):  # process id 0: this rank is not forked yet
+        if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted from later on
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -239,7 +244,7 @@ class HangDetector:
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
         ):
-            return None  # these ranks have sent no heartbeat and may never send any
+            return None  # without any heartbeat in this generation, ranks may run code that sends none
         _, *running = self._limits
         shortest = min(running)
         delayed = {
@@ -256,7 +261,7 @@ class HangDetector:
         return self._judge(delayed, silent, living) if delayed else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """Ends the silence of all ranks outside of training while one of them is at work ([Note: at work])."""
+        """Resets the silence of all ranks outside of training if one of them is at work ([Note: at work])."""
         extra: dict[int, ProcStats] = {}
         at_work = False
         first, last = RankPhase.data, self.terms.last
@@ -288,8 +293,7 @@ class HangDetector:
             self._work[rank] = signs
 
     def _count_steps(self) -> None:
-        """Records the steps that ranks report. Several steps may pass between two checks, and a generation may end
-        before the next check."""
+        """Records the newest step in the heartbeat rows and its duration. Several steps may pass between two checks."""
         step, took = max(
             zip(self.holdings.column(HeartbeatField.step), self.holdings.column(HeartbeatField.took), strict=True)
         )
@@ -300,8 +304,8 @@ class HangDetector:
 
     @property
     def _limits(self) -> tuple[float, float, float]:
-        """The three limits of silence in seconds: for a rank that a signal has stopped, for a rank that trains, and for
-        any other rank."""
+        """Returns the limits of silence in seconds: for a process that a signal has stopped, for a rank that trains,
+        and for any other rank."""
         typical, other = self.pace.typical, max(self.terms.otherwise, 10 * self.patience)
         warm = TIMEOUT_STEPS * self.pace.first if self._warm < WARMUP_STEPS else 0.0
         trains = max(self.patience, self.terms.patience, warm) if self.pace.is_known else other
@@ -328,7 +332,7 @@ class HangDetector:
                 self._place(other) < self._place(rank) and not self._trains(other)
                 for other in living.keys() - overdue.keys()
             ):
-                return None  # `other` is within its longer limit, and `rank` may wait for `other` without publishing it
+                return None  # `rank` may wait for `other` without publishing it, and `other` is within its limit
             return HangReport(
                 rank,
                 silent[rank],
@@ -351,8 +355,8 @@ class HangDetector:
         return None
 
     def _behind(self, overdue: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
-        """Returns a report on the rank that is behind all others, for ranks that do not publish what they wait for.
-        Returns None while any rank makes progress."""
+        """Returns a report on the rank that is furthest behind, on devices where ranks cannot publish for whom they
+        wait. Returns None while any rank makes progress."""
         if overdue < living.keys():
             return None
         first, *others = sorted(living, key=self._place)
@@ -373,8 +377,8 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
-        """Returns whether `rank` publishes that it waits, but has not checked for the awaited data in half of its
-        limit. Time without a CPU core does not count."""
+        """Returns whether `rank` has not checked for the data that it awaits for longer than half of its limit. Time in
+        the run queue does not count."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

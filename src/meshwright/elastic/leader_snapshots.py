@@ -1,4 +1,5 @@
-"""The in-memory snapshots of the leader's machine, and those that it adopts from nodes whose leader was lost."""
+"""Manages the in-memory snapshots on the leader's machine, and adopts those of nodes whose leader was lost. The
+leader's agent (cluster_agent.py) uses it."""
 
 from __future__ import annotations
 
@@ -23,11 +24,8 @@ MIRRORED_FIELDS = ("number", "whole", "seconds", "why")
 
 
 class LeaderSnapshots:
-    """The snapshots of the leader's machine: `shared` by the key of their set, the `server` that serves them to other
-    nodes, and the `rounds` in which nodes replicate theirs.
-
-    `put` passes an event to the loop of the leader, `tell` a message to a node. `job` identifies the run to nodes.
-    """
+    """The snapshots on the leader's machine. `shared`: by the key of their set. `server`: serves them to other nodes.
+    `rounds`: coordinates the replication between nodes. `job`: the digest that identifies job and run to nodes."""
 
     def __init__(
         self,
@@ -38,7 +36,8 @@ class LeaderSnapshots:
         put: Callable[[IpcMessage], None],
         tell: Callable[..., None],
     ) -> None:
-        """Starts the server and the replicator."""
+        """Starts the server and the replicator. `put` passes an event to the loop of the leader, `tell` sends a message
+        to a node. `locations`: the record of snapshot locations."""
         self.shared: dict[str, SharedFileStore] = {}
         self.job = ""
         self._outside, self._locations = outside, locations
@@ -50,15 +49,16 @@ class LeaderSnapshots:
         self.rounds = ReplicationCoordinator(self.server.address, locations, mirror, tell, outside.clock)
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """Registers the store to which the next ranks write."""
+        """Registers `holdings`, to which the next ranks write their snapshots."""
         self.shared = {key: stored for key, stored in self.shared.items() if stored.is_open} | {holdings.key: holdings}
         self.rounds.begin(holdings)
 
     def adopt(
         self, policy: AdoptionPolicy | None, inventories: Mapping[str, Any]
     ) -> tuple[AdoptedSnapshots | None, list[str]]:
-        """Returns the newest complete set among those that this node has retained and those of other nodes, whose
-        messages are in `inventories` by address, and why some are not adopted. Closes all other sets of this node."""
+        """Adopts the newest complete set of snapshots that this node and other nodes have retained, or None. Also
+        returns the reasons why other snapshots are not adopted. `inventories`: the messages of other nodes, by address.
+        All other sets of this node are closed."""
         if policy is None:
             return None, []
         self.job, retained = policy.job, policy.retained
@@ -88,7 +88,7 @@ class LeaderSnapshots:
         return AdoptedSnapshots(newest.generation, holdings, False, 0.0), reasons
 
     def _open(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
+        with contextlib.suppress(KeyError, OSError):  # the snapshots of these ranks were closed
             return self.shared[key].lend(rank)
         return None
 

@@ -1,16 +1,15 @@
-"""The agent of one machine: it starts the fork server, sends commands, receives events and cleans up.
+"""Manages the ranks of one machine: starts the fork server that forks them, sends commands, receives events and cleans
+up. The supervisor uses it. The agents of several machines (cluster_agent.py, node.py) build on it.
 
-`SystemInterface` contains a supervisor's access to the system: connections to other machines, waiting for events, and
-the clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by one with virtual time.
+`SystemInterface` has a supervisor's access to the system: connections to other machines, waits for events, and the
+clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by an interface with virtual time.
 
-The fork server (meshwright.train.forkserver) belongs to the execution packages. So this package starts it by name
-(local_agent.py) and does not import it.
-
-`ForkServerProcess` is the fork server process of one machine, as its parent uses it: its pipes, its events, its end.
+The fork server (meshwright.train.forkserver) belongs to the execution packages, which this package must not import. So
+it starts the fork server by the name of the module.
 
 The fork server has its own process group, so that Ctrl-C in the terminal reaches only the supervisor. `close` kills the
-whole group and reaps the processes that are left. While the fork server runs, the supervisor adopts orphans
-(PR_SET_CHILD_SUBREAPER). So it also reaps ranks whose fork server was killed.
+whole group and reaps the remaining processes. While the fork server runs, the supervisor adopts orphans
+(PR_SET_CHILD_SUBREAPER). So it can also reap ranks whose fork server was killed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ FORK_SERVER_EXIT_SECONDS = 2.0
 
 
 class ForkServerProcess:
-    """A running fork server. The fork server and its children inherit the open files `inherited`."""
+    """The fork server process of one machine, from the view of its parent. `module`: the module to run. `warm`: the
+    modules that it imports before it forks. It and its children inherit the descriptors `inherited`."""
 
     def __init__(
         self, module: str, log: Path, warm: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
@@ -70,27 +70,27 @@ class ForkServerProcess:
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(self._events, selectors.EVENT_READ)
         self._ready: list[IpcMessage] = []
-        """The fork server's `ready` event, for an agent that reuses this process."""
+        """The event `ready` of the fork server, for an agent that reuses this process."""
         self._pending: list[IpcMessage] = []
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Returns the process id of the fork server."""
         return self._process.pid
 
     @property
     def handle(self) -> int:
-        """The descriptor that is readable when there are events."""
+        """Returns the descriptor that is readable if there are events."""
         return self._events.fileno()
 
     def send(self, message: IpcMessage) -> None:
-        """Sends a command. If the fork server has died, `read` reports it."""
-        with contextlib.suppress(BrokenPipeError, ValueError):  # the fork server has died, or its pipe is closed
+        """Sends a command. If the fork server has died, nothing happens; `read` reports its death."""
+        with contextlib.suppress(BrokenPipeError, ValueError):  # raised if the fork server has died or was closed
             write_message(self._commands.fileno(), message)
 
     def read(self, timeout: float) -> tuple[list[IpcMessage], bool]:
         """Waits at most `timeout` seconds for an event. Returns the new events, and whether the fork server has
-        died."""
+        ended."""
         messages, self._pending = self._pending, []
         if messages or not self._waiting.select(timeout):
             return messages, False
@@ -99,20 +99,20 @@ class ForkServerProcess:
         return messages, ended
 
     def repeat_ready(self) -> None:
-        """Lets `read` return the `ready` event once more, to an agent that reuses this process."""
+        """Makes `read` return the event `ready` again, to an agent that reuses this process."""
         self._pending = self._ready
 
     def status(self) -> int | None:
-        """Returns the exit status (negative for a signal), or None while the process runs."""
+        """Waits up to FORK_SERVER_EXIT_SECONDS for the end of the process. Returns its exit code, the negative number
+        of a signal, or None if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(FORK_SERVER_EXIT_SECONDS)
         return None
 
     def close(self) -> None:
-        """Ends the fork server and every rank. A system error in one part of the cleanup does not prevent the
-        others."""
+        """Ends the fork server and every rank. A system error in one cleanup action does not prevent the others."""
         with contextlib.suppress(OSError):
-            self._commands.close()  # makes the fork server kill its ranks and exit
+            self._commands.close()  # the fork server then kills its ranks and exits
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self._process.wait(FORK_SERVER_EXIT_SECONDS)
         with contextlib.suppress(OSError):
@@ -126,9 +126,9 @@ class ForkServerProcess:
         _become_subreaper(False)
 
     def _reap(self) -> None:
-        """Reaps the dead ranks of a killed fork server."""
+        """Reaps the dead ranks of a killed fork server, which this process has adopted."""
         end = time.monotonic() + FORK_SERVER_EXIT_SECONDS
-        with contextlib.suppress(OSError):  # no child is left
+        with contextlib.suppress(OSError):  # raised when no child is left
             while time.monotonic() < end:
                 if os.waitpid(-self._process.pid, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)
@@ -140,14 +140,13 @@ def _become_subreaper(on: bool) -> None:
 
 
 class ReadinessPoller:
-    """Waits until one of several file descriptors is readable. A descriptor is registered only once for any number of
-    waits."""
+    """Waits until one of several descriptors is readable. A descriptor is registered once for all waits."""
 
     def __init__(self) -> None:
         self._ends = selectors.DefaultSelector()
 
     def add(self, handle: int, what: Any) -> None:
-        """Registers `handle`. `wait` returns `what` when `handle` is readable."""
+        """Registers the descriptor `handle`. `wait` returns `what` if it is readable."""
         self._ends.register(handle, selectors.EVENT_READ, what)
 
     def remove(self, handle: int) -> None:
@@ -155,24 +154,21 @@ class ReadinessPoller:
         self._ends.unregister(handle)
 
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        """Waits at most `timeout` seconds until a descriptor is readable, then `linger` seconds for further ones.
-        Returns the registered values of all readable descriptors.
-
-        A readable descriptor in `also` ends the wait but is not returned.
-        """
+        """Waits at most `timeout` seconds until a registered descriptor or one of `also` is readable, then `linger`
+        seconds for further ones. Returns the registered values of all readable descriptors."""
         if wait_readable(timeout, self._ends.fileno(), *also) and linger:  # type: ignore[attr-defined]
             time.sleep(linger)
         return [key.data for key, _ in self._ends.select(0)]
 
     def close(self) -> None:
-        """Closes the selector."""
+        """Closes the poller. The registered descriptors stay open."""
         self._ends.close()
 
 
 def run_periodically(
     do: Callable[[], None], seconds: float, over: threading.Event, failed: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Calls `do` every `seconds` seconds in its own thread, until `over` is set. If a call fails, `failed` receives a
+    """Starts a thread that calls `do` every `seconds` seconds until `over` is set. If a call fails, `failed` receives a
     line."""
 
     def run() -> None:
@@ -200,15 +196,14 @@ CLEANUP_SECONDS = 10.0
 
 
 class LocalAgent:
-    """Manages the ranks of this machine and the process that forks them. As a context manager it leaves no process
-    behind."""
+    """Manages the ranks of this machine and their fork server. As a context manager it leaves no process behind."""
 
     slots: tuple[int, ...] | None = None
-    """The device ids in a run on several machines, else None."""
+    """The ids of all devices in a run on several machines, else None."""
     devices: int = 0
-    """The number of devices of this machine in a multi-node run."""
+    """The number of devices of this machine in a run on several machines, else 0."""
     homes: SnapshotLocations | None = None
-    """The locations of snapshots in a run on several machines, or None if all snapshots are local."""
+    """The record of snapshot locations in a run on several machines, else None."""
     outside: SystemInterface = SystemInterface()
     _server: ForkServerProcess
 
@@ -220,16 +215,17 @@ class LocalAgent:
         before: LocalAgent | None = None,
         lifeline: int | None = None,
     ) -> None:
-        """Starts a fork server, or continues with that of `before`.
+        """Starts a fork server, or reuses that of `before`.
 
-        `before` is a previous agent after `clear`; this agent replaces it. Its fork server is reused if it has
-        preloaded the same modules in the same environment. All processes inherit `lifeline`, the write end of a pipe.
-        The read end shows when all of them have ended.
+        `warm`: the modules that the fork server imports. `environment`: additional variables of its environment.
+        `before`: an agent after `clear`, which this agent replaces. Its fork server is reused if `warm` and
+        `environment` are equal, and closed otherwise. `lifeline`: the write end of a pipe that all processes inherit,
+        so that the read end shows when all of them have ended.
         """
         self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
-        """Returns the name of a device for messages."""
+        """Returns the readable name of a device id."""
         self.ended = True
         if before is None or not self._goes_on_with(before):
             self._open()
@@ -247,7 +243,8 @@ class LocalAgent:
         self.ended = False
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Sends a command to the fork server. If the fork server has died, `events` reports it."""
+        """Sends the command `do` for `rank`, with the fields `more`, to the fork server (train/forkserver.py). If the
+        fork server has died, nothing happens; `ended` becomes True."""
         self._server.send({"do": do, "rank": rank, **more})
 
     def start(
@@ -258,10 +255,11 @@ class LocalAgent:
         holdings: SharedFileStore,
         source: SharedFileStore,
     ) -> None:
-        """Starts a rank for each of `logs`.
+        """Starts a rank for each log file in `logs`.
 
-        `what` is the job of all ranks. Each rank gets a log and a device: from `slots`, or in order if `slots` is
-        empty. Ranks write their snapshots to `holdings` and restore from `source`.
+        `what`: the fields of the command `start` that are equal for all ranks. `slots`: the device id of each rank; if
+        it is empty, ranks take the devices in order. Ranks write their snapshots to `holdings` and resume from those in
+        `source`.
         """
         memory = {"sources": holdings.table(map(source.source, range(source.world))), "single_node": True}
         for rank, log in enumerate(logs):
@@ -269,15 +267,16 @@ class LocalAgent:
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """Waits at most `timeout` seconds and returns the new events. If the fork server has died, `ended` becomes
-        True."""
+        """Waits at most `timeout` seconds for events of the fork server and returns them. If the fork server has died,
+        `ended` becomes True."""
         if self.ended:
             return []
         messages, self.ended = self._server.read(timeout)
         return messages
 
     def clear(self) -> bool:
-        """Ends all ranks. Returns whether the fork server is reusable."""
+        """Kills all ranks. Returns whether the fork server has confirmed this within CLEANUP_SECONDS, so that it is
+        reusable."""
         self.command("clear", 0)
         end = time.monotonic() + CLEANUP_SECONDS
         while not self.ended and time.monotonic() < end:
@@ -287,56 +286,53 @@ class LocalAgent:
 
     @property
     def pid(self) -> int:
-        """The process id of the fork server."""
+        """Returns the process id of the fork server."""
         return self._server.pid
 
     @property
     def handle(self) -> int:
-        """The descriptor that is readable when there are events."""
+        """Returns the descriptor that is readable if there are events."""
         return self._server.handle
 
     def signs(self, process: int) -> ProcStats:
-        """Returns the process statistics of a rank."""
+        """Returns the statistics of the rank with the process id `process`."""
         return read_proc_stats(process)
 
     @property
     def is_blind(self) -> bool:
-        """Whether heartbeats of some ranks cannot arrive now."""
+        """Returns whether heartbeats of some ranks cannot arrive now. On one machine this is always False."""
         return False
 
     @property
     def places(self) -> int | None:
-        """The number of ranks for which there are devices, or None if there is no limit."""
+        """Returns the number of connected devices in a run on several machines, else None."""
         return None if self.slots is None else len(self.slots)
 
     def adopt(self, policy: AdoptionPolicy | None) -> tuple[AdoptedSnapshots | None, list[str]]:
-        """Returns the snapshots that other nodes retained when their leader was lost, and why some are not adopted."""
+        """Returns the snapshots that nodes have retained from a lost leader, or None, and the reasons why some are not
+        adopted. On one machine there are none."""
         return None, []
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """Registers the store to which the next ranks write their snapshots."""
+        """Registers `holdings`, to which the next ranks write their snapshots. Only several machines need it."""
 
     def released(self) -> None:
-        """Records that the snapshots of the previous generation are no longer needed."""
+        """Records that snapshots of earlier ranks are no longer needed. Only several machines need it."""
 
     def again(self) -> None:
-        """Kills the fork server and every rank, and starts a new fork server, which sends `ready`. This also ends ranks
-        that cannot be killed one by one.
-
-        If the system cannot start it, `ended` is True, as for a fork server that dies at once.
-        """
+        """Kills the fork server and every rank, and starts a new fork server, which sends `ready`. This also ends a
+        rank that a signal to it alone does not end. If the system cannot start a process, `ended` is True."""
         self.close()
         with contextlib.suppress(OSError, storage.StorageFailed):
             self._open()
 
     def status(self) -> int | None:
-        """Returns the exit status of a fork server that has closed its pipe (negative for a signal), or None if it
-        still runs."""
+        """Returns the exit code of a fork server that has closed its pipe, the negative number of a signal, or None if
+        it still runs."""
         return self._server.status()
 
     def close(self) -> None:
-        """Ends the fork server and every rank. A system error in one part of the cleanup does not prevent the
-        others."""
+        """Ends the fork server and every rank."""
         self._server.close()
         self.ended = True
 

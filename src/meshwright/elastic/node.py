@@ -1,34 +1,34 @@
-"""The agent of one node in a multi-node run. The ranks of the node and their in-memory snapshots are on this machine;
-the leader's supervisor controls them.
+"""Runs the ranks of one node in a run on several machines. `meshwright train` uses it on every machine except the
+leader's. The leader's supervisor controls the ranks through a connection (cluster_agent.py).
 
 Guarantees:
-- The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. So no
+- The ranks of this node end if the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. So no
   disconnected part of the cluster continues separately.
-- On SIGTERM the node informs the leader. The leader continues with the other nodes and reads the snapshots of this node
-  before the node ends.
+- On SIGTERM the node informs the leader. The leader continues with the other nodes, and reads the snapshots of this
+  node before the node ends.
 - No process is left behind.
-- When the leader is lost, the node retains its snapshots and replicas for the next leader (snapshot_inventory.py).
+- If the leader is lost, the node retains its snapshots and replicas for the next leader (snapshot_inventory.py).
 
 Messages from the leader:
 
-    sources: key, source, runs: the locations of the snapshots that ranks restore from (shared_files.py); job:
-        identifies the run.
-    start: the job of the ranks, and for each rank here its index, device and log.
+    sources: key: the set of snapshots that ranks write; source, runs: the set from which they resume, and its locations
+        (shared_files.py); job: the digest of job and run.
+    start: the job of the ranks, and the index, device and log of each rank on this node.
     tell, signal: forwarded to the fork server (train/forkserver.py).
-    again: kill all ranks with their fork server, since some cannot be killed alone, and start a new fork server.
+    again: kill all ranks with their fork server, since a rank may not end otherwise, and start a new fork server.
     mirror: number, key, step, address, ranks: replicate the snapshots of these ranks (snapshot_replication.py).
     keep: key, steps: ranks must not overwrite their snapshots of these steps.
-    alive: sent periodically.
+    alive: has no content; the leader sends it periodically.
     end: the exit code and the last line of the run.
 
 Messages from this node:
 
     lends: the address of the node's snapshot server; copies: the inventory of the snapshots that it has retained.
     started, said, ended, ready: as from a fork server.
-    mirrored: the request number, whether all replicas are complete, the seconds of copying, and what failed.
+    mirrored: the request number, whether all replicas are complete, the seconds of copying, and an error text.
     degraded: a line about a background thread that has failed.
     pulse: generation, the heartbeat rows that have changed, and the process statistics of each rank (proc_stats.py).
-    node_leaving: a signal requests this node to leave.
+    node_leaving: the signal that requests this node to leave.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05
 NODE_TIMEOUT_SECONDS = 15.0
-"""Seconds without a message after which the other side counts as lost. An interruption of the link for a third of this
-time has no consequences."""
+"""Leader and node count each other as lost after this time without a message. An interruption of the link for a third
+of this time has no consequences."""
 
 NODE_KEEPALIVE_SECONDS = 1.0
-"""Maximum seconds between two messages."""
+"""A node sends at least one message in this time."""
 
 LEADER_LOST_EXIT = (75, "")
 
 
 class NodeAgent:
-    """Serves one run as the node with index `number` and address `host`. `environment` is the environment of its ranks.
-    The hello message of the leader names the modules to preload and the log folder."""
+    """Runs the ranks of this node in one run. The hello message of the leader names the modules that the fork server
+    imports, and the folder of log files."""
 
     outside = SystemInterface()
 
@@ -85,11 +85,12 @@ class NodeAgent:
     ) -> None:
         """Starts the fork server, the snapshot server and the replicator of this node.
 
-        `warm` is a local agent from a previous leader, which may be reused.
+        `link`: the connection to the leader. `host`: the address of this node. `number`: its index. `environment`: of
+        its ranks. `warm`: the agent from a lost leader, whose fork server may be reused.
         """
         raise_open_file_limit(0)
         self.every = TICK_SECONDS
-        """Minimum seconds between two heartbeat messages."""
+        """The minimum seconds between two heartbeat messages."""
         self.link, self.number, self.environment = link, number, environment
         logs = Path(link.hello["logs"])
         with storage.failures_as_one_line(logs):
@@ -100,8 +101,8 @@ class NodeAgent:
         self.holdings: dict[str, SharedFileStore] = {}
         self.generation, self.key, self._job = -1, "", ""
         self.retained: RetainedSnapshots | None = None
-        """The snapshots from under the previous leader, until this leader starts ranks here; after `end`, those of this
-        node if the leader was lost."""
+        """The snapshots from a lost leader, until the current leader starts ranks. After `end`, the snapshots of this
+        node if the current leader was lost."""
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
@@ -117,15 +118,13 @@ class NodeAgent:
         return LocalAgent(log, hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # the ranks whose snapshots were needed no longer exist
+        with contextlib.suppress(KeyError, OSError):  # the requested snapshots were closed
             return self.holdings[key].lend(rank)
         return None
 
     def run(self) -> tuple[int, str]:
-        """Serves the run until it ends. Returns its exit code and the last line of the leader.
-
-        LEADER_LOST_EXIT means that the leader is lost; `agent` may then still be open and reusable.
-        """
+        """Runs until the run ends. Returns its exit code and its last line, or LEADER_LOST_EXIT if the leader is lost.
+        In this case `agent` may still be open, so that the next leader can reuse it."""
         how = (1, "")
         try:
             with stop_signal_handler(self._on_signal):
@@ -140,18 +139,16 @@ class NodeAgent:
         return how
 
     def begin(self) -> None:
-        """Sends the address of the snapshot server of this node, and the inventory of what it has `retained`.
-
-        Raises: OSError when the leader is lost, as `turn` does.
-        """
+        """Sends the address of the snapshot server of this node, and the inventory of its `retained` snapshots. Raises
+        OSError if the leader is lost."""
         copies = {}
         if self.retained is not None:
             self.holdings, copies = self.retained.sets, {"copies": self.retained.inventory()}
         self._say(event="lends", address=self.lender.address, **copies)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Closes everything. `agent` stays open only if it is reusable and the next leader may need it. The same holds
-        for snapshots, which nobody writes any more."""
+        """Closes connection, servers and snapshots, and ends the ranks. `how`: the result of `run`. If the leader was
+        lost, the snapshots stay open for the next leader, and so does `agent` if it is reusable."""
         is_lost = how == LEADER_LOST_EXIT and not self.leaving
         if not is_lost or not self.agent.clear():
             self.agent.close()
@@ -172,16 +169,16 @@ class NodeAgent:
         self.holdings.clear()
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """Records the signal. It sends nothing, because it may have interrupted a send that has the lock of the
-        channel."""
+        """Records the signal. The handler must not send, since it may have interrupted a send that has the lock of the
+        connection."""
         self.leaving = self.leaving or signal.Signals(number).name
 
     def _wait(self) -> None:
         wait_readable(TICK_SECONDS, self.link.handle, *(() if self.agent.ended else (self.agent.handle,)))
 
     def turn(self) -> tuple[int, str] | None:
-        """Handles all pending events and messages. Returns the exit code and last line once the run has ended, else
-        None."""
+        """Handles all pending events and messages. Returns the result of `run` if the run has ended or the leader is
+        lost, else None. Raises OSError if the leader is lost."""
         for event in self.agent.events(0):
             self._relay(event)
         if self.agent.ended:
@@ -210,14 +207,14 @@ class NodeAgent:
             self._job = message["job"]
             self._settle(message["key"], message["source"], message["runs"])
         elif message["do"] == "start" and "ranks" in message:
-            self._start(message)  # a start message without "ranks" is a device probe, which has no snapshots
+            self._start(message)  # without "ranks", the message starts a device probe and goes to the fork server
         elif message["do"] == "keep":
             if message["key"] in self.holdings:
                 self.holdings[message["key"]].keep(message["steps"])
         elif message["do"] == "mirror":
             try:
                 self.mirror.order(replication_request(message, self.holdings[message["key"]]))
-            except (KeyError, OSError) as error:  # the ranks no longer exist, or no descriptor is left
+            except (KeyError, OSError) as error:  # the set of snapshots was closed, or no descriptor is left
                 self._was_mirrored(
                     message["number"], False, 0.0, Message("node {node}: {line}", node=self.number, line=error)
                 )
@@ -225,8 +222,8 @@ class NodeAgent:
             self.agent.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
-        """Resolves the locations of the snapshots that the next ranks restore from. Closes snapshots that no rank can
-        read any more."""
+        """Records where the next ranks find the snapshots in the set `source`, from which they resume. Closes the
+        snapshots that are no longer needed. `key`: the set that these ranks write."""
         here, self.retained = self.lender.address, None
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
@@ -236,8 +233,8 @@ class NodeAgent:
             found.release({*ranks_stored_at(runs, here), *self.mirror.ranks})
 
     def _start(self, message: IpcMessage) -> None:
-        """Starts ranks. Their heartbeat rows and snapshots are local. They read snapshots of other nodes over the
-        network."""
+        """Starts the ranks in `message`. Their heartbeat rows and snapshots are on this machine. They read the
+        snapshots of other nodes over the network."""
         key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
         if key not in self.holdings:
             self.holdings[key] = self.outside.holdings(message["world"])
@@ -247,15 +244,15 @@ class NodeAgent:
         self._rows.clear()
         memory = {"sources": holdings.table(self._sources), "single_node": False}
         for rank, device, log in ranks:
-            # The rank is registered before its process exists. If the fork server dies before the fork, the rank is
-            # still reported as ended.
+            # The rank is registered before its process exists: if the fork server dies before the fork, `_bury` must
+            # still report the rank as ended.
             self.processes.setdefault(rank, 0)
             self.agent.command(
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
             )
 
     def _was_mirrored(self, number: int, whole: bool, seconds: float, why: str = "") -> None:
-        """Reports a finished replication to the leader. The replicator's thread calls it."""
+        """Sends the result of a replication request to the leader. The replicator's thread calls it."""
         with contextlib.suppress(OSError):
             self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds, "why": why})
 
@@ -266,7 +263,7 @@ class NodeAgent:
 
     def _relay(self, event: IpcMessage) -> None:
         if event["event"] == "ready":
-            event = {"event": "ready"}  # the secret of the local rendezvous store does not leave this node
+            event = {"event": "ready"}  # the secret of the local rendezvous store must not leave this node
         elif event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
@@ -275,19 +272,18 @@ class NodeAgent:
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
                 event["oom"] = True
-                # The cause names the memory limit of this node.
+                # The text is made here, since it names the memory limit of this node.
                 event["words"] = failure_cause(RankExit(event["rank"], 0.0, event["status"], kills=event["kills"]))
         self._say(**event)
 
     def _bury(self) -> None:
-        """Reports every rank as ended after the fork server has died, and starts another fork server."""
+        """Reports every rank as ended, since the fork server has died, and starts a new fork server."""
         for rank in list(self.processes):
             self._relay({"event": "ended", "rank": rank, "generation": self.generation, "status": -signal.SIGKILL})
         self.agent.again()
 
     def _show(self) -> None:
-        """Sends heartbeat rows when some of them have changed, and at least one message every
-        NODE_KEEPALIVE_SECONDS."""
+        """Sends the heartbeat rows that have changed, and at least one message every NODE_KEEPALIVE_SECONDS."""
         now = self.outside.clock()
         if now < self._said + self.every:
             return

@@ -1,4 +1,5 @@
-"""Reads what the kernel reports about a local process. The process itself need not cooperate."""
+"""Reads the statistics of a local process from /proc, without its cooperation. The hang detector and the supervision of
+the checkpoint writer use them to see whether a process makes progress."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import NamedTuple
 
 
 class ProcStats(NamedTuple):
-    """The statistics of a process: the state letter of /proc, the seconds that its main thread spent in the run queue,
-    its CPU seconds, and the bytes that it has read and written."""
+    """The statistics of a process. `state`: the state letter of /proc/PID/stat. `in_line`: the seconds that its main
+    thread has waited in the run queue. `computed`: its CPU seconds. `moved`: the bytes that it has read and written,
+    page faults included."""
 
     state: str = ""
     in_line: float = 0.0
@@ -17,12 +19,12 @@ class ProcStats(NamedTuple):
     moved: float = 0.0
 
     def rounded(self) -> tuple[str, float, float, float]:
-        """Returns the values in the precision in which they are sent: milliseconds and whole bytes."""
+        """Returns the values in the precision in which nodes send them: milliseconds and whole bytes."""
         return self.state, round(self.in_line, 3), round(self.computed, 3), round(self.moved)
 
 
 def read_proc_stats(process: int) -> ProcStats:
-    """Returns the statistics of a process, with default values if it does not exist."""
+    """Returns the statistics of the process with the id `process`, or default values if it does not exist."""
     fields = _stat_fields(process)
     if not fields:
         return ProcStats()
@@ -32,7 +34,7 @@ def read_proc_stats(process: int) -> ProcStats:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; an empty list if there is no such process."""
+    """Returns the fields of /proc/PID/stat from the state letter on, or an empty list if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -40,8 +42,8 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def run_queue_seconds(process: int) -> float:
-    """Returns the seconds that the main thread of a process spent in the run queue; 0 if the system does not report
-    them."""
+    """Returns the seconds that the main thread of a process has waited in the run queue, or 0 if the system does not
+    report them."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -49,8 +51,8 @@ def run_queue_seconds(process: int) -> float:
 
 
 def _io_bytes(process: int) -> int:
-    """Returns the bytes that a process has read and written by system calls. Bytes of mapped files are not included:
-    they appear as page faults."""
+    """Returns the bytes that a process has read and written by system calls. Accesses to mapped files are not among
+    them: they appear as page faults."""
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()[:2]
         return sum(int(line.partition(":")[2]) for line in lines)

@@ -1,13 +1,13 @@
-"""Plans the run for another number of ranks, and reads the number of ranks that the user requests.
+"""Plans a run for another number of ranks or for less memory, and reads the number of ranks that the user requests. The
+supervisor uses it while training is paused, so planning has a time limit.
 
-Rule: The search that chose the first plan is repeated for the same job on the available devices. It considers only
-plans that can run, and ignores pinned settings, since these were made for another number of ranks. If no plan fits in
-memory or divides the batch, the next smaller number of ranks is tried. After an OOM, the search takes the fastest plan
-whose estimated memory is at most MAX_MEMORY_FRACTION of the current plan's. Batch size, sample order and learning rate
-belong to the workload and do not change.
+The search that chose the first plan is repeated for the job on the available devices. It considers only plans that the
+runtime can run. It ignores pins (plan fields that the user has fixed), since these were chosen for another number of
+ranks. If no plan fits in memory or divides the batch, the next smaller number of ranks is tried. After an OOM, the
+search chooses the fastest plan whose estimated memory is at most MAX_MEMORY_FRACTION of the current plan's. Batch size,
+sample order and learning rate belong to the workload and do not change.
 
-RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a time limit, because
-training is paused meanwhile.
+The user requests a number of ranks by writing it to the file `ranks` in the run folder, such as `echo 3 > RUN/ranks`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,28 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 RANKS_FILE = "ranks"
 MAX_MEMORY_FRACTION = 0.8
-"""The maximum estimated memory of a lower-memory plan, as a fraction of the estimate for the plan that ran out of
-memory."""
+"""After an OOM, the estimated memory of the new plan is at most this fraction of the old plan's estimate."""
 
 MAX_RANKS_FILE_BYTES = 12
-"""Maximum bytes that are read from RUN/ranks."""
+"""At most this number of bytes is read from the file `ranks`."""
 
 PLANNING_SECONDS = 60.0
-"""Seconds after which planning is aborted, even during a search. Then the run continues as before."""
+"""Planning is aborted after this time, even during a search. Then the run continues as before."""
 
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt to interrupt a search if an exception would do harm now."""
+"""If an exception would do harm now, the next attempt to interrupt the search is made after this time."""
 
 MAX_CANDIDATE_PLANS = 1000
-"""The number of plans, fastest first, among which a lower-memory plan is searched."""
+"""A lower-memory plan is searched among this number of fastest plans."""
 
 
 def plan_for_devices(
     job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Job | None, Plan]:
-    """Returns the job on at most `devices` devices of its first kind of node, and the best plan for it.
+    """Returns `job` on at most `devices` devices of its first node group, and the best plan for it.
 
-    `job` is None only for a model without a cost estimate. The plan is then data parallelism for `workload`.
-
-    Raises: NothingFits if there is no plan.
+    `job` is None for a model without a cost estimate. The plan is then data parallelism for `workload`. Raises
+    NothingFits if there is no plan, or if none was found in PLANNING_SECONDS.
     """
     end = clock() + PLANNING_SECONDS
     for count in range(devices, 0, -1):
@@ -95,29 +93,27 @@ def _planning_expired(fewest: int, most: int) -> NothingFits:
 
 
 class PlanningTimeout(BaseException):
-    """The search has exceeded its time limit. This class is not an Exception, so that no handler inside the search
-    catches it."""
+    """Raised if the search has exceeded its time limit. It does not derive from Exception, so that no handler inside
+    the search catches it."""
 
 
 @contextlib.contextmanager
 def limit_planning_time(seconds: float) -> Iterator[None]:
-    """Interrupts the search in the block after `seconds` seconds.
+    """A context that raises PlanningTimeout in its block after `seconds` seconds, by the signal SIGALRM.
 
-    Only the main thread, in which a supervisor plans, can be interrupted. In other threads, and if the process already
-    uses the timer, there is no limit. At the end the previous signal handler is restored.
-
-    Raises: PlanningTimeout.
+    There is no limit outside of the main thread (a supervisor plans in the main thread), or if the process already uses
+    the timer. The previous signal handler is restored at the end.
     """
     if (
         threading.current_thread() is not threading.main_thread()
         or any(signal.getitimer(signal.ITIMER_REAL))
-        or signal.getsignal(signal.SIGALRM) is None  # a handler of a C library, which cannot be restored
+        or signal.getsignal(signal.SIGALRM) is None  # a C library has set the handler, which Python cannot restore
     ):
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # an exception here would leave a half-imported module, or would be lost in a destructor
+        # An exception during an import would leave a half-imported module, and one in a destructor would be lost.
         while frame is not None:
             if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.startswith("<frozen importlib"):
                 signal.setitimer(signal.ITIMER_REAL, POSTPONE_SECONDS)
@@ -132,14 +128,14 @@ def limit_planning_time(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-    finally:  # also reached if the time ends while the timer is being switched off
+    finally:  # a separate block, since the signal may arrive while the timer is being switched off
         signal.signal(signal.SIGALRM, before)
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
     """Returns a group of `count` devices like those of `group`. If the devices fit in one node or fill several nodes,
-    that is the layout. Otherwise each device gets its own node with one device's fraction of the node's resources, so
-    that no link is assumed to be faster than it is.
+    that is the layout. Otherwise each device gets its own node, with one device's fraction of the resources of a node.
+    So no link is assumed to be faster than it is.
 
     >>> from meshwright.planner.inputs.clusters import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]
@@ -156,10 +152,8 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
 
 
 def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
-    """Returns the fastest plan for the same devices that takes at most MAX_MEMORY_FRACTION of the memory of `plan`.
-
-    Raises: NothingFits if there is no such plan.
-    """
+    """Returns the fastest plan for the job's devices that takes at most MAX_MEMORY_FRACTION of the memory of `plan`.
+    Raises NothingFits if there is no such plan, or if none was found in time."""
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)
@@ -184,26 +178,27 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
 
 @dataclass
 class RankCountRequest:
-    """Reads the requested number of ranks from RUN/ranks. Invalid content is reported in one line and ignored."""
+    """Reads the number of ranks that the user requests in the file `ranks` of the run folder. Invalid content is
+    reported to `note` in one line and ignored."""
 
     folder: Path
     note: Callable[[str], None]
     full: int
-    """The planned number of ranks."""
+    """The number of ranks for which the run was planned."""
     _said: str = ""
 
     def __call__(self, places: int | None) -> int | None:
-        """Returns the requested number of ranks once and removes the file. Returns None without a valid request.
+        """Returns the requested number of ranks and removes the file. Returns None if there is no valid request.
 
-        The maximum is the planned number of ranks, or a larger limit: `places` on several machines, the CPU count on
-        one machine.
+        `places`: the number of ranks for which the machines have devices, or None on one machine. A request may be at
+        most this number (on one machine, the CPU count), or the planned number if that is larger.
         """
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE
         try:
             content = storage.read_file(path, most=MAX_RANKS_FILE_BYTES).strip()
             if not content:
-                return None  # the file is still being written
+                return None  # an empty file is still being written
             storage.remove(path)
         except FileNotFoundError:
             return None
@@ -232,22 +227,23 @@ class RankCountRequest:
         return wanted
 
     def _say(self, line: str) -> None:
-        """Reports `line` only once, even if the file is read several times."""
+        """Reports `line` unless it was the last line reported, since the file is read repeatedly."""
         if line != self._said:
             self.note(line)
         self._said = line
 
 
 RANKS_FILE_SECONDS = 0.2
-"""Seconds between checks of RUN/ranks."""
+"""The file `ranks` is read at most once in this time."""
 
 
 @dataclass
 class PendingChange:
-    """What the next generation changes: the number of ranks (`world`) or the plan (`leaner`). A field is None without a
-    change.
+    """The change that the next generation makes. `world`: the new number of ranks, or None. `leaner`: the job under a
+    plan that takes less memory, or None.
 
-    `request` reads RUN/ranks. `places` is the number of ranks for which there were devices at the last check.
+    `request` reads the user's request. `places`: the number of ranks for which there were devices at the last check, or
+    None on one machine.
     """
 
     request: RankCountRequest
@@ -257,13 +253,13 @@ class PendingChange:
     _looked: float = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Returns whether to check RUN/ranks and the nodes at `now`."""
+        """Returns whether the user's request and the nodes must be checked at the time `now`."""
         if now < self._looked + RANKS_FILE_SECONDS:
             return False
         self._looked = now
         return True
 
     def has_room_changed(self, places: int | None) -> bool:
-        """Returns whether nodes have joined or are leaving since the last check."""
+        """Returns whether the number `places` of ranks for which there are devices has changed since the last check."""
         before, self.places = self.places, places
         return places not in (None, before)

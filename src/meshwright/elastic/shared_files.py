@@ -1,26 +1,23 @@
-"""Owns the memory files of ranks, and records on which nodes their snapshots are.
+"""Owns the memory files of ranks (in-memory snapshots and heartbeat rows), and records on which nodes snapshots are.
+The supervisor and the agents that start ranks use it.
 
-`SharedFileStore`: memory of ranks that survives a rank, because this process keeps it open: in-memory snapshots and
-heartbeat rows.
-
-An anonymous file exists as long as any process has it open. Ranks open it through the path of this process's
-descriptor. When this process ends, the memory is freed, and only the checkpoint on disk remains. A system without
-anonymous files has no in-memory snapshots.
+`SharedFileStore` creates the files. They are anonymous files (memfd), which exist as long as any process has them open.
+So they survive a rank, because the supervisor's process keeps them open. Ranks open them by the path of its descriptor.
+When the supervisor ends, the memory is freed, and only the checkpoint on disk remains. A system without anonymous files
+has no in-memory snapshots.
 
 Only the ranks of this machine, and the ranks whose snapshots this machine replicates, have a file here. So the number
-of open files does not grow with the world size. A further file, the location table, has one line for each rank with the
+of open files does not grow with the world size. Another file, the location table, has a line for each rank with the
 location of its snapshots. So the size of a start message does not depend on the world size.
 
-`SnapshotLocations` is the leader's record of the nodes that have each rank's snapshots and their replicas.
+`SnapshotLocations` is the leader's record of the nodes that have each rank's snapshots and replicas. The snapshots of a
+rank are read from the node where the rank ran. If this node is lost, they are read from a complete replica, or they are
+lost if there is no replica. The locations from which a generation reads are fixed at its start, because its ranks may
+run on other nodes than before. If it fails before all its ranks have a snapshot, the next generation reads from the
+locations of the failed one.
 
-Rule: The snapshots of a rank are read from the node where the rank ran. If this node is lost, they are read from a
-complete replica; without one they are lost. The locations from which a generation reads are fixed at its start, because
-its ranks may run on other nodes than before. If it fails before all its ranks have a snapshot, the next generation
-reads from the same locations, since a rank on a new node has no snapshot there yet.
-
-Nodes receive the locations as pairs [address, number of consecutive ranks], in order of rank. There is one pair per
-node, not per rank. Each node expands the pairs into the table that its ranks read (shared_files.py). So the start
-message of a rank does not contain the locations of other ranks.
+Nodes receive the locations as pairs (address, number of consecutive ranks) in order of rank: a pair per node, not per
+rank. Each node expands the pairs into the location table.
 """
 
 from __future__ import annotations
@@ -47,16 +44,16 @@ from meshwright.core.snapshots import (
 
 
 class SharedFileStore:
-    """The shared memory of the ranks of one plan."""
+    """The memory files of the ranks under one plan (a set of snapshots). `key` identifies the set on all nodes."""
 
     system: Any = os
-    """The module whose functions create files. The simulated cluster of the tests replaces it."""
+    """The module with the system calls. The simulated cluster of the tests replaces it."""
 
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
-        """Creates the heartbeat file and the location table.
+        """Creates the heartbeat file and the location table for `world` ranks.
 
-        `adopted` contains the key and the open files of a killed supervisor. The last of these files is the heartbeat
-        file. `close` also closes these files (snapshot_adoption.py).
+        `adopted`: the key and the open files of a killed supervisor (snapshot_adoption.py). The last of these files is
+        the heartbeat file, the others have the snapshots by rank. `close` closes them too.
         """
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(self.system, "memfd_create")
@@ -79,12 +76,12 @@ class SharedFileStore:
     # --- snapshots
 
     def source(self, rank: int) -> str:
-        """Returns the path of the snapshots of a rank, or LOST_LOCATION if they are not on this machine."""
+        """Returns the path of a rank's snapshots on this machine, or LOST_LOCATION if there are none."""
         return _fd_path(self._files[rank]) if rank in self._files else LOST_LOCATION
 
     def table(self, places: Iterable[str]) -> str:
-        """Writes the locations of the snapshots of all ranks for the ranks that start next, and returns the path of the
-        table. The new table replaces the previous table. On a system without anonymous files, the path is empty."""
+        """Writes the location table for the ranks that start next, and returns its path ('' without anonymous files).
+        It overwrites the previous table. `places`: the location of each rank's snapshots."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
             self.system.ftruncate(self._table, 0)
@@ -92,10 +89,8 @@ class SharedFileStore:
         return _fd_path(self._table)
 
     def file(self, rank: int) -> int:
-        """Returns the open file of the snapshots of a rank. Creates the file if there is none.
-
-        Raises: OSError when this store is closed.
-        """
+        """Returns the descriptor of the file with a rank's snapshots. Creates the file if it does not exist. Raises
+        OSError if this store is closed."""
         if not self.is_open:
             raise OSError("these copies are closed")
         if rank not in self._files:
@@ -103,37 +98,36 @@ class SharedFileStore:
         return self._files[rank]
 
     def all_files(self) -> list[str]:
-        """Returns the paths of the snapshots of all ranks, followed by the path of the heartbeats. All ranks must be on
-        this machine."""
+        """Returns the paths of the snapshots of all ranks, then that of the heartbeats. All ranks must be on this
+        machine."""
         return [_fd_path(file) for file in (*map(self.file, range(self.world)), self._pulse)]
 
     def lend(self, rank: int) -> int:
-        """Returns a duplicate of the open file of the snapshots of a rank. The caller must close it.
-
-        Raises: OSError when this machine has no such file.
-        """
+        """Returns a duplicate of the descriptor of a rank's snapshots, which the caller must close. Raises OSError if
+        this machine does not have the file."""
         if rank not in self._files:
             raise OSError("these copies are not here")
         return self.system.dup(self._files[rank])
 
     def mirrored(self, rank: int) -> int:
-        """Returns a duplicate of the open file for the replica of a rank of another machine, and creates the file."""
+        """Creates the file for the replica of another machine's rank, and returns a duplicate of its descriptor, which
+        the caller must close."""
         self.file(rank)
         return self.lend(rank)
 
     def keep(self, steps: Sequence[int]) -> None:
-        """Pins two steps: ranks do not overwrite their snapshots of these steps (core/snapshots.py)."""
+        """Pins the two `steps`: ranks do not overwrite their snapshots of these steps (core/snapshots.py)."""
         for file in self._files.values():
             if self.system.fstat(file).st_size >= HEADER_BYTES:
                 self.system.pwrite(file, array("Q", steps).tobytes(), PINNED_STEPS_FIELD * 8)
 
     def release(self, needed: Collection[int]) -> None:
-        """Closes the snapshots of all ranks that are not in `needed`."""
+        """Closes the files of all ranks that are not in `needed`."""
         for rank in self._files.keys() - set(needed):
             self.system.close(self._files.pop(rank))
 
     def places(self, rank: int) -> dict[str, Any]:
-        """Returns the paths of the memory of a rank on this machine."""
+        """Returns the paths of a rank's memory files on this machine, as fields of its start message."""
         own = _fd_path(self.file(rank)) if self.is_open else ""
         return {"pulse": _fd_path(self._pulse), "own": own, "key": self.key}
 
@@ -144,12 +138,12 @@ class SharedFileStore:
         return Heartbeat(self.memory, rank)
 
     def column(self, word: HeartbeatField) -> list[int]:
-        """Returns one field of all heartbeat rows, by rank."""
+        """Returns the field `word` of all heartbeat rows, by rank."""
         return self._words[word::HEARTBEAT_FIELDS].tolist()
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Returns the step and phase in the last heartbeat of a rank, for the event log. For rank -1, which denotes all
-        ranks, it returns an empty dict."""
+        """Returns rank, step and phase of a rank's last heartbeat, as fields of an event. For rank -1, which denotes
+        all ranks, it returns an empty dict."""
         if rank < 0:
             return {}
         pulse = self.pulse(rank)
@@ -161,11 +155,12 @@ class SharedFileStore:
 
     @property
     def snapshot_step(self) -> int:
-        """The newest step for which every rank of this generation has reported a snapshot."""
+        """Returns the newest step for which every rank of this generation has reported a snapshot."""
         return min(self.column(HeartbeatField.snapshot_step)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Resets the rows of `ranks`, or of all ranks, before a new generation. Snapshots do not change."""
+        """Resets the heartbeat rows of `ranks` (None: of all ranks) before a new generation. Snapshots do not
+        change."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
             for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.snapshot_step):
@@ -177,13 +172,14 @@ class SharedFileStore:
         return bytes(self._words[rank * HEARTBEAT_FIELDS : (rank + 1) * HEARTBEAT_FIELDS])
 
     def heard(self, rows: Sequence[tuple[int, str]]) -> None:
-        """Updates the rows of ranks of other machines. `rows` is the output of `pack_heartbeats`."""
+        """Updates the heartbeat rows of other machines' ranks. `rows`: from `pack_heartbeats`."""
         for rank, run in rows:
             words = memoryview(base64.b64decode(run)).cast("Q")
             self._words[rank * HEARTBEAT_FIELDS : rank * HEARTBEAT_FIELDS + len(words)] = words
 
     def written(self, seconds: float) -> None:
-        """Records that the overlapped save of a checkpoint has ended or failed."""
+        """Records in all heartbeat rows that the overlapped save has ended. `seconds`: its duration, or 0 if it
+        failed."""
         for rank in range(self.world):
             row = self.pulse(rank).row
             row[HeartbeatField.saved] = round(seconds * 1e6) or row[HeartbeatField.saved]
@@ -192,7 +188,7 @@ class SharedFileStore:
     def close(self) -> None:
         """Closes all files."""
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
-        # clears the fields before it closes the files, because other threads duplicate the files
+        # Other threads duplicate the descriptors, so the fields must be cleared before the files are closed.
         self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False
         for file in files:
             with contextlib.suppress(OSError):
@@ -200,7 +196,7 @@ class SharedFileStore:
 
 
 def stored_versions(store: SharedFileStore) -> dict[int, list[SnapshotVersion]]:
-    """Returns the versions of the complete snapshots of each rank that has a file on this machine."""
+    """Returns, by rank, the versions of the complete snapshots in `store` on this machine."""
     found = {}
     for rank, file in store._files.items():
         words = store.system.pread(file, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
@@ -211,8 +207,8 @@ def stored_versions(store: SharedFileStore) -> dict[int, list[SnapshotVersion]]:
 
 
 def pack_heartbeats(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:
-    """Encodes heartbeat rows for sending. Returns, for each sequence of consecutive ranks, the first rank and the
-    encoded fields of their rows.
+    """Encodes heartbeat rows, given as (rank, bytes) in order, for a message. Returns, for each sequence of consecutive
+    ranks, the first rank and their rows in base64.
 
     >>> [(rank, len(words)) for rank, words in pack_heartbeats([(3, bytes(64)), (4, bytes(64)), (6, bytes(64))])]
     [(3, 172), (6, 88)]
@@ -230,27 +226,27 @@ def _fd_path(file: int) -> str:
 
 
 LocationRuns = Sequence[tuple[str, int]]
-"""Pairs of a node's address ('' if the snapshots are lost) and the number of consecutive ranks whose snapshots it
-has."""
+"""The location of the snapshots of all ranks, in order of rank. Each pair has a node's address ('' if the snapshots are
+lost) and the number of consecutive ranks whose snapshots are there."""
 
 
 class SnapshotLocations:
-    """Tracks the locations. A node is identified by the address of its snapshot server."""
+    """The leader's record of the nodes that have snapshots, by the key of the set. A node is identified by the address
+    of its snapshot server."""
 
     def __init__(self) -> None:
         self.alive: set[str] = set()
         """The addresses of the connected nodes."""
         self._homes: dict[str, Sequence[str]] = {}
         self._next: tuple[str, Sequence[str]] | None = None
-        """The key, and the node of each rank of this generation, until all ranks have snapshots on their nodes. Then
-        None."""
+        """The key and the node of each rank of this generation, until all ranks have a snapshot; then None."""
         self._written: set[str] = set()
-        """The keys under which all ranks have written a snapshot."""
+        """The keys of the sets in which all ranks have a snapshot."""
         self._mirrors: dict[str, dict[int, str]] = {}
 
     def start(self, homes: Sequence[str], key: str, source: str) -> LocationRuns:
-        """Records that ranks start on the nodes `homes` (by rank) and write snapshots under `key`. Returns the
-        locations of the snapshots under `source`."""
+        """Records that ranks start on the nodes `homes` (by rank) and write snapshots to the set `key`. Returns the
+        locations of the set `source`, from which they resume."""
         found = self._found(source) or [""] * len(homes)
         at_first = [at or home for at, home in zip(found, homes, strict=True)] if key == source else homes
         self._homes = {saved: lived for saved, lived in self._homes.items() if saved == source} | {key: at_first}
@@ -260,8 +256,8 @@ class SnapshotLocations:
         return [(at, len(list(ranks))) for at, ranks in itertools.groupby(found)]
 
     def adopt(self, key: str, places: Sequence[Sequence[str]]) -> None:
-        """Records that nodes have snapshots under `key` from before this leader. `places` has the nodes of each rank;
-        the first two are used."""
+        """Records that nodes have the set `key` from an earlier leader. `places`: for each rank, the nodes with its
+        snapshot; the first two are used."""
         self._homes[key] = [nodes[0] for nodes in places]
         self._mirrors[key] = {rank: nodes[1] for rank, nodes in enumerate(places) if len(nodes) > 1}
         self._written.add(key)
@@ -275,38 +271,37 @@ class SnapshotLocations:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all ranks of this generation have written a snapshot."""
+        """Returns whether all ranks of this generation have a snapshot."""
         return self._next is None
 
     def settle(self) -> None:
-        """Records that every rank of this generation has written a snapshot on its node."""
+        """Records that all ranks of this generation have a snapshot on their nodes."""
         assert self._next is not None
         (key, homes), self._next = self._next, None
         self._homes[key] = homes
         self._written.add(key)
 
     def has(self, key: str) -> bool:
-        """Returns whether all ranks have written snapshots under `key`, and each rank's snapshot or its replica is
-        available."""
+        """Returns whether all ranks have a snapshot in the set `key`, and a connected node has it or its replica."""
         return key in self._written and all(self._found(key))
 
     def is_safe(self, key: str) -> bool:
-        """Returns whether snapshots under `key` survive the loss of a node: they have replicas, or all ranks run on one
+        """Returns whether the set `key` has replicas on other nodes, or needs none because all ranks run on one
         node."""
         return key in self._mirrors or len(set(self._homes.get(key, ()))) <= 1
 
     def mirrored(self, key: str, mirrors: Mapping[int, str]) -> None:
-        """Records that the snapshots of all ranks at one step have replicas. `mirrors` maps each rank to the address of
-        the node with the replica."""
+        """Records that the snapshots of all ranks of one step have replicas. `mirrors`: by rank, the address of the
+        node with the replica."""
         self._mirrors[key] = dict(mirrors)
 
     def forget(self) -> None:
-        """Forgets the replicas, because a rollback has made them invalid."""
+        """Forgets all replicas, which a rollback has made invalid."""
         self._mirrors.clear()
 
 
 def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
-    """Yields the ranks whose snapshots are read from the node with the address `here`."""
+    """Yields the ranks whose snapshots are on the node with the address `here`."""
     ranks = itertools.count()
     for at, count in runs:
         for rank in itertools.islice(ranks, count):
@@ -315,8 +310,8 @@ def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
 
 
 def resolve_locations(runs: LocationRuns, key: str, here: str, own: Callable[[int], str]) -> Iterator[str]:
-    """Yields, for every rank in order, the location from which ranks on the node `here` read its snapshots under `key`.
-    `own` returns the local path of a rank's snapshots.
+    """Yields the lines of the location table of the node with the address `here`: for each rank in order, the location
+    of its snapshots in the set `key`. `own` returns the local path of a rank's snapshots.
 
     >>> runs = [("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)]
     >>> list(resolve_locations(runs, "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))

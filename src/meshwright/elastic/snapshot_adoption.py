@@ -1,28 +1,27 @@
-"""Preserves the state of a supervisor (generation number and in-memory snapshots) after it was killed, so that a
-replacement can adopt it.
+"""Preserves the state of a supervisor (generation number and in-memory snapshots) after it was killed. The next
+supervisor of the run, its replacement, uses this module to adopt the state.
 
-Guarantees:
+Guarantees of `SnapshotAdoption`:
 - When a supervisor is killed, its ranks end. A separate process, the FD store (snapshot_fd_store.py), keeps the
   snapshots open for `AdoptionPolicy.seconds`. If the same command is started on the same machine within this time, it
   adopts the snapshots.
-- The replacement resumes from the newest step of which every rank has a complete snapshot. An incomplete snapshot has
+- The replacement resumes from the newest step for which every rank has a complete snapshot. An incomplete snapshot has
   no step number, and ranks check the digest of a snapshot before they use it (core/snapshots.py).
 - Snapshots are not adopted if they belong to another job or version of Meshwright, or if a process of the killed
   supervisor is still alive. Then a line reports the reason, and the run resumes from its checkpoint on disk.
-- The lock of the run folder admits one replacement at a time. The FD store retains the snapshots until the replacement
-  has opened them. So nothing is lost if the replacement is also killed.
+- The lock of the run folder admits one replacement at a time. The FD store retains the snapshots until the FD store of
+  the replacement has opened them. So nothing is lost if the replacement is also killed.
 
-RUN/holder contains the random name of the socket. Only the owner of the run can read this file. A normal end of the run
-removes it.
+The file `holder` in the run folder contains the random name of the FD store's socket. Only the owner of the run can
+read this file. A normal end of the run removes it.
 
 [Note: other plans] Snapshots can be restored under any plan. If the replacement runs an identical job, its ranks write
 their snapshots to the adopted memory. For another job they write to new memory, and the adopted memory is freed when
 the new snapshots are complete.
 
-`SnapshotSets` owns the in-memory snapshots of a run: those of the current plan, and those of the previous plan while
-they are still needed. It also owns the process that preserves both if the supervisor is killed.
-
-Guarantees: the newest complete snapshots stay readable through any number of changes of the plan.
+`SnapshotSets` owns the in-memory snapshots of a run, as sets: a set has the snapshots of all ranks under one plan. It
+has the set of the current plan, and that of the previous plan while it is needed. Guarantee: the newest complete
+snapshots stay readable through any number of changes of the plan.
 """
 
 from __future__ import annotations
@@ -56,21 +55,21 @@ from meshwright.spec.record import RECORD_TAIL_BYTES, RECORDS_FILE_NAME, last_re
 SOCKET_NAME_FILE = "holder"
 FD_STORE_MODULE = "meshwright.elastic.snapshot_fd_store"
 SNAPSHOT_LIFETIME_SECONDS = 60.0
-"""Seconds for which the snapshots of a killed supervisor are available to a replacement."""
+"""The snapshots of a killed supervisor are available to a replacement for this time."""
 
 TERMINATION_SECONDS = 10.0
-"""Seconds within which the processes of a killed supervisor must end."""
+"""A replacement waits for this time until the processes of a killed supervisor have ended."""
 
 STARTUP_SECONDS = 10.0
-"""Seconds within which the FD store must open the snapshots. Also the minimum time between two starts of an FD
-store."""
+"""An FD store must open the snapshots within this time. It is also the minimum time between two starts of an FD store.
+"""
 
 MAX_STATE_BYTES = 1 << 24
-"""The maximum size of the sent state in bytes."""
+"""The maximum size of the state that an FD store sends."""
 
 
 def json_digest(*parts: Any) -> str:
-    """Returns a digest of JSON values."""
+    """Returns a digest of the JSON values `parts`."""
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -83,11 +82,12 @@ def last_step_of_run(folder: Path) -> int:
 
 
 class SnapshotAdoption:
-    """Adopts the in-memory snapshots of a killed supervisor, and preserves those of this supervisor for its
-    replacement. Without `hold` it does neither: the snapshots are lost when this supervisor ends."""
+    """Adopts the in-memory snapshots of a killed supervisor, and preserves those of this supervisor in an FD store.
+    Without `hold` it does neither: the snapshots are lost when this supervisor ends."""
 
     def __init__(self, folder: Path, hold: AdoptionPolicy | None, note: Callable[[str], None]) -> None:
-        """Creates the lifeline pipe if snapshots are to outlive this process."""
+        """Creates the lifeline pipe (snapshot_fd_store.py) if `hold` is set and the system is Linux. `folder`: the run
+        folder. `note` receives lines for the user."""
         self.folder, self.note = folder, note
         self._hold = hold if sys.platform.startswith("linux") and hasattr(os, "memfd_create") else None
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,19 +96,20 @@ class SnapshotAdoption:
         self._reading = -1
         self.lifeline: int | None = None
         self._before: socket.socket | None = None
-        """The connection to the FD store of the previous supervisor. It stays open until the FD store of this
-        supervisor has the snapshots."""
+        """The connection to the FD store of the killed supervisor. It stays open until this supervisor's FD store has
+        the snapshots."""
         self._is_named = self._is_reported = False
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
 
-    # --- snapshots of the previous supervisor
+    # --- snapshots of a killed supervisor
 
     def adopt(self, work: RankJob, journal: EventLog) -> AdoptedSnapshots | None:
-        """If the previous supervisor was killed recently, returns its state and records a fault. If its state cannot be
-        adopted, reports the reason and returns None."""
+        """Returns the state of the killed supervisor and records a fault in `journal`. Returns None if there is no such
+        state. If the state cannot be adopted, it also returns None, and the user gets a line with the reason. `work`:
+        the job of this supervisor."""
         if self._hold is None:
-            # the stored snapshots do not include the steps of this run
+            # After this run, the preserved snapshots would be outdated, so no later supervisor may adopt them.
             storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
             return None
         end = self._reached()
@@ -142,13 +143,14 @@ class SnapshotAdoption:
         try:
             end.settimeout(TERMINATION_SECONDS)
             end.connect(f"\0{name}")
-        except (OSError, ValueError):  # the FD store no longer runs
+        except (OSError, ValueError):  # without a running FD store, there is nothing to adopt
             end.close()
             return None
         return end
 
     def _read(self, end: socket.socket, work: RankJob, hold: AdoptionPolicy) -> tuple[AdoptedSnapshots | None, str]:
-        """Returns the adopted snapshots and '', or None and the reason."""
+        """Reads the state from the FD store at the other end of the socket `end`. Returns the adopted snapshots and '',
+        or None and the reason why they are not adopted."""
         if not is_same_user(end):
             return None, Message("belong to another user")
         if not hold.adopts:
@@ -176,7 +178,7 @@ class SnapshotAdoption:
             return None, Message("belong to another job")
         process = peer_credentials(end)[0]
         holdings = None
-        for each in reversed(state["sets"]):  # a newer set is usable only if all ranks have written a snapshot to it
+        for each in reversed(state["sets"]):  # the newer set is usable only if all ranks have a snapshot in it
             holdings = _open_adopted_files(process, each)
             if holdings.snapshot_step or each is state["sets"][0]:
                 break
@@ -190,8 +192,8 @@ class SnapshotAdoption:
     # --- snapshots of this supervisor
 
     def hold(self, generation: int, work: RankJob, old: SharedFileStore | None, newest: SharedFileStore) -> None:
-        """Sends the FD store the state that a replacement would adopt. It is called before each start of the ranks, and
-        when a set is no longer needed."""
+        """Sends the FD store the state that a replacement would adopt: the generation, the job and the sets of
+        snapshots. It is called before each start of the ranks, and when the set `old` is no longer needed."""
         sets = [newest] if old is None else [old, newest]
         if self._hold is None or not all(each.is_open for each in sets):
             return
@@ -208,8 +210,8 @@ class SnapshotAdoption:
             self._begin(self._hold)
 
     def look(self) -> None:
-        """Starts another FD store if the current one has died or if its socket name is missing. It is called several
-        times a second."""
+        """Starts a new FD store if the current one has died, or if its socket name could not be written. The supervisor
+        calls it several times a second."""
         if self._hold is None or not self._line or time.monotonic() < self._started + STARTUP_SECONDS:
             return
         if not self._is_named or self._process is None or self._process.poll() is not None:
@@ -227,8 +229,8 @@ class SnapshotAdoption:
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:
-        """Starts an FD store, and then releases the FD store of the previous supervisor. If the system cannot start a
-        process, the run continues without an FD store."""
+        """Starts an FD store, then releases that of the killed supervisor. If the system cannot start a process, the
+        run continues without an FD store."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
         name = f"meshwright-{secrets.token_hex(16)}"
@@ -256,7 +258,7 @@ class SnapshotAdoption:
         return False
 
     def _release(self) -> None:
-        """Releases the FD store of the previous supervisor, which is no longer needed."""
+        """Ends the FD store of the killed supervisor, which is no longer needed."""
         if self._before is not None:
             with contextlib.suppress(OSError):
                 self._before.sendall(ADOPTED_REPLY)
@@ -273,8 +275,8 @@ class SnapshotAdoption:
             self._process = None
 
     def close(self) -> None:
-        """Ends the FD store, since nothing is adopted after the end of a run. A replacement that has not begun leaves
-        the existing FD store running."""
+        """Ends the FD store of this supervisor, since nothing is adopted after the end of a run. If this supervisor has
+        not taken over the snapshots of a killed one, the FD store of the latter continues."""
         self._end()
         if self._is_named:
             self._is_named = False
@@ -293,10 +295,8 @@ def _rank_job_digest(work: RankJob) -> str:
 
 
 def _open_adopted_files(process: int, each: IpcMessage) -> SharedFileStore:
-    """Opens a set of snapshots that `process` keeps open.
-
-    Raises: OSError if a file cannot be opened.
-    """
+    """Opens a set of snapshots. `process`: the FD store. `each`: the set in its state, with descriptor numbers of this
+    process. Raises OSError if a file cannot be opened."""
     files: list[int] = []
     try:
         for file in each["files"]:
@@ -309,10 +309,9 @@ def _open_adopted_files(process: int, each: IpcMessage) -> SharedFileStore:
 
 
 class SnapshotSets:
-    """The set `newest`, which the ranks write, and `old`, which they read until `newest` is complete.
-
-    `locations` are the locations of snapshots in a run on several machines, or None if all snapshots are local.
-    """
+    """The sets of snapshots of a run. `newest`: the set that the current ranks write. `old`: the set from which they
+    have resumed, until `newest` is complete; else None. `locations`: the record of snapshot locations in a run on
+    several machines, else None."""
 
     def __init__(
         self, newest: SharedFileStore, adoption: SnapshotAdoption, locations: SnapshotLocations | None
@@ -322,12 +321,12 @@ class SnapshotSets:
 
     @property
     def source(self) -> SharedFileStore:
-        """The set from which the next ranks restore."""
+        """Returns the set from which the next ranks resume."""
         return self.old or self.newest
 
     def adopt(self, work: RankJob, journal: EventLog) -> int | None:
-        """Takes over the snapshots of a killed supervisor. Returns the generation of that supervisor, or None if there
-        is nothing to adopt."""
+        """Adopts the snapshots of a killed supervisor. Returns its last generation, or None if nothing is adopted.
+        Arguments as for `SnapshotAdoption.adopt`."""
         found = self.adoption.adopt(work, journal)
         if found is None:
             return None
@@ -335,8 +334,9 @@ class SnapshotSets:
         return found.generation
 
     def adopt_from_nodes(self, agent: LocalAgent, policy: AdoptionPolicy | None, journal: EventLog) -> int | None:
-        """Adopts the snapshots that nodes retained when their leader was lost, and records a fault. If something cannot
-        be adopted, reports the reason. Returns the last generation of the lost leader; None if nothing is adopted."""
+        """Adopts the snapshots that nodes have retained from a lost leader, and records a fault. The user gets a line
+        for each reason why snapshots are not adopted. Returns the last generation of the lost leader, or None if
+        nothing is adopted."""
         found, reasons = agent.adopt(policy)
         for why in dict.fromkeys(reasons):
             journal.note(Message("the snapshots of a node that lost its leader {why}: not adopted", why=why))
@@ -352,31 +352,31 @@ class SnapshotSets:
         return found.generation
 
     def begin(self, generation: int, work: RankJob) -> None:
-        """Prepares the files for the ranks of a generation, and passes them to the process that preserves them."""
+        """Prepares the sets for the ranks of a generation, and passes them to the FD store."""
         if self.old is not None and self.is_newest_usable():
             self._close_old()
         self.newest.begin()
         self.adoption.hold(generation, work, self.old, self.newest)
 
     def release_old(self, generation: int, work: RankJob) -> None:
-        """Closes the snapshots of the previous plan once they are no longer needed."""
+        """Closes the set `old` and informs the FD store."""
         self._close_old()
         self.adoption.hold(generation, work, self.old, self.newest)
 
     def is_old_obsolete(self) -> bool:
-        """Whether the snapshots of the current plan are complete, and would survive the loss of a node if those of the
-        previous plan would."""
+        """Returns whether `old` is no longer needed: all ranks have a snapshot in `newest`. If these are on several
+        nodes, they must also have replicas."""
         if self.old is None or not self.newest.snapshot_step:
             return False
         return self._locations is None or self._locations.is_safe(self.newest.key)
 
     def is_newest_usable(self) -> bool:
-        """Whether the next ranks can resume from snapshots of the current plan although those of the previous plan
-        still exist."""
+        """Returns whether the next ranks of a run on several machines can resume from `newest`, although `old` still
+        exists."""
         return self._locations is not None and self._locations.has(self.newest.key)
 
     def change(self, fresh: SharedFileStore) -> None:
-        """Makes `fresh` the set that the next ranks write. The newest complete snapshots stay readable."""
+        """Makes `fresh` the set that the next ranks write. The set with the newest complete snapshots becomes `old`."""
         if self.old is not None:
             left, self.newest = (self.old, self.newest) if self.is_newest_usable() else (self.newest, self.old)
             left.close()
@@ -388,7 +388,7 @@ class SnapshotSets:
         self.old = None
 
     def close(self) -> None:
-        """Closes everything after the end of the run."""
+        """Closes both sets and ends the FD store, after the end of the run."""
         self.adoption.close()
         self.newest.close()
         self._close_old()

@@ -1,17 +1,19 @@
-"""The FD store: a process that keeps the in-memory snapshots of a run open after the supervisor was killed, until a
-replacement adopts the snapshots (snapshot_adoption.py).
+"""Runs the FD store: a process that keeps the in-memory snapshots of a run open after its supervisor was killed, until
+a replacement of the supervisor adopts them. The supervisor starts it (snapshot_adoption.py).
 
 Guarantees:
-- The process ends in three cases: the supervisor ends it, as at every normal end of a run; `seconds` have passed since
-  the death of a supervisor without a replacement; or a replacement has adopted the snapshots.
+- The supervisor ends the process at every normal end of a run. After the death of the supervisor, the process ends when
+  a replacement has adopted the snapshots, or after `seconds` seconds without a replacement.
 - No process receives the snapshots while another process can still write to them. The supervisor, the fork server and
   all ranks have the write end of a pipe, the lifeline. The FD store waits until all of them have closed it.
-- The FD store answers only processes of the same user, one at a time.
+- The FD store answers only processes of its own user, one at a time.
 
-The FD store reads states from standard input, one per line (`SnapshotAdoption.hold`). For each state it opens new files
-and closes files that the state no longer contains. After the first state it closes standard output. A replacement
-connects to the abstract Unix socket NAME and receives the newest state. There, files are descriptor numbers of the FD
-store. The replacement opens them under /proc and sends `taken`.
+The FD store reads states from standard input, one per line (`SnapshotAdoption.hold`). A state has the sets of snapshots
+with the paths of their files. For each state, the FD store opens new files and closes files that the state does not
+contain. After the first state it closes standard output, as a sign that it has the snapshots.
+
+A replacement connects to the abstract Unix socket NAME and receives the newest state, in which files are descriptor
+numbers of the FD store. The replacement opens them under /proc and sends `taken`.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from meshwright.core.signals import STOP_SIGNALS
 
 ADOPTED_REPLY = b"taken"
 ADOPTION_SECONDS = 600.0
-"""Seconds within which a connected replacement must adopt the snapshots. This includes the time to load torch."""
+"""A connected replacement must adopt the snapshots within this time, in which it also loads torch."""
 
 SEND_SECONDS = 5.0
 
 
 class SnapshotFdStore:
-    """Keeps the files open. `name` is the name of the socket. `lifeline` is the read end of the lifeline pipe. When the
-    process ends, everything is closed."""
+    """Keeps the files of the snapshots open. `name`: of the socket. `seconds`: how long it waits for a replacement.
+    `lifeline`: the read end of the lifeline pipe. The end of the process closes all files."""
 
     def __init__(self, name: str, seconds: float, lifeline: int) -> None:
         self.seconds, self.lifeline = seconds, lifeline
@@ -53,14 +55,14 @@ class SnapshotFdStore:
         self.replacement: socket.socket | None = None
         self.killed_at: float | None = None
         self.deadline: float | None = None
-        """The time at which the process ends; None while the supervisor is alive."""
+        """The time when the process ends, or None while the supervisor is alive."""
         self.is_taken = False
         self.waiting = selectors.DefaultSelector()
         self.waiting.register(0, selectors.EVENT_READ, self._receive)
         self.waiting.register(lifeline, selectors.EVENT_READ, self._await_end_of_writers)
 
     def run(self) -> None:
-        """Serves until the snapshots are adopted or the deadline has passed."""
+        """Runs until the snapshots are adopted or the deadline has passed."""
         while not self.is_taken:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -71,7 +73,7 @@ class SnapshotFdStore:
     def _receive(self) -> None:
         messages, ended = self.commands.read()
         for message in messages:
-            # If the supervisor was killed before this process could open the files, the previous state stays valid.
+            # The supervisor may be killed before the files of this state are open. Then the previous state stays valid.
             with contextlib.suppress(OSError):
                 self._replace(message)
         if ended:
@@ -80,8 +82,8 @@ class SnapshotFdStore:
             self.deadline = self.killed_at + self.seconds
 
     def _replace(self, state: IpcMessage) -> None:
-        """Replaces the state completely, or raises OSError and keeps the previous state. The files of a set that is in
-        both states stay open."""
+        """Replaces the state by `state`. The files of a set that is in both states stay open. Raises OSError, and keeps
+        the previous state, if a file cannot be opened."""
         fresh: dict[str, list[int]] = {}
         try:
             for each in state["sets"]:
@@ -104,7 +106,7 @@ class SnapshotFdStore:
             return
         self.waiting.unregister(self.lifeline)
         if self.deadline is None:
-            self._receive()  # reads the last states from the pipe
+            self._receive()  # the dead supervisor's last states may still be in the pipe
         self.waiting.register(self.listening, selectors.EVENT_READ, self._admit)
 
     def _admit(self) -> None:
@@ -115,15 +117,15 @@ class SnapshotFdStore:
         sets = [{**each, "files": self.files[each["key"]]} for each in self.state["sets"]]
         answer = {**self.state, "sets": sets, "killed": time.monotonic() - self.killed_at}
         end.settimeout(SEND_SECONDS)
-        with contextlib.suppress(OSError):  # the replacement has disconnected and will not adopt the snapshots
+        with contextlib.suppress(OSError):  # if the replacement has disconnected, `_finish` admits the next one
             end.sendall(json.dumps(answer).encode() + b"\n")
         self.replacement, self.deadline = end, time.monotonic() + ADOPTION_SECONDS
         self.waiting.unregister(self.listening)
         self.waiting.register(end, selectors.EVENT_READ, self._finish)
 
     def _finish(self) -> None:
-        """Handles the reply of the replacement. If the replacement has ended without adopting the snapshots, another
-        replacement may connect."""
+        """Handles the reply of the replacement, or its end. If it has not adopted the snapshots, another replacement
+        may connect."""
         assert self.replacement is not None
         received = b""
         with contextlib.suppress(OSError):
@@ -136,10 +138,8 @@ class SnapshotFdStore:
 
 
 def open_snapshot_file(path: str, key: str) -> int:
-    """Returns a new descriptor of the anonymous memory at `path`, a file of the set `key`.
-
-    Raises: OSError if the path now refers to another file.
-    """
+    """Returns a new descriptor of the anonymous file at `path`, which belongs to the set `key`. Raises OSError if it
+    cannot be opened, or if the path now refers to another file."""
     file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     name = os.readlink(f"/proc/self/fd/{file}")
     if not (name.startswith("/memfd:meshwright-") and key in name):
@@ -165,10 +165,10 @@ def is_same_user(end: socket.socket) -> bool:
 
 
 def main() -> None:
-    """Runs the process with the arguments NAME, SECONDS and LIFELINE."""
+    """Runs the FD store. The command line has NAME, SECONDS and the descriptor LIFELINE."""
     name, seconds, lifeline = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor also receives these signals and decides what to do
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor, which receives the signal too, must react to it
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("mesh-holder")
     os.chdir("/")

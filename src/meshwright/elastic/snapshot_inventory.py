@@ -1,13 +1,15 @@
-"""The in-memory snapshots that nodes retain when their leader is lost, and how the next leader adopts them.
+"""Describes the in-memory snapshots that nodes retain when the leader of their run is lost. The next leader uses these
+inventories to resume the run from the snapshots.
 
 Guarantees:
-- A node that loses its leader ends its ranks, then retains its snapshots and replicas for RETAINED_SECONDS. It reports
-  them to the next leader when it joins (`RetainedSnapshots.inventory`), over the authenticated connection.
-- The leader adopts the newest version of which it finds a copy of every rank (`newest_complete_version`). A version is
-  a step of one execution ([Note: history] in core/snapshots.py). So copies of different executions, plans or runs are
-  never combined. Ranks compare versions and digests again before they read.
-- Copies of another run, job or version of Meshwright are not adopted. A line reports the reason.
-- An inventory is data of another machine: it is checked and limited in size. An invalid one counts as empty.
+- A node that loses its leader ends its ranks, then retains its snapshots and replicas for RETAINED_SECONDS. When it
+  joins the next leader, it reports them over the authenticated connection (`RetainedSnapshots.inventory`).
+- The leader adopts the newest version for which the nodes have a snapshot of every rank (`newest_complete_version`). A
+  version is a step of one execution ([Note: history] in core/snapshots.py). So snapshots of different executions, plans
+  or runs are never combined. Ranks compare versions and digests again before they read.
+- Snapshots of another run, job or version of Meshwright are not adopted. A line reports the reason.
+- An inventory comes from another machine, so it is checked and limited in size. If it is invalid, none of its snapshots
+  is adopted.
 
 The next generation reads the adopted snapshots as after a change of the plan. They stay on their nodes until the new
 snapshots are complete and have replicas.
@@ -28,18 +30,19 @@ from meshwright.core.version import __version__
 from meshwright.elastic.shared_files import SharedFileStore, stored_versions
 
 RETAINED_SECONDS = 300.0
-"""Seconds for which a node retains its snapshots without a leader that reads them."""
+"""A node retains its snapshots for this time without a leader that reads them."""
 
 MAX_SETS, MAX_RANKS, MAX_VERSIONS, MAX_WORLD = 2, 2**12, 8, 2**20
-"""Limits of an inventory: sets of snapshots, ranks of a set, versions of a rank, and ranks of a plan."""
+"""The maximum numbers in an inventory: sets of snapshots, ranks in a set, versions of a rank, and ranks of a plan. A
+set has the snapshots of all ranks under one plan."""
 
 MAX_KEY_LENGTH = 64
 
 
 class AdoptionPolicy(NamedTuple):
-    """`seconds`: how long snapshots outlive a killed supervisor. `job`: a digest of the job that wrote them, on several
-    machines also of the run. `adopts`: whether this run resumes from the snapshots of a killed supervisor. `retained`:
-    the snapshots that this node had under a lost leader."""
+    """The settings for snapshots that outlive their supervisor. `seconds`: how long they outlive it. `job`: a digest of
+    the job, on several machines also of the run. `adopts`: whether this run resumes from the snapshots of a killed
+    supervisor. `retained`: the snapshots that this node has from a lost leader."""
 
     seconds: float
     job: str
@@ -48,8 +51,8 @@ class AdoptionPolicy(NamedTuple):
 
 
 class AdoptedSnapshots(NamedTuple):
-    """The state that a killed supervisor left: its generation, one set of snapshots, whether the job is the `same`, and
-    the seconds since the kill."""
+    """What a killed supervisor has left. `generation`: its last one. `holdings`: its set of snapshots. `same`: whether
+    the job has not changed. `seconds`: the time since the kill."""
 
     generation: int
     holdings: SharedFileStore
@@ -57,8 +60,8 @@ class AdoptedSnapshots(NamedTuple):
     seconds: float
 
     def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """Returns the set that the next generation reads and the set that it writes. The first is None if both are the
-        same set. Closes `fresh` if it is unused."""
+        """Returns the set that the next generation reads and the set that it writes. If the job has not changed, it
+        reads and writes the adopted set: the first result is then None, and `fresh` is closed."""
         if not self.same:
             return self.holdings, fresh
         fresh.close()
@@ -67,15 +70,15 @@ class AdoptedSnapshots(NamedTuple):
 
 @dataclass(frozen=True)
 class RetainedSnapshots:
-    """The snapshots of a node that has lost its leader, by the key of their set. `job` is the digest from the lost
-    leader, `until` the time at which they are closed."""
+    """The snapshots of a node that has lost its leader. `sets`: by key. `job`: the digest from the lost leader.
+    `until`: the time when they are closed."""
 
     sets: dict[str, SharedFileStore]
     job: str
     until: float
 
     def inventory(self) -> IpcMessage:
-        """Returns the message that describes them."""
+        """Returns the message that describes the retained snapshots to the next leader."""
         newest = list(self.sets.items())[-MAX_SETS:]
         sets = [
             {"key": key, "world": stored.world, "ranks": list(stored_versions(stored).items())[:MAX_RANKS]}
@@ -85,26 +88,27 @@ class RetainedSnapshots:
         return {"version": __version__, "job": self.job, "sets": sets}
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all retained snapshots."""
         for stored in self.sets.values():
             stored.close()
         self.sets.clear()
 
 
 class RetainedSet(NamedTuple):
-    """The snapshots of one set on one node. `world` is the number of ranks of the plan that wrote the set. `ranks` has
-    the stored versions by rank; ranks that the node does not store are missing."""
+    """The snapshots of one set on one node. `world`: the number of ranks of the plan that wrote the set. `ranks`: the
+    versions by rank, for those ranks whose snapshots are on the node."""
 
     world: int
     ranks: dict[int, list[SnapshotVersion]]
 
 
 SnapshotInventory = dict[str, RetainedSet]
-"""The snapshots on one node, by the key of their set."""
+"""The snapshots on one node, by the key of the set."""
 
 
 def read_inventory(message: Any, job: str) -> tuple[SnapshotInventory | None, str]:
-    """Returns the inventory in `message` and '', or None and the reason why its copies are not adopted.
+    """Returns the inventory in `message` and '', or None and the reason why its snapshots are not adopted. `job`: the
+    digest of the current job and run.
 
     >>> good = {"version": __version__, "job": "a", "sets": [{"key": "k", "world": 2, "ranks": [[1, [[0, 5]]]]}]}
     >>> read_inventory(good, "a")
@@ -147,7 +151,8 @@ def _number(value: Any, most: int = 2**62) -> int:
 
 
 class CompleteVersion(NamedTuple):
-    """A version of which every rank has a copy: for each rank the addresses of the nodes that have one."""
+    """A version for which there is a snapshot of every rank. `key`: of the set. `places`: for each rank, the addresses
+    of the nodes with its snapshot."""
 
     key: str
     version: SnapshotVersion
@@ -155,13 +160,13 @@ class CompleteVersion(NamedTuple):
 
     @property
     def generation(self) -> int:
-        """The generation that made the version."""
+        """Returns the generation that wrote the version."""
         return self.version[0] // HISTORIES_PER_GENERATION
 
 
 def newest_complete_version(found: Mapping[str, SnapshotInventory]) -> CompleteVersion | None:
-    """Returns the newest version of which the nodes together have a copy of every rank; None if there is none. `found`
-    has the inventory of each node by its address. Nodes that come first are preferred.
+    """Returns the newest version for which the nodes together have a snapshot of every rank, or None. `found`: the
+    inventory of each node, by address. The addresses of a rank are in the order of `found`.
 
     >>> here, there = RetainedSet(2, {0: [(0, 4), (0, 5)]}), RetainedSet(2, {0: [(0, 5)], 1: [(0, 4), (1, 5)]})
     >>> newest_complete_version({"a": {"k": here}, "b": {"k": there}})

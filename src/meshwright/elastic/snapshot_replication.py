@@ -1,36 +1,32 @@
-"""Replicates in-memory snapshots between nodes: a snapshot server and a replicator on each node, and a coordinator on
-the leader.
+"""Replicates in-memory snapshots between nodes, so that they survive the loss of a node. Each node runs a
+`SnapshotServer` and a `SnapshotReplicator`, the leader also a `ReplicationCoordinator`.
 
-`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. Clients read the memory over the network
-and never write to it. A request is one line, {"key", "rank", "begin", "size"}. The response is one line, {"size",
-"whole"}, followed by `size` bytes. `whole` is the total size of the memory. At the end of the memory, the server sends
-fewer bytes than requested; if the memory does not exist, it sends none. The listener authenticates clients
+`SnapshotServer` serves the snapshots of its node. Clients (ranks and replicators of other nodes) read the memory over
+the network and never write to it. A request is one line, {"key", "rank", "begin", "size"}. The response is one line,
+{"size", "whole"}, followed by `size` bytes. `whole` is the total size of the memory. At the end of the memory, the
+server sends fewer bytes than requested. If the memory does not exist, it sends none. The listener authenticates clients
 (core/secure_channel.py).
 
-A replica contains the newest complete snapshots of the ranks of another node, so that they survive the loss of that
-node. A node stores the replica of at most one other node and fetches it while training continues.
+`SnapshotReplicator` copies the newest complete snapshots of another node's ranks (a replica), while training continues.
+A node stores the replica of at most one other node. Guarantees:
+- The header of a replica names a snapshot only when all bytes of the snapshot are present and match the digest that the
+  rank wrote. Until then the previous snapshot stays valid.
+- A replica is stored and served like a local snapshot (shared_files.py). It needs memory for two snapshots.
 
-Guarantees of a replica:
-- Its header names a snapshot only when all bytes of the snapshot are present and match the digest that the rank wrote.
-  Until then the previous snapshot stays valid.
-- It is stored and served like a local snapshot (shared_files.py). It needs memory for two snapshots.
-
-`ReplicationCoordinator` decides which step has replicas and which step is replicated next.
-
-Guarantees of the coordinator:
-- After the first complete round, there is always a step of which every rank has a snapshot, and a replica on another
-  node. This includes the ranks of the leader.
+`ReplicationCoordinator` decides which step the nodes replicate, in rounds. Guarantees:
+- After the first complete round, there is always a step for which every rank has a snapshot, and a replica of it on
+  another node. This includes the ranks of the leader.
 - Ranks overwrite this step only when the next replicated step is complete everywhere. The loss of a node costs the
-  steps since then. If the leader is lost, the next leader finds the snapshots and replicas of the other nodes
-  (snapshot_inventory.py).
+  steps since the replicated step. If the leader is lost, the next leader finds the snapshots and replicas of the other
+  nodes (snapshot_inventory.py).
 
-Rule: The step to replicate is the newest step of rank 0. The nodes with ranks form a ring, the leader first. The
-snapshots of each node are copied by the next node, and those of the last node by the leader, also if it has no ranks.
+A round replicates the newest step of rank 0. The nodes with ranks form a ring, the leader first. Each node copies the
+snapshots of the node before it in the ring. The leader copies those of the last node, even if it has no ranks itself.
 If a step is overwritten before it is copied, later rounds request a step further ahead, at most MAX_STEPS_AHEAD. After
 ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks by one step. After a round the links are idle for
-as long as the copy took. While a round waits for a step, it does not load the links. With a distance of `ahead` steps
-and copies that take c steps, the loss of a node costs at most ahead + 3 c steps. Where a copy takes less than half a
-step, it costs at most one.
+as long as the copy took. While a round waits for its step, it does not load the links. Let the distance be `ahead`
+steps, and let a copy take the time of c steps. Then the loss of a node costs at most ahead + 3 c steps. If a copy takes
+less than half a step, the loss costs at most one step.
 """
 
 from __future__ import annotations
@@ -65,12 +61,13 @@ from meshwright.core.snapshots import (
 from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
-"""A function (key of a store, rank) that opens the snapshot file of the rank again. It returns a new descriptor,
-because the store may close its own at any time. The caller closes the new descriptor."""
+"""A function that gets the key of a store and a rank. It returns a new descriptor of the rank's snapshot file, which
+the caller closes, or None if there is no file. (The store may close its own descriptor at any time.)"""
 
 
 class SnapshotServer:
-    """Serves the files that `find` returns, on a separate address. If a thread fails, `failed` receives a line."""
+    """Serves the files that `find` returns. `host`: the address to listen on; the system chooses the port. `token`: the
+    secret that clients must know. If a thread fails, `failed` receives a line."""
 
     def __init__(
         self, host: str, token: str, find: OpenSnapshot, failed: Callable[[str], None] = lambda line: None
@@ -89,7 +86,7 @@ class SnapshotServer:
                 while line := lines.readline(MAX_UNAUTHENTICATED_BYTES):
                     self._answer(end, parse_message(line))
         except (OSError, ValueError, KeyError, TypeError):
-            return  # the client disconnected or is silent, or its request is malformed
+            return  # the client has disconnected or is silent, or its request is malformed
         finally:
             end.close()
 
@@ -113,18 +110,18 @@ class SnapshotServer:
 
 
 POLL_SECONDS = 0.005
-"""Seconds between two checks for a snapshot of the requested step."""
+"""The time between two checks for a snapshot of the requested step."""
 
 FETCH_BYTES = 4 << 20
-"""The number of bytes that one request reads."""
+"""The maximum size of one read."""
 
 REPLICA_SLOTS = 2
 """The number of snapshot slots in the file of a replica."""
 
 
 class ReplicationRequest(NamedTuple):
-    """A request to copy the snapshots of `step` from the snapshot server at `address`. `files` maps each rank to the
-    open file of its replica, which is closed afterwards."""
+    """A request to copy the snapshots of `step` in the store `key` from the snapshot server at `address`. `number`
+    identifies the request. `files`: by rank, the descriptor of the replica's file, which the replicator closes."""
 
     number: int
     key: str
@@ -134,9 +131,9 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """Copies snapshots of another node in a background thread. After each request it calls `done` with four values: the
-    request number, whether the copy is complete, the seconds of copying, and what failed. The last value is '' if the
-    step was only overwritten."""
+    """Copies snapshots of another node in a background thread. After each request it calls `done`. The arguments are
+    the request number, whether the copy is complete, the seconds of copying, and an error text. The text is '' if the
+    step was overwritten before it was copied."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float, str], None]) -> None:
         self._token, self._done = token, done
@@ -146,19 +143,19 @@ class SnapshotReplicator:
         self._clients: dict[tuple[str, str, int], SnapshotClient] = {}
         self._seconds = 0.0
         self._names = threading.Lock()
-        """Held while a snapshot is named, so that none is named after `close`."""
+        """The lock for naming a snapshot in a header, so that none is named after `close`."""
         start_background_thread("mirror", self._run, self._fail)
 
     def order(self, order: ReplicationRequest) -> None:
-        """Queues a request. If the previous request is still in progress, it is cancelled."""
+        """Queues a request. This cancels the previous request if it is in progress."""
         self._latest = order
         self._ranks.append(order.files.keys())
         self._orders.put(order)
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of the last two requests. The replicas of the earlier request are needed until those of the later
-        one are complete."""
+        """Returns the ranks of the last two requests. The replicas of the earlier request are needed until those of the
+        last request are complete."""
         return {rank for ranks in self._ranks for rank in ranks}
 
     def close(self) -> None:
@@ -182,7 +179,7 @@ class SnapshotReplicator:
                 self._done(order.number, whole, self._seconds, why)
 
     def _fail(self, line: str) -> None:
-        """Ends the request in progress because the thread itself has failed."""
+        """Reports the request in progress as failed, since the thread itself has failed with `line`."""
         if (order := self._latest) is not None:
             self._done(order.number, False, self._seconds, line)
 
@@ -216,10 +213,10 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                # an earlier round, cancelled by a lost node, has copied it; ranks may have repeated the step since then
+                # A cancelled round has already copied it. The ranks may have repeated the step with equal results.
                 rewrite_history(here, order.step, history_of(there, order.step))
                 return True
-            here.forget(order.step - 1)  # this step and later steps of the replica predate a rollback
+            here.forget(order.step - 1)  # if the replica has this step or a later one, it is from before a rollback
             slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
@@ -248,7 +245,7 @@ class SnapshotReplicator:
         return self._clients[place]
 
     def _await(self, order: ReplicationRequest, client: SnapshotClient) -> SnapshotHeader | None:
-        """Waits for the requested step, and returns the header of the snapshot file that contains it. Returns None if
+        """Waits until the other node has a snapshot of the requested step. Returns the header of its file, or None if
         the step was overwritten or the request was cancelled."""
         while order is self._latest:
             words = client.fetch(0, HEADER_BYTES)
@@ -263,14 +260,15 @@ class SnapshotReplicator:
 
 MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK = 64, 8
 ROUND_TIMEOUT_SECONDS = 600.0
-"""Seconds after which a round is cancelled if its step exists and has not been copied. Then the next round begins."""
+"""If the step of a round has existed for this time and is not copied, the round is cancelled and the next one begins.
+"""
 
 RETRY_SECONDS = 1.0
-"""Seconds between a failed round and the next round."""
+"""The minimum time between a failed round and the next round."""
 
 
 class ReplicatedNode(Protocol):
-    """A node, as the coordinator needs it: its name, the address of its snapshot server and its ranks."""
+    """A node other than the leader's. `lender`: the address of its snapshot server. `ranks`: its living ranks."""
 
     name: str
     lender: str
@@ -278,10 +276,10 @@ class ReplicatedNode(Protocol):
 
 
 class ReplicationCoordinator:
-    """Coordinates replication rounds. `tell` sends a message to a node. `mirror` is the replicator of the leader's
-    node, and `here` is the address of the leader's snapshot server.
+    """Coordinates replication rounds on the leader. `here`: the address of the leader's snapshot server. `homes`: the
+    record of snapshot locations. `mirror`: the replicator of the leader's node. `tell` sends a message to a node.
 
-    After a failed round the next round begins. Of several failed rounds in a row, only the first is reported
+    A failed round is followed by the next round. If several rounds in a row fail, only the first failure is reported
     (`take_reports`).
     """
 
@@ -299,31 +297,32 @@ class ReplicationCoordinator:
         self._waits: set[int] = set()
         self._reports: list[IpcMessage] = []
         self._why = ""
-        """What failed in the current round. `_is_degraded`: whether a failure was reported."""
+        """The error text of the current round, or ''."""
         self._is_degraded = False
+        """Whether a failure was reported and no round has been complete since."""
         self._there = 0.0
-        """The time at which the step of the current round was first available, or 0."""
+        """The time when the step of the current round was first available, or 0."""
         self._where: dict[int, str] = {}
         self._failed = False
         self._whole = self._step = self._ahead = self._calm = 0
         self._seconds = self._next = 0.0
 
     def begin(self, holdings: SharedFileStore) -> None:
-        """Starts a generation whose snapshots are stored in `holdings`."""
+        """Records that a generation starts, whose ranks write their snapshots to `holdings`."""
         if self._holdings is not holdings:
             self._whole = 0
         self._holdings = holdings
         self._waits.clear()
 
     def forget(self) -> None:
-        """Discards all replicas, because the run rolled back to an earlier step."""
+        """Discards all replicas after a rollback of the run, which has made them invalid."""
         self.homes.forget()
         self._whole = 0
         self._waits.clear()
 
     def look(self, nodes: Sequence[ReplicatedNode], others: int, own: Sequence[int] = ()) -> None:
-        """Starts the next round when none is in progress and there is a newer step to replicate. `others` is the number
-        of ranks on other nodes, `own` the ranks of the leader."""
+        """Starts a round if none is in progress and there is a new step to replicate. The leader calls it several times
+        a second. `others`: the number of ranks on other nodes. `own`: the ranks of the leader's node."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
@@ -361,11 +360,11 @@ class ReplicationCoordinator:
     def _order_here(self, message: IpcMessage, holdings: SharedFileStore) -> None:
         try:
             self._mirror.order(replication_request(message, holdings))
-        except OSError as error:  # no descriptor is left here: training continues without this round
+        except OSError as error:  # the leader has no descriptor left, which must not end training
             self.heard({"number": message["number"], "whole": False, "seconds": 0.0, "why": str(error)})
 
     def heard(self, message: IpcMessage) -> None:
-        """Handles the result of one replication request."""
+        """Handles the message `mirrored`, the result of one replication request."""
         if message["number"] not in self._waits:
             return
         self._waits.remove(message["number"])
@@ -391,7 +390,8 @@ class ReplicationCoordinator:
                 self._reports.append({"event": "notice", "line": line})
 
     def _limit_round(self, newest: int) -> None:
-        """Cancels the current round if its step has been available for ROUND_TIMEOUT_SECONDS."""
+        """Cancels the current round if its step has been available for ROUND_TIMEOUT_SECONDS. `newest`: the newest step
+        of rank 0."""
         if newest < self._step:
             return
         self._there = self._there or self._clock()
@@ -412,17 +412,17 @@ class ReplicationCoordinator:
             self._reports.append({"event": "degraded", "line": line, "decision": Message("tried again")})
 
     def take_reports(self) -> list[IpcMessage]:
-        """Returns the reports since the last call: replication has failed, or works again."""
+        """Returns the new events for the log: replication has failed, or works again."""
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks whose snapshots the leader's node replicates."""
+        """Returns the ranks whose replicas are on the leader's node."""
         return self._mirror.ranks
 
     def close(self) -> None:
-        """Closes the replicator of this node."""
+        """Closes the replicator of the leader's node."""
         self._mirror.close()
 
     def lost(self) -> None:
@@ -431,7 +431,8 @@ class ReplicationCoordinator:
 
 
 def replication_request(message: IpcMessage, holdings: SharedFileStore) -> ReplicationRequest:
-    """Returns the request that a message describes, with the files of this node."""
+    """Returns the request that `message` describes, with descriptors of the replicas' files in `holdings` on this node.
+    Raises OSError if no descriptor is left."""
     files: dict[int, int] = {}
     try:
         for rank in message["ranks"]:

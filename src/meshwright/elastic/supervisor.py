@@ -1,15 +1,19 @@
-"""Runs one job on its ranks from start to end and recovers from faults.
+"""Runs one job on its ranks from start to end and recovers from faults. The commands `train`, `plan`, `probe` and
+`verify` use it.
 
-Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the run resumes from the in-memory
-snapshots of the last step without user action. A fault without recovery ends with a diagnosis that names the first
-failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds. A
-second signal ends the run at once. In no case is a process left behind.
+Guarantees:
+- The run has exactly the requested world size.
+- If a rank dies or hangs, the run resumes from the in-memory snapshots of the last step without user action.
+- A fault without recovery ends with a diagnosis that names the rank that caused it.
+- Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds. A second
+  signal ends the run at once.
+- No process is left behind.
 
 [Note: generations] A generation is one start of all ranks. A fault ends all ranks of its generation. The next
-generation has its own key prefix in the store, so that no rank or message of the old generation can interfere. Its
-ranks are forked from a preloaded process and read the memory that the supervisor keeps open (shared_files.py).
-Measurements show that this is as fast as reusing the surviving ranks, whose collectives must first time out or be torn
-down. It also needs one code path instead of two.
+generation has its own key prefix in the rendezvous store, so that no rank or message of the old generation can
+interfere. Its ranks are forked from a preloaded process and read the memory that the supervisor keeps open
+(shared_files.py). Alternatively, the surviving ranks could be reused. Measurements show that this is not faster, since
+their collectives must first time out or be torn down. It would also need a second code path.
 
 [Note: other numbers of ranks] A rank may be lost permanently, or the user may request another number of ranks. Then
 `replan` returns the job for the new number. The next generation can read the last snapshots under any plan. The old
@@ -52,16 +56,16 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
-TICK_SECONDS = 0.1  # seconds between clock checks
-SETTLE_SECONDS = 1.0  # seconds for which other ranks may report errors after a rank has failed
+TICK_SECONDS = 0.1  # the supervisor waits at most this long for events before it checks for hangs and requests
+SETTLE_SECONDS = 1.0  # after a rank has failed, other ranks may report errors for this time
 
 
 @dataclass
 class Supervisor:
     """Runs `work` until every rank is done (`run`).
 
-    `hear` receives the messages of ranks, and `note` the lines for the user. `starting` receives the heartbeats until
-    the ranks begin to train.
+    `hear` receives the messages of ranks, and `note` receives lines for the user. `starting` is called several times a
+    second until a rank begins to train; it gets the heartbeats. `generation`: the index of the current generation.
     """
 
     work: RankJob
@@ -72,17 +76,15 @@ class Supervisor:
     generation: int = 0
     care: FaultPolicy = field(default_factory=FaultPolicy)
     agent: LocalAgent | None = None
-    """A ready agent that outlives this run. Without one, the run creates its own agent."""
+    """An agent that is ready and outlives this run, as on several machines. None: the run creates its own agent."""
     early: str = Message("before the first step")
-    """The text for the time of a stop request that came before any rank began to train."""
+    """What the report of a stop request says if no rank had begun to train."""
     _stop: StopRequest = field(default_factory=StopRequest)
     _begun: bool = False
 
     def run(self) -> None:
-        """Runs the job to its end.
-
-        Raises: InputError or RankFailed for a failure, Interrupted after a stop request.
-        """
+        """Runs the job to its end. Raises InputError, RankFailed or another MeshwrightError after a failure, and
+        Interrupted after a stop request."""
         raise_open_file_limit(
             max(self.work.world, self.care.full)
             if self.agent is None or self.agent.places is None
@@ -107,7 +109,7 @@ class Supervisor:
         self._slots.name, self._slots.first = self._agent.name_of, self._agent.devices
         try:
             with stop_signal_handler(self._stop.on_signal):
-                # the snapshots of a killed supervisor or leader are read by the next generation, as after any fault
+                # The next generation reads the snapshots of a killed supervisor or leader, as after any fault.
                 adopted = self._sets.adopt(self.work, self._journal)
                 if adopted is None and self.agent is not None:
                     adopted = self._sets.adopt_from_nodes(self.agent, self.care.hold, self._journal)
@@ -126,12 +128,13 @@ class Supervisor:
 
     @property
     def _holdings(self) -> SharedFileStore:
-        """The snapshots that the ranks write."""
+        """Returns the snapshots that the current ranks write."""
         return self._sets.newest
 
     def _await_ready(self) -> bool:
-        """Waits until ranks can be forked. Returns False if the fork server has ended."""
-        # once training has begun, the first stop request still lets the run save
+        """Waits until the fork server is ready. Returns False if it has ended. Raises Interrupted after a stop
+        request."""
+        # Once training has begun, only a second stop request interrupts: after the first, the run still saves.
         while len(self._stop.signals) < 1 + self._begun:
             for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
@@ -150,8 +153,8 @@ class Supervisor:
     # --- one generation
 
     def _generate(self) -> Attempt:
-        """Runs one generation until it is done, fails, or has to end."""
-        if self._slots.free(self._agent.slots) is not None:  # nodes may have joined or left since devices were assigned
+        """Runs one generation until all its ranks have ended, it has failed, or it must end because of a change."""
+        if self._slots.free(self._agent.slots) is not None:  # nodes may have joined or left since the last assignment
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._agent.outside.clock)
         self._sets.begin(self.generation, self.work)
@@ -162,10 +165,10 @@ class Supervisor:
         )
         now.start(self._agent, self._holdings, self._sets.source)
         self._slots.started(self.work.plan)
-        if self._stop.deadline is not None:  # a fault occurred after a stop request
+        if self._stop.deadline is not None:  # the last generation failed after a stop request
             now.tell(self._agent, {"stop": self._stop.signals[0]})
         while now.living and not self._stop.is_forced:
-            # handles all earlier messages before it checks for hangs, even if this process was suspended for long
+            # If this process was suspended for long, messages from before must be handled before a check for hangs.
             heard = clock()
             for event in self._agent.events(TICK_SECONDS):
                 self._heed_others(event)
@@ -205,11 +208,12 @@ class Supervisor:
             self.hear(rank, message)
 
     def _here(self) -> tuple[int, ...]:
-        """Returns the device id of each rank."""
+        """Returns the device id of each current rank."""
         return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: IpcMessage) -> None:
-        """Handles events of nodes, of the device probe and of the checkpoint writer. These may outlive a generation."""
+        """Handles events that do not belong to a rank: of nodes, of the device probe and of the checkpoint writer. The
+        latter two processes may outlive a generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
         elif self._journal.heed_node(event):
@@ -220,17 +224,15 @@ class Supervisor:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Attempt, heard: float) -> bool:
-        """Returns whether the generation has failed and the culprit is known.
-
-        After a lost connection or a failure without recovery, other ranks get SETTLE_SECONDS to report errors. `heard`:
-        the time up to which messages have been handled.
-        """
+        """Returns whether the generation has failed and need not continue. If ranks have only lost connections, or if
+        the run will not recover, ranks get SETTLE_SECONDS to report errors. `heard`: the time up to which messages have
+        been handled."""
         self._stop.expire(self._agent.outside.clock())
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
-        """Returns whether the run has to continue with another number of ranks or on other devices. Also closes the old
-        snapshots once the new ones are complete."""
+        """Returns whether the generation must end because the number of ranks or the devices change. It also closes the
+        snapshots of earlier ranks when the new snapshots are complete."""
         change, places, clock = self._change_to, self._agent.places, self._agent.outside.clock
         if not self._writer.lives and self._sets.is_old_obsolete():
             self._sets.release_old(self.generation, self.work)
@@ -249,7 +251,8 @@ class Supervisor:
     # --- between generations
 
     def _heals(self, now: Attempt) -> bool:
-        """Returns whether to start another generation ([Note: giving up] in restart_policy.py)."""
+        """Returns whether another generation starts ([Note: giving up] in restart_policy.py). It records the fault, if
+        there was one. Raises RankFailed if the fork server has died and there is no recovery."""
         if self._agent.ended and now.living and not now.guilty:
             removed = self._agent.status()
             if self._stop.is_forced or not self._begun or not self.care.retries:
@@ -270,7 +273,8 @@ class Supervisor:
             "cause": failure_cause(first),
             "detection": now.silent,
         }
-        done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have reported this step yet
+        # The culprit's heartbeat may be ahead of the last step that rank 0 has reported.
+        done = max(self._journal.last, place.get("step", 0) - 1)
         change, policy = self._change_to, self._retries
         policy.verdict = policy.count(first, done, hungry)
         if policy.verdict and hungry and (work := _lower_memory_job(self)) is not None:
@@ -303,7 +307,7 @@ class Supervisor:
         return True
 
     def _recover(self, now: Attempt) -> None:
-        """Ends everything of the old generation and prepares the next one."""
+        """Ends the ranks of the old generation and prepares the next one: fork server, pause, devices and plan."""
         began = self._agent.outside.clock()
         self._journal.decide()
         now.end(self._agent, self._heed_others)
@@ -322,7 +326,8 @@ class Supervisor:
         self.generation += 1
 
     def _await_places(self) -> None:
-        """Waits up to `rejoin_timeout` seconds for a lost node to return, then continues without it."""
+        """If devices are missing, waits up to `rejoin_timeout` seconds for a node. Then it requests fewer ranks, but
+        waits on for at least `min_ranks` devices."""
         began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
         if places is None or places >= self.work.world:
             return
@@ -344,7 +349,8 @@ class Supervisor:
             self._change_to.world, self._change_to.places = places, self._agent.places
 
     def _change(self, work: RankJob) -> None:
-        """Switches to the job `work`. The current snapshots stay until those of `work` are complete."""
+        """Replaces the job by `work` for the next generation. The current snapshots stay until those of `work` are
+        complete."""
         fresh = self._agent.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
@@ -354,7 +360,8 @@ class Supervisor:
 
 
 def _resize(run: Supervisor, world: int) -> None:
-    """Plans the job for another number of ranks ([Note: other numbers of ranks])."""
+    """Plans the job for `world` ranks and changes to it ([Note: other numbers of ranks]). If there is no plan, the run
+    continues unchanged."""
     assert run.care.replan is not None
     began, run._change_to.world = run._agent.outside.clock(), None
     try:
@@ -368,8 +375,8 @@ def _resize(run: Supervisor, world: int) -> None:
 
 
 def _request_stop(run: Supervisor, now: Attempt) -> None:
-    """Handles a stop request. The first request lets the step end. A second request, or a request before any rank began
-    to train, ends the run at once."""
+    """Handles a stop request. After the first request, the ranks finish their step and save. A second request, or a
+    request before any rank has begun to train, ends the run at once."""
     reason = run._stop.signals[0]
     if len(run._stop.signals) > 1 or not run._begun:
         run._stop.is_forced = True
@@ -387,10 +394,8 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
 
 
 def _revive(run: Supervisor) -> None:
-    """Starts another fork server. If it ends before it is ready, this counts as a failure and is retried.
-
-    Raises: RankFailed after the last retry.
-    """
+    """Starts a new fork server and waits until it is ready. If it ends before, this counts as a failure and is retried.
+    Raises RankFailed after the last retry."""
     run._agent.again()
     run._slots.probed()
     while not run._await_ready():
@@ -406,8 +411,8 @@ def _revive(run: Supervisor) -> None:
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
-    """Runs generations one after the other until the run ends or cannot recover. An OSError in the supervisor ends a
-    generation like a failed rank: it counts as a failure, and the next generation resumes from memory."""
+    """Runs generations one after the other until the run ends or cannot recover. Returns the last generation. An
+    OSError in the supervisor itself counts like the failure of a rank."""
     recovers = False
     while True:
         try:
@@ -424,7 +429,7 @@ def _run_attempts(run: Supervisor) -> Attempt:
 
 
 def _lower_memory_job(run: Supervisor) -> RankJob | None:
-    """Returns the same job under a plan that takes less memory, or None ([Note: lower memory] in restart_policy.py)."""
+    """Returns the job under a plan that takes less memory, or None ([Note: lower memory] in restart_policy.py)."""
     if run.care.leaner is None:
         return None
     try:
@@ -436,7 +441,8 @@ def _lower_memory_job(run: Supervisor) -> RankJob | None:
 
 
 def _finish(run: Supervisor, now: Attempt) -> None:
-    """Returns after success. Otherwise it raises the error that failed or stopped the run."""
+    """Raises the error that failed or stopped the run: RankFailed, another MeshwrightError, or Interrupted. Returns
+    after success. `now`: the last generation."""
     signals = run._stop.signals
     if now.failures and len(signals) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
@@ -449,7 +455,7 @@ def _finish(run: Supervisor, now: Attempt) -> None:
                 early=run.early,
             )
         )
-    # otherwise the last step was completed despite the signal
+    # If no rank failed or stopped, the signal came too late: the run has completed its last step.
     if signals and (now.failures or now.stopped or run._stop.is_forced):
         saved = len(now.stopped) == run.work.world
         how = Message("everything is saved") if saved else Message("the step in progress was given up")

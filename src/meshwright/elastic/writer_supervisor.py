@@ -1,14 +1,15 @@
-"""Supervises the writer, the process that writes a checkpoint while training continues. There is at most one writer at
-a time, and no request is dropped.
+"""Supervises the checkpoint writer, a process that writes in-memory snapshots to disk while training continues. The
+supervisor (supervisor.py) owns it.
 
-Rule: If a save is requested during another save, it begins when the other one has ended. Only after the last requested
-save, ranks are informed that no save is in progress. The writer may outlive the ranks that requested the save, and
-their plan. The snapshots stay in memory until the writer has read them. If the fork server ends, the writer ends.
+There is at most one writer at a time. If a save is requested during another save, it begins when that save has ended.
+Ranks learn that no save is in progress only after the last requested save. The writer may outlive the ranks that
+requested the save, and their plan: the snapshots stay in memory until the writer has read them. If the fork server
+ends, the writer ends.
 
-Guarantees: Training continues whatever happens to the writer. If the writer raises an exception, is killed by a signal
-or waits for a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. A
-writer without progress for `limit` seconds is killed. If it does not end because its disk call cannot be interrupted,
-it is abandoned. An abandoned writer reads no snapshot any more.
+Guarantees: training continues whatever happens to the writer. If the writer raises an exception, is killed or waits for
+a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. A writer without
+progress for `limit` seconds is killed. If its disk call cannot be interrupted, so that it does not end, it is
+abandoned. An abandoned writer reads no more snapshots.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 
 WRITER_RANK = -1
-"""The pseudo-rank of the writer."""
+"""The rank number of the writer in messages."""
 
 NO_PROGRESS_SECONDS = 10.0
-"""Seconds without progress of the writer after which a line reports the lack of progress."""
+"""A line reports a writer that has made no progress for this time."""
 
 BLOCKED_SECONDS = 5.0
-"""Seconds for which a checkpoint may block training before a line reports it."""
+"""A line reports a checkpoint that has blocked training for this time."""
 
 KILL_SECONDS = 5.0
-"""Seconds within which a killed process must end."""
+"""A killed writer that has not ended after this time is abandoned."""
 
 
 @dataclass
 class BlockedTraining:
-    """Reports training that a checkpoint blocks. The first line comes after BLOCKED_SECONDS, and each further line
-    after twice the time of the line before."""
+    """Reports that a checkpoint blocks training: first after BLOCKED_SECONDS, then each time the blocked time has
+    doubled."""
 
     since: float | None = None
     limit: float = BLOCKED_SECONDS
 
     def look(self, holdings: SharedFileStore, now: float, note: Callable[[str], None]) -> None:
-        """Checks whether training is blocked. It is called several times a second."""
+        """Checks at the time `now` whether rank 0 is in the phase `save`. It is called several times a second."""
         pulse = holdings.pulse(0)
         if pulse.read(HeartbeatField.phase) != RankPhase.save:
             self.since = None
@@ -67,24 +68,24 @@ class BlockedTraining:
 
 @dataclass
 class WriterSupervisor:
-    """Starts and watches the writer. `hear` receives its messages, `note` the lines for the user, and `command` the
-    commands to the fork server."""
+    """Starts and watches the writer. `hear` receives its messages, `note` receives lines for the user. `command` sends
+    a command to the fork server. `journal`: the event log."""
 
     journal: EventLog
     hear: Callable[[int, IpcMessage], None]
     note: Callable[[str], None]
     command: Callable[..., None] = lambda *_, **__: None
     limit: float = 60.0
-    """Seconds without progress after which the writer is killed."""
+    """The writer is killed after this number of seconds without progress."""
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
     lives: bool = False
-    """Whether the writer may still need snapshots."""
+    """Whether a save is in progress, so that its snapshots must stay in memory."""
     _next: IpcMessage | None = None
     _start: Callable[[IpcMessage], None] = lambda _: None
     _request: IpcMessage = field(default_factory=dict)
-    """The message with which rank 0 requested the current save. It contains the step, and the seconds for which the
-    request blocked training."""
+    """The message with which rank 0 requested the current save. It has the step, and the seconds for which the save has
+    blocked training so far."""
     _saved: bool = False
     _why: str = ""
     _seconds: float = 0.0
@@ -96,7 +97,8 @@ class WriterSupervisor:
     _standing: BlockedTraining = field(default_factory=BlockedTraining)
 
     def begin(self, start: Callable[[IpcMessage], None], request: IpcMessage) -> None:
-        """Calls `start` for the save in `request`, at once or after the current save has ended."""
+        """Starts the writer for `request`, by `start(request)`. If a save is in progress, this happens after its
+        end."""
         self._start = start
         if self.lives:
             self._next = request
@@ -106,10 +108,11 @@ class WriterSupervisor:
         start(request)
 
     def heed(self, event: IpcMessage, generation: int, holdings: SharedFileStore) -> None:
-        """Handles the messages and the exit of the writer."""
+        """Handles an event of the fork server about the writer. `generation`: the current one, for the event log.
+        `holdings`: the store whose ranks learn about the end of the save."""
         kind = event["event"]
         if not self.lives:
-            return  # this is the exit of an abandoned writer
+            return  # the event is the exit of an abandoned writer
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
@@ -140,7 +143,8 @@ class WriterSupervisor:
             self.hear(0, message)
 
     def look(self, generation: int, holdings: SharedFileStore) -> None:
-        """Kills a writer that makes no progress, and reports blocked training. It is called several times a second."""
+        """Reports and kills a writer without progress, and reports blocked training. The supervisor calls it several
+        times a second. Arguments as for `heed`."""
         self._standing.look(holdings, self.clock(), self.note)
         if not self.lives or not self._process:
             return
@@ -148,7 +152,8 @@ class WriterSupervisor:
         if (signs.moved, signs.computed) != (self._before.moved, self._before.computed):
             self._before, self._moved, self._said = signs, now, False
             return
-        silent = now - self._moved - (signs.in_line - self._before.in_line)  # time in the run queue does not count
+        # On an overloaded machine, time in the run queue is no lack of progress.
+        silent = now - self._moved - (signs.in_line - self._before.in_line)
         step = self._request.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
@@ -185,7 +190,8 @@ class WriterSupervisor:
         self.ended(holdings)
 
     def ended(self, holdings: SharedFileStore) -> None:
-        """Records that the writer, or the fork server, has ended. Starts the next save if one was requested."""
+        """Records that the writer has ended, alone or with the fork server. Starts the next save if one was
+        requested."""
         self.lives, seconds, self._seconds = False, self._seconds, 0.0
         if self._next is not None:
             requested, self._next = self._next, None

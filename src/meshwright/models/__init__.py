@@ -1,3 +1,2 @@
-"""Reference models: ordinary modules without any parallelism. `registry.build_reference_model` makes one from its
-sizes.
-"""
+"""Reference models: ordinary modules without any parallelism. `registry.build_reference_model` builds a model from its
+sizes."""

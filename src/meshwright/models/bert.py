@@ -5,7 +5,8 @@ The head consists of a dense layer, GELU, LayerNorm, and a decoder whose weight 
 is separate.
 
 Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted. They are -100 except at masked
-positions. Parameter names follow Hugging Face's BertForMaskedLM.
+positions. Parameter names follow Hugging Face's BertForMaskedLM. Shapes use B for batch, T for sequence and C for
+hidden features.
 """
 
 from __future__ import annotations

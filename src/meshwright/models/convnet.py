@@ -1,4 +1,4 @@
-"""A small residual convolutional network for classification, for data parallelism and ZeRO.
+"""A small residual convolutional network for image classification, which can be trained with data parallelism and ZeRO.
 
 Source: He et al., Deep Residual Learning (2016), section 3. Norms are GroupNorm (Wu and He, 2018), which has no batch
 statistics, so the loss does not depend on how a batch is divided. Inputs are `images` (B, channels, height, width) and
@@ -18,9 +18,8 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 
 @dataclass(frozen=True)
 class ConvNetConfig:
-    """The sizes of the model: `layers` residual blocks of equal width after a stem that halves the image. `batch_norm`
-    uses norms with batch statistics.
-    """
+    """The sizes of the model: `layers` residual blocks of equal width after a stem that halves the image. `groups` is
+    the number of groups of a GroupNorm. `batch_norm` replaces GroupNorm by BatchNorm, which has batch statistics."""
 
     layers: int
     hidden: int

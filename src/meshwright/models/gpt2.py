@@ -1,9 +1,9 @@
-"""A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, biases, one
-fused projection for query, key and value, GELU, and a vocabulary head tied to the embedding.
+"""A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, biases, and
+GELU. Query, key and value have one fused projection. The vocabulary head is tied to the embedding.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3. The initial weights of
-residual projections are divided by sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel, but
-weights are stored as in `nn.Linear`, (out, in).
+residual projections are divided by sqrt(2 x layers). Parameter names follow Hugging Face's GPT2LMHeadModel, but weights
+are stored as in `nn.Linear`, (out, in). Shapes use B for batch, T for sequence and C for hidden features.
 """
 
 from __future__ import annotations

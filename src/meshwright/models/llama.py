@@ -2,8 +2,8 @@
 feed-forward, grouped key-value heads, and no biases.
 
 Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
-Hugging Face stores it); Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM.
-Shapes use B for batch, T for sequence and C for hidden features.
+Hugging Face stores it); Ainslie et al., GQA (2023). Parameter names follow Hugging Face's LlamaForCausalLM. Shapes use
+B for batch, T for sequence and C for hidden features.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class RMSNorm(nn.Module):
 
 class RotaryEmbedding(nn.Module):
     """Returns the cosines and sines (1 or B, 1, T, head_dim) of the rotation at each position. It has no parameters and
-    no buffers, so checkpoints contain nothing of it.
-    """
+    no buffers, so it adds nothing to checkpoints."""
 
     def __init__(self, head_size: int, base: float) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 feed-forward. A router picks `top_k` experts for each token and weights them by the softmax over the picked experts.
 
 Sources: Jiang et al., Mixtral of Experts (2024), section 2.1; Shazeer et al., Outrageously Large Neural Networks
-(2017). Parameter names are those of Hugging Face's MixtralForCausalLM, with the experts stacked in one tensor per
-projection. Shapes use N for tokens, K for experts per token, C for hidden and F for inner features.
+(2017). Parameter names follow Hugging Face's MixtralForCausalLM, with the experts stacked in one tensor per projection.
+Shapes use B for batch, T for sequence, N for tokens (B * T), K for experts per token and C for hidden features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MoeConfig:
 
 
 class MoeRouter(nn.Module):
-    """Routes tokens (N, C): returns the weights (N, K) and the indices (N, K) of each token's experts."""
+    """Routes tokens (N, C). Returns the weights (N, K) and the indices (N, K) of the experts of each token."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class MoeFeedForward(nn.Module):
 
 
 class MoeLlama(Llama):
-    """The language model: that of Llama, with a mixture of experts in each block."""
+    """The language model of Llama with a mixture of experts in place of the feed-forward in each block."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config.base)

@@ -27,6 +27,8 @@ MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     """Returns the model with the sizes `model`. Empty sizes ('' or None) count as not given.
 
+    Raises: InputError if a size is missing or invalid, or if no reference model supports the sizes.
+
     >>> model = build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4})
     >>> sum(p.numel() for p in model.parameters())
     1176
@@ -47,7 +49,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         _required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq")
     )
     head_dim = int(float(given.get("head_dim", 0)))
-    if kind not in ("llama", "decoder") or not head_dim:  # all other models derive the head size
+    if kind not in ("llama", "decoder") or not head_dim:  # other models need head_dim = hidden / heads
         head_dim = head_dim or hidden // heads
         _check_head_dim(hidden, heads, head_dim)
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
@@ -81,7 +83,8 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def reference_model_kind(sizes: Mapping[str, Any]) -> str:
-    """Returns the kind of the model with these sizes: by its family, otherwise by its position encoding."""
+    """Returns the kind of the reference model with these sizes. It is convnet if they have `classes`, and bert for the
+    families bert and roberta. Otherwise the position encoding `pos` decides: gpt2 for learned positions, else llama."""
     if "classes" in sizes:
         return "convnet"
     if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
@@ -152,10 +155,10 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
 
 
 def _check_layers(given: Mapping[str, Any]) -> None:
-    """Checks that the reference models have the given kind of attention and of positions.
+    """Checks that the reference models support the given kind of attention and of position encoding.
 
     Raises:
-        InputError: no reference model has them.
+        InputError: no reference model supports them.
     """
     if given.get("mla") not in (None, 0, "0"):
         raise InputError(

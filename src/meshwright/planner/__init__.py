@@ -1,1 +1,2 @@
-"""Plans jobs: reads inputs, computes costs, searches plans, simulates steps, and validates the cost model."""
+"""Plans jobs: reads inputs, computes memory and time of plans, searches plans, simulates steps, and validates the cost
+model. The package does not import torch."""

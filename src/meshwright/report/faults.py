@@ -1,11 +1,11 @@
-"""Reports the faults of a training run and their cost, from RUN/events.jsonl, and the goodput with every kind of lost
-time.
+"""Computes and formats the faults of a training run and their cost (from RUN/events.jsonl), and the goodput with every
+kind of lost time. `meshwright report` shows them.
 
-Goodput = useful seconds / all seconds that are accounted for. Useful seconds are those of the last execution of each
-step, without the wait for data. Lost seconds are the wait for data, skipped steps, repeated steps, saves for which
-training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the end of the
-next new step. This step and the repeated steps before it count as steps, so only the remaining time of the recovery is
-lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
+Goodput = useful seconds / all seconds that are accounted for. Useful seconds are the seconds of the last execution of
+each step, without the wait for data. Lost seconds are: the wait for data, skipped steps, repeated steps, saves for
+which training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the end
+of the next new step. This step and the repeated steps before it count as steps, so only the remaining time of the
+recovery is lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
 
 Source of the definition: Jiang et al., MegaScale, NSDI 2024; ByteRobust (effective training time ratio).
 """
@@ -35,7 +35,7 @@ LOST_TIME_TEXTS = {
     "detection": mark_msgid("detecting hangs {seconds:seconds}"),
     "recovery": mark_msgid("lost in restarts {seconds:seconds}"),
 }
-"""Message ids of the terms of the goodput."""
+"""Message ids of the kinds of lost time."""
 
 
 class Goodput(StrictModel):
@@ -57,8 +57,8 @@ def read_events(path: Path) -> tuple[RunEvent, ...]:
 
 
 def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[RunEvent]) -> Goodput | None:
-    """Returns the goodput, or None if there is no step. `records` has each step once. `repeated` is the seconds of the
-    records of repeated steps."""
+    """Returns the goodput, or None if there is no step. `records` has only the last record of each step. `repeated` is
+    the total seconds of the earlier records of repeated steps."""
     steps = [record for record in records if record.tokens or record.skipped]
     if not steps:
         return None
@@ -76,7 +76,8 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
 
 
 def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
-    """Returns the seconds of a recovery in which no step ran: its duration without its new step and the repeated steps.
+    """Returns the seconds of a recovery in which no step ran: its duration without the repeated steps and the new step
+    at its end.
 
     >>> step = StepRecord(step=1, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0)
     >>> steps = [step.but(step=number) for number in (1, 2, 3, 4)]
@@ -112,8 +113,8 @@ def _short_cause(event: RunEvent) -> str:
 
 
 class FaultRow(NamedTuple):
-    """A fault and its recovery. The recovery took `seconds`; in `lost` of these seconds no step ran. `again` is the
-    number of repeated steps."""
+    """A fault and its recovery. It took `noticed` seconds to detect the fault. The recovery took `seconds`; in `lost`
+    of these seconds no step ran. `again` is the number of repeated steps."""
 
     step: int
     ranks: str
@@ -127,12 +128,12 @@ class FaultRow(NamedTuple):
 
 
 def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -> list[FaultRow]:
-    """Returns one row for each fault. `records` has each step once; the lost seconds of a recovery are computed from
-    it."""
+    """Returns one row for each fault, each change of the number of ranks, and each extension of the run. `records` has
+    only the last record of each step; the lost seconds of a recovery are computed from these records."""
     rows: list[FaultRow] = []
     last = broken = 0
     for event in events:
-        last = event.step or last  # events of ranks that failed before their first step have no step
+        last = event.step or last  # the event of a rank that failed before its first step has no step
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
         if event.kind in ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved", "degraded"):

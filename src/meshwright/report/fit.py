@@ -23,7 +23,7 @@ BAR_COLUMNS = 56
 
 
 def fit_conditions(cluster: Cluster, workload: Workload) -> Message:
-    """Returns the assumptions under which models fit."""
+    """Returns a message with the assumptions of `fit`: device, precision, optimizer, sequence and recompute."""
     group = cluster.groups[0]
     return Message(
         "on {device} ({memory:bytes}, {each} a node): {precision}, {optimizer}, {sequence} tokens, one sequence a "
@@ -96,7 +96,8 @@ def fit_chart_text(cluster: Cluster, workload: Workload, rows: Sequence[LargestM
 
 
 def chart_remarks(table: dict[tuple[str, int], LargestModel], most: int) -> list[Message]:
-    """Returns the conclusions from the chart as messages."""
+    """Returns the conclusions from the chart as messages. `table` maps (strategy, number of devices) to a result, and
+    `most` is the largest number of devices."""
     said = []
     if ("DDP", most) in table:
         said.append(

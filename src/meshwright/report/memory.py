@@ -1,5 +1,5 @@
-"""`report --memory`: the memory of one step over time on the rank with the highest peak, the module that ran at the
-peak, and the peak of each rank.
+"""Formats the output of `report --memory`. It shows the memory of one step over time on the rank with the highest peak,
+and the module that ran at the peak. It also shows the peak of each rank.
 
 Each column of the chart is a time interval of the step. Its height is the largest number of bytes that were allocated
 in this interval. The kinds of memory are stacked in the order of the legend.
@@ -54,7 +54,10 @@ def read_timelines(folder: Path) -> list[MemoryTimeline]:
 
 
 def _rank_files(folder: Path, ending: str) -> list[Path]:
-    """Returns the memory files of the ranks of a training run."""
+    """Returns the files RUN/memory/rank-N of all ranks whose name ends in `ending`.
+
+    Raises: StorageFailed if the folder cannot be read.
+    """
     try:
         found = list_names(folder / "memory")
     except OSError as error:
@@ -63,7 +66,8 @@ def _rank_files(folder: Path, ending: str) -> list[Path]:
 
 
 def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
-    """Returns for each rank, in order, its number and the maximum of each kind of memory over all steps."""
+    """Returns one dictionary for each rank, in order: the index of the rank, and the maximum bytes of each kind of
+    memory over all steps."""
     found: dict[int, dict[str, float]] = {}
     for path in _rank_files(folder, ".jsonl"):
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
@@ -148,7 +152,7 @@ def _rank_table(ranks: list[dict[str, float]], language: str) -> str:
 
 
 def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: int = CHART_LINES) -> list[str]:
-    """Returns the rows of the chart from top to bottom. Letters are the kinds of memory.
+    """Returns the rows of the chart from top to bottom. Letters are the kinds of memory (KIND_LETTERS).
 
     >>> moments = (AllocationEvent(at=0, activations=0, buffers=0), AllocationEvent(at=1, activations=2, buffers=0))
     >>> one = MemoryTimeline(rank=0, step=1, seconds=2, resident={"parameters": 2.0}, moments=moments, peak=moments[1])
@@ -167,7 +171,8 @@ def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: i
 
 
 def column_peaks(timeline: MemoryTimeline, width: int) -> list[AllocationEvent]:
-    """Returns the peak of each column. A column without an event has the value of the column before it."""
+    """Returns the event with the most memory in each of `width` equal time intervals of the step. An interval without
+    an event repeats the event of the previous interval."""
     found: list[AllocationEvent | None] = [None] * width
     for moment in timeline.moments:
         at = min(int(moment.at * width / timeline.seconds), width - 1)

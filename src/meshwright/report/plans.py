@@ -1,5 +1,5 @@
-"""Formats plans and estimates as text of at most 100 columns, and as the data of the JSON output. All numbers come from
-the estimate.
+"""Formats plans and estimates for `plan` and `estimate`: as text of at most 100 columns, and as the data of the JSON
+output. All numbers come from the estimate.
 
 The module also formats the layers of a model: parameters, FLOPs, saved activations, and the tensors that tensor
 parallelism shards.
@@ -69,7 +69,8 @@ def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], l
 
 
 def plan_only_messages(answer: SearchResult) -> list[Message]:
-    """Returns notes on plans that this version cannot run, and on the first plan that it can run."""
+    """Returns a note if this version cannot run some of the ranked plans. If the chosen plan is one of them, the note
+    also names the fastest known plan that can run."""
     if all(entry.runs for entry in answer.plans):
         return []
     able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
@@ -124,8 +125,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
 
 
 def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
-    """Returns the rows with long plan names in column `at` broken over several lines. So the table fits on the
-    terminal, and names are complete."""
+    """Returns the rows with long plan names in column `at` broken over several lines. So the table fits on the terminal
+    without shortened names."""
     rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
@@ -157,7 +158,8 @@ def split_plan_name(name: str, room: int) -> list[str]:
 
 
 def format_step(seconds: float) -> str:
-    """Formats the time of a step for a table. Times from 60 s to 1000 s are in seconds with one decimal.
+    """Formats the time of a step for a table. A time of at least 60 s and less than 1000 s is in seconds with one
+    decimal.
 
     >>> format_step(75.26), format_step(0.5), format_step(4200.0)
     ('75.3 s', '500.0 ms', '1 h 10 min')
@@ -237,7 +239,7 @@ def exposed_comm_seconds(time: TimeBreakdown) -> float:
 
 
 def step_fraction(value: float, time: TimeBreakdown) -> str:
-    """Returns seconds as a percentage of the step."""
+    """Returns the seconds `value` as a percentage of the step, or a dash if the step takes no time."""
     return f"{value / time.step:.0%}" if time.step else "-"
 
 
@@ -284,8 +286,8 @@ LAYER_COLUMNS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "
 def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
     """Returns a table with a line for each group of equal layers, their weights, and notes on the model.
 
-    FLOPs are those of a forward pass per token, with attention over `sequence` tokens. Activation bytes are saved per
-    token at `precision`; tensor parallelism divides a part of them.
+    FLOPs are per token in forward, with attention over `sequence` tokens. Activations are the bytes saved per token at
+    `precision`, with the percentage that tensor parallelism divides.
     """
     size = RECIPES[precision].size
     rows: list[tuple[str, ...]] = [tuple(table_heading(head, language) for head in LAYER_COLUMNS)]
@@ -338,9 +340,9 @@ def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
 
 
 def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
-    """Yields a line with the weights of a layer that tensor parallelism shards (name and sharded dimension), a line
-    with its replicated weights, and a line about a weight that is tied to another layer. Lines without content are
-    left out."""
+    """Yields up to three lines about the weights of a layer. The first names the weights that tensor parallelism
+    shards, with the sharded dimension. The second names the replicated weights. The third names a weight that is tied
+    to another layer."""
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
     if shared:

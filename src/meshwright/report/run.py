@@ -1,14 +1,15 @@
-"""Reads a run folder, and compares predicted with measured values.
+"""Reads a run folder for `meshwright report`, and compares predicted with measured values.
 
-RUN/records.jsonl has one `StepRecord` per line. RUN/plan.json, job.json, estimate.json and launch.json were written
-when the training run started. Without them the report has only measured values. RUN/checkpoints has a folder for each
-step. A step that was repeated after a restart counts once, with its last record. A record without tokens has only the
-validation loss before the first step. Incomplete lines are skipped and counted. Times are medians over all steps after
-the first, which is a warm-up.
+RUN/records.jsonl has one `StepRecord` per line. RUN/plan.json, job.json, estimate.json and launch.json were written at
+the start of the training run, or at its last change of plan. Without them the report has only measured values.
+RUN/checkpoints has a folder for each checkpoint. A step that was repeated after a restart counts once, with its last
+record. A record without tokens has only the validation loss before the first step. Incomplete lines are skipped and
+counted. Times are medians over all steps after the first, which is a warm-up.
 
 Sample accounting checks that every sample was read once. The batch indices of steps 1, 2, ... must be 0, 1, ..., except
-for batches skipped because of a loss spike (events.jsonl). All ranks of a step together must have read its batch. If
-ranks that restarted after a step wrote its record, the record has the batch index but no digest of the read samples.
+for batches skipped because of a loss spike (events.jsonl). In each step, all ranks together must have read the whole
+batch. If ranks that restarted after a step wrote its record, the record has the batch index but no digest of the read
+samples.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord, diges
 
 
 class SampleBalance(StrictModel):
-    """The result of the sample accounting. `problems` has a sentence for each step that read the wrong samples."""
+    """The result of the sample accounting. `proven` is the number of steps whose record has a digest of the samples.
+    `left_out` is the number of skipped batches. `problems` has a sentence for each step that read the wrong samples."""
 
     steps: int
     proven: int
@@ -53,8 +55,8 @@ def check_sample_balance(
 ) -> SampleBalance | None:
     """Returns the sample accounting of a training run, or None if no record has a batch number.
 
-    `records` has one record per step, of its last execution. `rows` is the batch size of the job. `last` is the last
-    step that is known to have ended.
+    `records` has the last record of each step. `rows` is the batch size of the job. `last` is the last step that is
+    known to have ended.
     """
     steps = [record for record in records if record.batch is not None]
     if not steps:
@@ -157,23 +159,23 @@ class RunFolder:
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
-        """The records of optimizer steps."""
+        """Returns the records of optimizer steps."""
         return tuple(record for record in self.records if record.tokens or record.skipped)
 
     @property
     def last(self) -> int:
-        """The last step that is known to have ended, from records, checkpoints and events."""
+        """Returns the last step that is known to have ended, by the records, checkpoints and events."""
         saves = (event.step for event in self.events if event.kind == "save")
         return max((*self.checkpoints, *saves, *(record.step for record in self.records)), default=0)
 
     @property
     def model(self) -> str | None:
-        """Returns the name of the model."""
+        """Returns the name of the model, or None if no file of the folder names it."""
         return self.job.model.name if self.job else self.launch.model.name if self.launch else None
 
     @property
     def planned_steps(self) -> int | None:
-        """Returns the number of steps of the job."""
+        """Returns the number of steps of the job, or None if no file of the folder names it."""
         noun = self.launch or self.job
         return noun.workload.steps if noun else None
 
@@ -196,7 +198,7 @@ class LossCurve(StrictModel):
 class PredictedMeasured(StrictModel):
     """The predicted and the measured value of one quantity in SI units. `within` is the row whose measured value
     includes this quantity. `contained` is the sum of the predictions of all rows that this row includes. The ratio adds
-    `contained` to the prediction, so that it compares equal quantities."""
+    `contained` to the prediction, so that both sides cover the same quantities."""
 
     name: str
     predicted: float | None = None
@@ -206,7 +208,8 @@ class PredictedMeasured(StrictModel):
 
     @property
     def ratio(self) -> float | None:
-        """The measured value divided by the predicted value."""
+        """Returns the measured value divided by the predicted value (with `contained`), or None if a value is
+        missing."""
         return (
             self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
         )
@@ -296,7 +299,11 @@ def read_records(path: Path) -> tuple[list[StepRecord], int]:
 
 
 def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
-    """Returns the records in the lines of `text`, and the number of incomplete lines. Errors name `path`."""
+    """Returns the records in the lines of `text`, and the number of incomplete lines. Errors name `path`.
+
+    Raises: InputError for a line that is neither a step record nor the beginning of one, or if several lines are
+    incomplete and none is a record.
+    """
     records: list[StepRecord] = []
     cut: list[tuple[int, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -386,8 +393,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Returns rows by kind. Recompute cannot be measured separately from compute, nor the bubble from pipeline
-    messages; the measured value includes both."""
+    """Returns rows by kind. The measured compute time includes recompute, and the measured pipeline time includes the
+    bubble, because these cannot be measured separately."""
     measured: dict[str, float] = {}
     if records:
         kinds = sorted({kind for record in records for kind in record.exposed})
@@ -425,7 +432,8 @@ _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 
 def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
-    """Returns for each kind of memory the largest value of any rank, as in records."""
+    """Returns for each kind of memory the largest predicted bytes of any rank, because records also have the largest
+    value."""
     return {
         kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage))
         for kind in MemoryBreakdown.model_fields
@@ -433,8 +441,8 @@ def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
 
 
 def _memory_pairs(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Returns rows by kind, each with the maximum over all steps. `total` is the allocated memory at the peak,
-    `resident` the resident memory of the process on the host."""
+    """Returns rows by kind, each with the maximum bytes over all steps. `total` is the allocated memory at the peak,
+    `resident` is the resident memory (RSS) of the process on the host."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():

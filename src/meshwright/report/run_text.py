@@ -3,14 +3,14 @@
 `run_text` formats a training run as text: the plan, the losses, predicted and measured figures by kind, and stragglers
 with the decisions about them.
 
-A measured speed-up belongs to the last change with a predicted speed-up. If another change follows within a few steps,
-there is no measured speed-up.
+In the table of decisions, a measured speed-up is in the row of the last change with an equal predicted speed-up. If
+another change follows within a few steps, there is no measured speed-up.
 
 `compare_text` compares several training runs, one column for each, and their losses at equal steps.
 
 The workload determines the result; the plan must not change it. So runs of one workload under several plans must have
-equal loss curves. The reported difference is the largest difference of losses over all steps that a run shares with the
-first run, relative to the loss of the first run.
+equal loss curves. The reported difference is the largest relative difference from the loss of the first run, over all
+steps that both runs have.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def _format_pair(row: PredictedMeasured, show: Callable[[float], str], said: Cal
 
 
 class RunComparison(StrictModel):
-    """The runs, and for each run the difference of its losses from those of the first run. `report --json` prints it
-    for several runs."""
+    """The runs, and for each run the difference between its losses and those of the first run. `report --json` prints
+    it for several runs."""
 
     runs: tuple[RunSummary, ...]
     shared_steps: tuple[int, ...]
@@ -268,7 +268,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
 
 
 def _relative_difference(loss: float, other: float) -> float:
-    """Returns the relative difference of two losses. It is 0 if both are not finite, and infinite if only one is
+    """Returns the relative difference of two losses. It is 0 if neither is finite, and infinite if only one is
     finite."""
     if not (math.isfinite(loss) and math.isfinite(other)):
         return 0.0 if math.isfinite(loss) == math.isfinite(other) else math.inf

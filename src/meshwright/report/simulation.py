@@ -1,5 +1,5 @@
-"""Formats a simulated step and a simulated fleet as text of at most 100 columns, and as JSON data. All numbers come
-from the simulation."""
+"""Formats the results of `simulate`, a simulated step or a simulated fleet, as text of at most 100 columns and as JSON
+data. All numbers come from the simulation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def estimate_comparison(simulation: SimulationResult) -> str:
 
 
 def waiting_line(simulation: SimulationResult) -> str:
-    """Returns the fraction of all device time in which ranks wait, in total and by reason in descending order."""
+    """Returns a line with the fraction of device time that ranks wait: in total, and by reason in descending order."""
     total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
     shares = {
         reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total
@@ -122,8 +122,8 @@ def waiting_line(simulation: SimulationResult) -> str:
 
 
 def failure_lines(run: RunWithFailures) -> Iterable[str]:
-    """Yields lines about several steps and the cost of each rank failure. Yields nothing for a single step without
-    failures."""
+    """Yields a line about the simulated steps and their lost time, and a line for each step in which ranks fail. Yields
+    nothing for a single step without failures."""
     if run.steps == 1 and not run.deaths:
         return
     lost = [
@@ -158,7 +158,7 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
 
 def rank_table(simulation: SimulationResult, language: str = "en") -> str:
     """Returns a table with one pipeline rank per line. Lanes (sets of identical replicas) with faults come first. All
-    times have the same unit."""
+    times are in seconds, or all are in milliseconds."""
     say = lambda message: translate(message, language)
     unit, factor = (Message("seconds"), 1.0) if simulation.seconds >= 1.0 else (Message("milliseconds"), 1e3)
     shown = shown_ranks(simulation)
@@ -241,7 +241,8 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
 
 
 def fleet_text(outcome: FleetOutcome, whose: str, language: str = "en") -> str:
-    """Returns the result for a fleet over several days: each part of the wall time, simulated and by formula."""
+    """Returns the result for a fleet over several days: each part of the wall time, simulated and by formula. `whose`
+    names the source of the failure rate."""
     fleet, policy = outcome.fleet, outcome.policy
     nodes = -(-fleet.devices // fleet.devices_per_node)
     reserve = (
@@ -291,7 +292,7 @@ def fleet_text(outcome: FleetOutcome, whose: str, language: str = "en") -> str:
 
 
 def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
-    """Returns the parts of a recovery in seconds."""
+    """Returns the parts of a recovery by name, each with its seconds."""
     policy = outcome.policy
     return [("detect", policy.detect), ("restart", policy.rebuild), ("load", policy.restore)]
 
@@ -335,8 +336,8 @@ def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
 
 
 def fleet_table_text(cells: Sequence[FleetTableCell], language: str = "en") -> str:
-    """Returns a table by policy and number of devices: progress in percent of the wall time, simulated and (by
-    formula)."""
+    """Returns a table by policy and number of devices: progress in percent of the wall time, simulated, and by formula
+    in parentheses."""
     policies, sizes = (
         list(dict.fromkeys(cell.policy for cell in cells)),
         list(dict.fromkeys(cell.devices for cell in cells)),

@@ -1,5 +1,5 @@
-"""Formats plain text: aligned columns, a curve as one line of characters, and data as strict JSON. The text is the same
-on a terminal, in a pipe and in a file. On a terminal of less than 100 columns, lines are shorter.
+"""Formats plain text for all reports: aligned columns, a curve as one line of characters, and data as strict JSON. The
+text is equal on a terminal, in a pipe and in a file. Only a terminal of less than 100 columns gets shorter lines.
 
 >>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -91,8 +91,8 @@ def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
 
 
 def round_to_sum(values: Sequence[float], step: float) -> list[int]:
-    """Rounds `values` to whole multiples of `step` that add up to their rounded sum. The values with the largest
-    remainders are rounded up.
+    """Rounds `values` to multiples of `step`, and returns the multiples. They add up to the rounded sum of `values`.
+    The values with the largest remainders are rounded up.
 
     >>> round_to_sum([0.34, 0.33, 0.33], 0.1)
     [4, 3, 3]
@@ -111,7 +111,7 @@ def align_facts(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Returns a curve of at most `width` bars. Each bar is the mean of an interval of `values`; an interval without
+    """Returns a curve of at most `width` bars. Each bar shows the mean of one interval of `values`. An interval without
     finite values is a space."""
     count = min(width, len(values))
     shares = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]

@@ -1,4 +1,4 @@
-"""Writes a simulated step as a Chrome trace, which opens in ui.perfetto.dev and chrome://tracing.
+"""Writes a simulated step as a Chrome trace (`simulate --trace`), which opens in ui.perfetto.dev and chrome://tracing.
 
 Each lane (a set of identical replicas) is a process of the trace. Each rank has a track for compute, a track for
 collectives, and tracks for the messages that it sends. An arrow leads from the sending action to the message. Times are
@@ -27,7 +27,8 @@ ACTION_COLORS = {
     "u": "rail_load",
 }
 TRACKS_PER_RANK = 100
-"""Track numbers of one rank: 0 is compute, 1 is collectives, 2 and above are messages."""
+"""The number of track ids reserved for each rank. The first is compute, the second is collectives, and the others are
+messages."""
 
 
 def chrome_trace(simulation: SimulationResult) -> dict[str, Any]:

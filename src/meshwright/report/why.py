@@ -1,7 +1,7 @@
-"""Formats the comparison of the chosen plan with another plan, or with the best plan of every family, as text and as
-data.
+"""Formats the comparison of the chosen plan with other plans as text and as data. The other plan is one that the user
+names (`plan --why-not`), or the best plan of every family (`plan --why`).
 
-Guarantees: the differences shown add up to the gap shown.
+Guarantees: the differences in the table add up to the difference of the step times.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ OUTCOME_TEXTS = {
 
 
 def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: str = "en") -> str:
-    """Returns the result of the comparison in one sentence, then both plans item by item."""
+    """Returns the result of the comparison in one or two sentences, then the times and the memory of both plans by
+    kind."""
     chosen = answer.chosen
     lines = [wrap_text(translate(sentence, language)) for sentence in _outcome_messages(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
@@ -99,7 +100,7 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
 
 
 def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
-    """Returns the unit for the times of both steps, its seconds, and the number of decimals."""
+    """Returns the unit for the step times of both plans, the seconds of this unit, and the number of decimals."""
     longest = max(chosen.time.step, other.time.step)
     unit, factor = next(
         (unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us"
@@ -108,15 +109,14 @@ def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
 
 
 def _step_gap(chosen: Estimate, other: Estimate) -> float:
-    """Returns the difference between the two steps in seconds, rounded as in the table."""
+    """Returns the difference between the step times of both plans in seconds, rounded as in the table."""
     _, factor, digits = _step_unit(chosen, other)
     ours, theirs = (round(priced.time.step / factor, digits) for priced in (chosen, other))
     return factor * (theirs - ours)
 
 
 def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Returns a table of both steps item by item. Values are whole multiples of the last digit, so that rows and
-    columns add up."""
+    """Returns a table of the step times of both plans by kind. Values are rounded so that rows and columns add up."""
     unit, factor, digits = _step_unit(chosen, other)
     items = [
         item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))
@@ -161,8 +161,8 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
 
 
 def families_text(answer: SearchResult, families: Sequence[PlanComparison], language: str = "en") -> str:
-    """Returns the best plan of every other family, with its additional time compared with the chosen plan and the kind
-    of time that causes most of it."""
+    """Returns the best plan of every other family, with its additional time compared to the chosen plan, and the kind
+    of time that adds most."""
     from meshwright.planner.search.explain import family_name
 
     if not families:

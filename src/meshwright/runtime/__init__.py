@@ -1,2 +1,2 @@
-"""The distributed runtime: one package per kind of parallelism. build/parallelize.py lists the build passes in
-order."""
+"""The distributed runtime. It turns a PyTorch model and a plan into an engine, with which `train/` runs training steps.
+build/parallelize.py lists the build passes in order."""

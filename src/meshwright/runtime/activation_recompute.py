@@ -1,24 +1,27 @@
-"""Decides, by the plan, what a block saves between forward and backward.
+"""Activation recompute: runs the forward of a block so that autograd saves only the tensors that the plan allows. The
+block wrappers (pipeline/block_wrapper.py) call it.
 
-- Without recompute, a block saves everything.
-- With `full`, it saves only its input.
-- With `attn`, it saves everything except the inside of attention.
-- With `sac`, it saves everything except the results of cheap operations (analysis/recompute_tape.py).
+The plan gives each block one of these modes:
 
-The saved tensors are on the device, in host memory or in files (offload `activations`).
+    none    the block saves every tensor that autograd requests
+    full    the block saves only its input
+    attn    the block saves every tensor except those inside scaled_dot_product_attention
+    sac     the block saves every tensor except the results of cheap operations (analysis/recompute_tape.py)
+
+With activation offload, the saved tensors are in host memory or on disk instead of on the device.
 
 Guarantees: gradients are bitwise equal to those without recompute. The same kernels recompute from the same values and
 random state.
 
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 
-Some buffers, such as running means, change in the forward of a block. Recompute reads their values at the time of the
-original pass, and does not change them.
+Some buffers, such as running means, change in the forward of a block. Recompute reads the values that these buffers had
+in the original forward, and does not change the buffers.
 
-[Note: buffer values of a pass] The backward of a pass may run after later passes have changed a buffer (pipelines, a
-block that is called twice). So a recomputed block reads copies of its buffers from the start of its original pass.
-Selective recompute reads copies of the values that the original pass read. The first pass shows which buffers change.
-All other buffers are neither copied nor replaced.
+[Note: buffer values of a pass] Between the forward and the backward of a block, other forwards of the block may change
+its buffers (pipelines, a block that is called twice). So full recompute reads copies of the buffers from the start of
+the original forward. Selective recompute reads copies of the values that the original forward read. The first forward
+determines which buffers change. All other buffers are neither copied nor replaced.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ from meshwright.spec.grid import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
-    """The state of a buffer before a pass: the dict that contains it, and its value if the buffer is known to
-    change."""
+    """A buffer before a forward of its block. `holder`: the `_buffers` dict that contains the buffer. `version`: its
+    autograd version counter. `value`: a copy, or None if the first forward did not change the buffer."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
@@ -65,8 +68,8 @@ class BufferSnapshot(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        """Whether the buffer has changed. Batch norms write running means without a new version, so values are also
-        compared."""
+        """Whether the buffer has changed since the snapshot. Batch norm updates running means without advancing the
+        version counter, so values are compared too."""
         written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
         return written or (self.value is not None and not torch.equal(self.buffer, self.value))
 
@@ -77,10 +80,12 @@ class MutatedBuffers:
     def __init__(self, module: nn.Module) -> None:
         self._modules = [each for each in module.modules() if each._buffers]
         self._moved: set[tuple[int, str]] | None = None
-        """The buffers that change, as (id of the dict that contains it, name). None before the first pass."""
+        """The buffers that the first forward changed, as (id of the `_buffers` dict, name). None before the first
+        forward."""
 
     def before(self) -> list[BufferSnapshot]:
-        """Returns snapshots of all buffers. They contain the values of the buffers that are known to change."""
+        """Returns a snapshot of every buffer. The first call copies all values. Later calls copy only the values of the
+        buffers that the first forward changed."""
         found = [
             (each._buffers, name, buffer)
             for each in self._modules
@@ -98,10 +103,10 @@ class MutatedBuffers:
         return self._moved is None or (id(holder), name) in self._moved
 
     def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
-        """Returns the snapshots of those buffers that this pass or an earlier one has changed.
+        """Returns the snapshots in `before` of the buffers that the first forward changed. Called after each forward.
 
         Raises:
-            InputError: this pass has changed a buffer that the first pass did not change.
+            InputError: this forward has changed a buffer that the first forward did not change.
         """
         if self._moved is None:
             self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
@@ -118,7 +123,7 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """Sets buffers inside the context to their values before a pass. Restores their current values on exit."""
+    """Sets buffers to the values of their snapshots inside the context. Puts the current tensors back on exit."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -149,9 +154,9 @@ def _no_recompute(place: int) -> Recompute:
 class RecomputePolicy:
     """Applies recompute and offload to all blocks of a rank.
 
-    `how`: the recompute mode of each block, by its index in the stage. `offload`: the activation offload, None without
-    one. `sends`: which blocks it offloads. `cuts`: cached decisions of selective recompute. `weights`: storages that
-    backward gathers again.
+    `how`: returns the recompute mode of a block, by the index of the block in its stage. `sends`: returns whether the
+    block offloads its activations. `offload`: the activation offload, None if no block uses it. `cuts`: caches which
+    tensors `sac` saves for each graph of a block. `weights`: the `storage_id` of each parameter group's weights.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
@@ -162,10 +167,11 @@ class RecomputePolicy:
 
     @classmethod
     def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
-        """Returns the policy of a plan. `weights` are storages that are never offloaded.
+        """Returns the policy of the plan of `mesh`. `weights`: the `storage_id` of each parameter group's weights,
+        which are never offloaded as activations.
 
-        Two other modules implement a part of recompute. Attention over context ranks recomputes its core itself
-        (context_parallel/attention.py). The compiler does selective recompute (compile.py).
+        The policy excludes two cases that other modules handle: `attn` over context ranks
+        (context_parallel/attention.py), and `sac` in compiled blocks (compile.py).
         """
         plan = mesh.plan
         elsewhere = {Recompute.attn} if plan.cp > 1 else set()
@@ -260,8 +266,8 @@ def _recompute_full(
 def with_function_modes(
     modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Activates the function modes of the forward during recompute, such as one without dropout. torch deactivates
-    function modes during backward."""
+    """Activates the function modes of the original forward, such as one that disables dropout, and enters `buffers`.
+    Recompute needs this context, because torch deactivates function modes during backward."""
     with buffers or nullcontext(), ExitStack() as stack:
         for mode in modes:
             if mode not in function_modes():
@@ -271,8 +277,8 @@ def with_function_modes(
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restores the values of `buffers` on exit. Does not advance their versions, because autograd saves the buffers for
-    backward but does not read them."""
+    """Restores the values of `buffers` on exit, without advancing their version counters. Otherwise backward would
+    raise an error for a saved buffer, although it does not read the value."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -298,8 +304,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Makes attention save only its inputs. If the model's code already checkpoints attention, this mode is not needed.
-    The compiler reads this mode too, and recomputes attention."""
+    """Makes attention save only its inputs. Changes nothing inside an activation checkpoint of the model's own code,
+    which recomputes attention already. torch.compile traces this mode, so compiled blocks recompute attention too."""
 
     def __init__(self) -> None:
         super().__init__()

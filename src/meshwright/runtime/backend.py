@@ -5,16 +5,16 @@ device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support anot
 `Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device with
 separate memory and without streams, for example `meta`.
 
-`init_local_device` selects the device of this rank and identifies its host.
+`init_local_device` selects the device of this rank. `host_id` identifies the host of this rank.
 
-`malloc_trim` returns freed memory of the C library's heap to the system.
-
-Flattening a model into buffers, and the first step of an optimizer, leave holes in the heap between small live
-allocations. A model of 110 M parameters in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first
-step without `malloc_trim`, and 789 MiB with it.
+`malloc_trim` returns freed heap memory of the C library to the operating system. Flattening a model into buffers, and
+the first step of an optimizer, leave holes in the heap between small live allocations. A model of 110 M parameters in
+bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without `malloc_trim`, and 789 MiB with
+it.
 
 [Note: scratch] MKL caches the workspace of its matrix products: 5 MiB for each product that is longer than all previous
-products. The preflight checks before the first step leave workspace that steps do not need.
+products. After the preflight checks, this cache contains workspace that training steps do not need. `malloc_trim` frees
+the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.core.messages import Message
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Environment variable and value. With a workspace of fixed size, cuBLAS adds in the same order each time. cuBLAS reads
-the variable when it starts. Without it, torch refuses deterministic matrix products."""
+the variable when it starts. Without the variable, torch refuses deterministic matrix products."""
 
 
 class DeviceEvent(Protocol):
@@ -86,7 +86,7 @@ class ProfilingSizes:
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the linear layer and of attention."""
     health_matmul: int = 4096
-    """Size n of the n x n matrix that tests an excluded device."""
+    """Size n of the n x n matrix product that tests whether an excluded device is healthy."""
 
 
 class Backend:
@@ -106,10 +106,11 @@ class Backend:
     has_fused_optimizer: ClassVar[bool] = False
     """Whether torch has fused optimizer kernels for the device."""
     nominal_flops: ClassVar[float] = 2e14
-    """FLOP/s that the time estimate of the first proof assumes before the device is profiled."""
+    """Assumed FLOP/s of a device without a predicted step time. train/proof/ estimates from it how long a proof would
+    take."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
-    """Ratio of the FLOP/s of matrix products to the bytes/s of memory. The default is 400 TFLOP/s over 4 TB/s. A CPU
-    has 80 GFLOP/s over 27 GB/s."""
+    """Assumed FLOP/s of matrix products, divided by the bytes/s of memory: 400 TFLOP/s and 4 TB/s for accelerators, 80
+    GFLOP/s and 27 GB/s for CPUs."""
     profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
 
     def __init_subclass__(cls) -> None:
@@ -124,7 +125,7 @@ class Backend:
         """Makes `device` the current device of this process. Must be called before the first kernel or collective."""
 
     def is_initialized(self) -> bool:
-        """Returns whether this process has started the driver. If so, a forked child cannot use the devices."""
+        """Returns whether this process has started the driver. Once it has, a forked child cannot use the devices."""
         return False
 
     def synchronize(self, device: torch.device) -> None:
@@ -167,8 +168,8 @@ class Backend:
         return None
 
     def peak_memory(self, device: torch.device) -> dict[str, float]:
-        """Returns the peak bytes since the last call: `total` (allocated) and `reserved`. Empty if the device has no
-        counters."""
+        """Returns the peak bytes since the last call: `total` (allocated by tensors) and `reserved` (by the allocator).
+        Empty if the device has no counters."""
         return {}
 
     def name_and_memory(self, device: torch.device) -> tuple[str, float]:
@@ -186,7 +187,8 @@ class Backend:
         return False
 
     def compile_obstacle(self) -> str:
-        """Returns what `torch.compile` lacks on this machine, with the remedy. '' if nothing is missing."""
+        """Returns what `torch.compile` lacks on this machine, and the remedy, as the end of an error message. '' if
+        nothing is missing."""
         return ""
 
     @property
@@ -222,8 +224,7 @@ class CpuBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Returns whether the C++ compiler is missing that Inductor needs for the CPU, with the remedy. '' if it is
-        present."""
+        """Returns the remedy for a missing C++ compiler, which Inductor needs for the CPU. '' if a compiler exists."""
         if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
             return ""
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
@@ -318,7 +319,7 @@ class CudaBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Returns whether Triton is missing, which Inductor needs for CUDA, with the remedy. '' if it is present."""
+        """Returns the remedy for a missing Triton, which Inductor needs for CUDA. '' if Triton is installed."""
         if importlib.util.find_spec("triton") is not None:
             return ""
         return "the package triton, which comes with torch for CUDA: leave compile out"
@@ -348,8 +349,8 @@ def initialized_accelerators() -> list[Backend]:
 
 
 def local_device() -> torch.device:
-    """Returns the accelerator of this rank: the one with index `LOCAL_RANK`, or the current one without this
-    environment variable. Returns the CPU if the process has no accelerator."""
+    """Returns the accelerator with the index in the environment variable `LOCAL_RANK`. Without the variable, returns
+    the current accelerator. Returns the CPU if the process has no accelerator."""
     rank = os.environ.get("LOCAL_RANK")
     index = None if rank is None else int(rank)
     found = (backend.local_device(index) for backend in accelerators())
@@ -359,8 +360,8 @@ def local_device() -> torch.device:
 def init_local_device() -> torch.device:
     """Makes `local_device()` the current device of this process and returns it.
 
-    Must be called before the first collective and the first matrix product, because random states, streams, and NCCL's
-    messages without a device use the current device. Warns if an accelerator has no backend.
+    Must be called before the first collective and the first matrix product. Random states, streams, and NCCL operations
+    that name no device use the current device. Warns if the machine has an accelerator without a `Backend`.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     device = local_device()
@@ -373,7 +374,7 @@ def init_local_device() -> torch.device:
 
 
 def unused_accelerator_warning(found: torch.device | None) -> str:
-    """Returns the warning about the accelerator `found`, which has no backend; '' if `found` is None.
+    """Returns the warning about the accelerator `found`, which has no `Backend`. Returns '' if `found` is None.
 
     >>> unused_accelerator_warning(torch.device("mps"))
     'this machine has an accelerator of type mps, which Meshwright does not support: training runs on the CPU'
@@ -392,7 +393,7 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
 
 
 def host_id() -> str:
-    """Returns a text that is equal on ranks that share a machine and a network namespace."""
+    """Returns the id of this rank's host. Ranks in one network namespace of a machine have the same id."""
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -400,7 +401,7 @@ def host_id() -> str:
 
 
 def machine_id() -> str:
-    """Returns a text that is equal on ranks that share a machine, that is, an operating system kernel."""
+    """Returns the id of this machine. Ranks under one running operating system kernel have the same id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -411,9 +412,9 @@ TORCH_CPU_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 
 
 def malloc_trim() -> None:
-    """Frees MKL's buffers and trims the heap. Must not be called while a matrix product runs.
+    """Frees MKL's cached workspace and trims the heap. Must not be called while a matrix product runs.
 
-    Does nothing if the C library has no `malloc_trim` or torch has no MKL.
+    Skips MKL if torch has none. Does not trim if the C library has no `malloc_trim`. Does nothing except on Linux.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,10 +1,9 @@
-"""Compiles blocks with torch.compile. All code outside of blocks stays eager.
+"""Compiles blocks with torch.compile. The build pass `wrap_blocks` uses it. All code outside of blocks stays eager.
 
-Only the forward inside a block wrapper is compiled, without the wrapper's all-gather of weights, recompute, and cuts of
-the sequence and of stages. Collectives and the project's own layers (tensor parallelism, deferred weight gradients,
-experts) synchronise with other ranks, so the compiler skips them. It also skips attention over context ranks. Blocks
-with such layers are compiled in the pieces between these layers. Identical blocks use the compiled code of the first
-one.
+Only the forward inside a block wrapper is compiled. The wrapper's other work stays eager: all-gather of weights,
+recompute, and cuts of the sequence and of stages. The compiler also skips collectives, attention over context ranks,
+and the project's own layers (tensor parallelism, deferred weight gradients, experts). A block with such layers is
+compiled in the pieces between these layers. Identical blocks reuse the compiled code of the first of them.
 
 [Note: what the compiler keeps] In a compiled block the compiler decides which tensors forward saves for backward. It
 saves the operands of matrix products, and recomputes the results of norms and activations. With selective recompute the
@@ -42,7 +41,7 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
     """Checks that blocks of `plan` can be compiled on `device`.
 
     Raises:
-        InputError: the blocks cannot be compiled.
+        InputError: the machine lacks a program that Inductor needs.
     """
     if not plan.compile:
         return
@@ -60,8 +59,11 @@ def compiler_backend() -> str:
 def compile_block(
     forward: Callable[..., Any], block: nn.Module, is_lean: bool, defers_wgrad: bool
 ) -> Callable[..., Any]:
-    """Returns a version of `forward`, the forward of `block`, that is compiled when it first runs. `is_lean`: the block
-    uses selective recompute. `defers_wgrad`: its weight gradients are deferred, so that it is compiled in pieces."""
+    """Returns a compiled version of `forward`, the forward of `block`. The first call compiles. Layers and hooks inside
+    of `block` that this project has replaced or added stay eager.
+
+    `is_lean`: the block uses selective recompute. `defers_wgrad`: the weight gradients of the block are deferred.
+    """
     for module in block.modules():
         _disable_compiler(module, block)
     chosen = _backend_for_sac if is_lean else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
@@ -70,16 +72,16 @@ def compile_block(
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """The compiler backend of blocks with deferred weight gradients. With a separate backend torch compiles separate
-    code for them. Otherwise the recompute of other blocks could use this code."""
+    """Compiles the graph of a block with deferred weight gradients. This is a separate compiler backend, so that torch
+    compiles separate code for these blocks. Otherwise torch could use this code in the recompute of other blocks."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
 
 
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
-    """The compiler backend of blocks with selective recompute ([Note: what the compiler keeps]). It uses private names
-    of torch. A test (test_compile) fails if torch renames them."""
+    """Compiles the graph of a block with selective recompute ([Note: what the compiler keeps]). This compiler backend
+    uses private names of torch. tests/ranks/test_compile.py fails if torch renames them."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
@@ -100,8 +102,8 @@ def _target_name(node: Any) -> str:
 
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
-    """Replaces a split by slices, which the compiler treats as views. Otherwise it would save the parts of the tensor,
-    and results computed from them, in addition to the full tensor."""
+    """Replaces a `split` or `chunk` node by slices, which the compiler treats as views. Otherwise the compiler would
+    save the parts of the tensor, and results computed from the parts, in addition to the full tensor."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2
@@ -123,7 +125,7 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
 
 
 def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
-    """Excludes the forwards and hooks of this project from compilation."""
+    """Excludes the hooks of `module` from compilation, and a replaced `forward` unless `module` is `block` itself."""
     stored: Any = vars(module)
     if module is not block and "forward" in stored:
         module.forward = torch.compiler.disable(stored["forward"])  # type: ignore[method-assign]

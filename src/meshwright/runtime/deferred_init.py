@@ -1,26 +1,25 @@
-"""Builds a model on the meta device, and materialises each rank's part of the parameters later.
+"""Builds a model on the meta device for users and `train/`, and materialises each rank's shards of parameters later.
 
     with deferred_init():                            # the model's code runs unchanged
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)        # each rank materialises only its shards
 
-Guarantees: under any plan, the parameters are bit for bit those of an ordinary build. So are all random numbers that
-the caller draws afterwards.
+Guarantees: under any plan, the parameters are bit for bit those of an ordinary build. The random numbers that the
+caller draws afterwards are those of an ordinary build too.
 
 Inside the context, parameters are meta tensors. Each operation that writes to a parameter is recorded with its inputs
-and the state of the random generator. Random numbers are drawn and discarded, so that later draws equal those of an
+and the state of the random generator. Random numbers are drawn and discarded, so that the generator advances as in an
 ordinary build. To materialise a parameter, the recorded operations are replayed. Slicing is recorded too. So a rank
 stores only its slice, and the full tensor exists only during the replay.
 
-[Note: recipes] A `StorageRecipe` says how the content of a storage is computed. Recipes are immutable: an operation
-that writes to the storage replaces the recipe by a new one. So a copy or a slice that was taken earlier keeps the
-content of that time. The device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An
-operation that cannot be recorded, such as a read of values, raises, and `build_deferred` then builds the full model.
-Idea: torchdistx, `deferred_init` (2022).
+[Note: recipes] A `StorageRecipe` describes how the content of a storage is computed. Recipes are immutable: an
+operation that writes to the storage replaces its recipe. So an earlier copy or slice has the earlier content. The
+device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An operation that cannot be
+recorded, such as a read of values, raises. `build_deferred` then builds the full model. Idea: torchdistx,
+`deferred_init` (2022).
 
 A write after the end of the context is not recorded and would be lost. So `check_unchanged_after_recording` raises if a
-parameter was written to or converted afterwards. Parameters that replace recorded parameters are not checked. They are
-uninitialised, like any other meta parameter.
+parameter was written to or converted afterwards. A new parameter that replaces a recorded one is not checked.
 """
 
 from __future__ import annotations
@@ -63,23 +62,23 @@ OVERWRITING_OPS = {
         "bernoulli",
     )
 }
-"""Operations that overwrite all previous content."""
+"""Operations that overwrite all previous content of the tensor that they write to."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Maximum number of elements of a constant tensor that is stored in full. For a larger one only its value is stored.
-Also the size in bytes from which temporary memory is allocated outside of the heap."""
+"""Maximum number of elements of a constant tensor that is stored in full. Of a larger constant tensor only the value is
+stored. Also the minimum number of bytes of temporary memory that is allocated outside of the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
-"""Names of two attributes. A module stores its `DeferredInit` in the first. A parameter stores the `TensorRef` of its
-local part in the second."""
+"""Attribute of a module for its `DeferredInit`; attribute of a parameter for the `TensorRef` of its local shard."""
 
 ReplayMemo = dict[int, torch.Tensor]
+"""The contents of the storages that were already replayed, by the id of their recipe."""
 
 
 @dataclass(frozen=True, eq=False)
 class StorageRecipe:
     """Describes how a storage of `numel` elements gets its content.
 
-    The content starts as `initial`, as output `index` of the operation `made`, or uninitialised. Then the operations
-    `steps` write to it. `form` is the size, the strides and the offset of the initial content.
+    The content starts as the tensor `initial`, as output `index` of the operation `made`, or uninitialised. `form` is
+    the size, the strides and the offset of this first content. Then the operations `steps` write to the storage.
     """
 
     numel: int
@@ -96,7 +95,7 @@ class StorageRecipe:
         return self.initial is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
-        """Computes the content of the storage. Returns it as a flat tensor of `numel` elements."""
+        """Returns the content of the storage as a flat tensor of `numel` elements: from `memo`, or by a replay."""
         if id(self) in memo:
             return memo[id(self)]
         flat = _temporary_storage(self.numel, self.dtype)
@@ -118,8 +117,8 @@ class StorageRecipe:
 
 @dataclass(frozen=True, eq=False)
 class TensorRef:
-    """Refers to a tensor that an operation used: a view, with geometry `form`, of the storage that `origin` describes.
-    If `origin` is None, the view is of the storage that the operation writes to."""
+    """Refers to a tensor that an operation used: a view of a storage, with the size, strides and offset `form`.
+    `origin`: the recipe of the storage, or None for the storage to which the operation writes."""
 
     origin: StorageRecipe | None
     form: tuple[Any, ...]
@@ -137,7 +136,8 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """Records one operation. Meta tensor arguments become `TensorRef`. `drawn`: generator state before a draw."""
+    """One recorded operation. Arguments that are meta tensors become `TensorRef`. `drawn`: the generator's state before
+    the operation, None if it draws no random numbers. `overwrites`: it overwrites all previous content."""
 
     operation: Any
     args: Any
@@ -168,7 +168,7 @@ class RecordedOp:
 
 @dataclass
 class OpLog:
-    """Stores the recipes of meta storages, and which real storages are still uninitialised."""
+    """The recipes of meta storages (`origins`), and the real storages that are still uninitialised (`untouched`)."""
 
     origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
     untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class OpLog:
     digest: Any = field(default_factory=xxhash.xxh3_64)
     """Digest of the generator state before each draw."""
     ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """For each parameter id at the end of the context: the parameter and its version, which counts writes."""
+    """For each parameter at the end of the context, by id: the parameter and its version, which counts writes."""
 
     def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
         """Returns the recipe of the storage of `tensor`, None if the storage has no recipe."""
@@ -190,7 +190,7 @@ class OpLog:
 
 
 class DeferredInit(TorchDispatchMode):
-    """Records operations while it is entered; see the module docstring."""
+    """Records operations while this mode is active; see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,8 +204,8 @@ class DeferredInit(TorchDispatchMode):
     # --- parameters
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the meta parameter that replaces the real `parameter` of `module`. A shared parameter gets one meta
-        parameter for all its names."""
+        """Returns the meta parameter that replaces the real `parameter` of `module`; None leaves it as it is. torch
+        calls this hook. A shared parameter gets one meta parameter for all its names."""
         if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
             return None
         key = _storage_key(parameter)
@@ -229,7 +229,7 @@ class DeferredInit(TorchDispatchMode):
         return shape
 
     def seen(self, tensor: torch.Tensor) -> TensorRef | None:
-        """Returns the reference to a meta `tensor`, None if nothing was written to its storage."""
+        """Returns the reference to the meta `tensor`. Returns None if nothing was recorded for its storage."""
         origin = self.notes.origin(tensor) if tensor.is_meta else None
         return None if origin is None or not origin.known else TensorRef(origin, _geometry(tensor))
 
@@ -241,7 +241,7 @@ class DeferredInit(TorchDispatchMode):
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Records `function`, which fills `tensor`, as one operation, since its number of draws depends on values."""
+        """Calls `function`, which fills `tensor`. Records one operation, as the number of draws depends on values."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -249,7 +249,7 @@ class DeferredInit(TorchDispatchMode):
         return tensor
 
     def end(self) -> None:
-        """Ends the recording."""
+        """Ends the recording: stores the versions with which later writes are detected."""
         self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
 
     # --- operations
@@ -320,7 +320,7 @@ class DeferredInit(TorchDispatchMode):
         return state
 
     def _frozen(self, value: Any, own: set[int]) -> Any:
-        """Returns a copy of an argument with its present value. A meta tensor becomes a `TensorRef`."""
+        """Returns a copy of an argument with its present value. A recorded meta tensor becomes a `TensorRef`."""
         if not isinstance(value, torch.Tensor):
             return value
         origin = self.notes.origin(value)
@@ -353,7 +353,7 @@ class DeferredInit(TorchDispatchMode):
 
 
 class _ReportAsCpuTensors(TorchFunctionMode):
-    """Makes deferred parameters report that they are CPU tensors."""
+    """Makes deferred parameters report that they are CPU tensors, because many functions skip meta tensors."""
 
     def __init__(self, later: DeferredInit) -> None:
         super().__init__()
@@ -389,8 +389,8 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Returns the model that `make` builds from random `seed`. Parameters are deferred unless the code cannot be
-    recorded."""
+    """Returns the model that `make` builds with the random seed `seed`. Its parameters are deferred if the code of
+    `make` can be recorded, otherwise real."""
     torch.manual_seed(seed)
     try:
         with deferred_init() as later:
@@ -405,7 +405,7 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def deferred_init_of(model: nn.Module) -> DeferredInit:
-    """Returns the record of the construction of `model`. It is empty if the model was built in full."""
+    """Returns the record of the construction of `model`. The record is empty if the model was built in full."""
     return (
         next(
             (vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None

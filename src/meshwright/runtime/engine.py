@@ -1,8 +1,9 @@
-"""The engine of a sharded model. It runs micro-batches through the stages of this rank. Gradients end up in the flat
-parameter groups.
+"""The engine of a sharded model: runs micro-batches through the stages of this rank, and leaves the gradients in the
+flat parameter groups. `train/` uses it for each step and each evaluation.
 
-`StageExecutor` runs one micro-batch through one stage. `Engine` runs the passes of a step over all stages, and the
-`preflight` checks before and after them. build/parallelize.py makes both objects and does not change them afterwards.
+`StageExecutor` runs one forward: one micro-batch through one stage. `Engine` runs all forwards and backwards of a step,
+and the `preflight` checks before and after them. build/parallelize.py makes both objects and does not change them
+afterwards.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ GROUPS_BY_PARALLELISM = {
 
 
 def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
-    """Checks that every norm computes its statistics over the whole batch.
+    """Checks that a norm with batch statistics gets the whole batch at once.
 
-    One device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics. No
-    sum of gradients corrects this. Tensor ranks divide channels, whose statistics are independent. The check includes
-    norms that have running statistics only.
+    One device computes the statistics over the whole batch. A plan divides the batch into dp x `passes` micro-batches,
+    each with other statistics. This is a different function, and no sum of gradients corrects it. Tensor ranks are
+    allowed, because they divide channels, whose statistics are independent.
+
+    `path`: a norm with batch statistics, or an instance norm with running statistics; '' if the model has none.
+    `passes`: the number of micro-batches per replica.
 
     Raises:
-        InputError: The module at `path` would compute statistics of a part of the batch.
+        InputError: The plan divides the batch.
     """
     if path and plan.dp * passes > 1:
         raise InputError(
@@ -76,17 +80,17 @@ def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
 
 
 class OncePerStepBuffers:
-    """Buffers that every micro-batch updates in the same way, but that must be updated once per step.
+    """Restores buffers that the forward of every micro-batch updates, but that must be updated once per step.
 
-    Each buffer is recorded after the first forward of its stage. The recorded value is restored after the last pass of
-    the step.
+    The value of each buffer is recorded after the first forward of its stage, and restored after the last micro-batch
+    of the step.
     """
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.names, self.made = names, dict[str, torch.Tensor]()
 
     def passed(self, executor: StageExecutor, stage: int) -> None:
-        """Records the buffers of `stage`, if this is its first forward in the step."""
+        """Records the buffers of `stage`, if the forward that has ended is the stage's first forward in the step."""
         stages = executor.extra_state.buffer_stages
         present = dict(executor.model.named_buffers()) if len(self.made) < len(self.names) else {}
         for name in self.names & present.keys():
@@ -94,7 +98,8 @@ class OncePerStepBuffers:
                 self.made[name] = present[name].detach().clone()
 
     def put_back(self, model: nn.Module, passes: int) -> None:
-        """Restores the recorded values after a step of `passes` micro-batches."""
+        """Restores the recorded values after a step of `passes` micro-batches. With one micro-batch only discards
+        them."""
         present = dict(model.named_buffers()) if self.made and passes > 1 else {}
         for name, value in self.made.items():
             if name in present:
@@ -103,63 +108,63 @@ class OncePerStepBuffers:
 
 
 class PassRecorder(Protocol):
-    """Records the code paths of the user's model (preflight/code_paths.py)."""
+    """Records the code paths of the user's model, and finds those that no check has run (preflight/code_paths.py)."""
 
     asks: bool
     """Whether the user's code reads tensor values."""
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage` inside the context, if the user's code reads tensor values or a check is
-        running.
-        """
+        """Records the forward of `stage` inside the context, if the user's code reads tensor values or a check is
+        running. `compiles`: whether blocks are compiled, which excludes recording outside of checks."""
 
     def begin_step(self) -> None:
-        """Discards the passes of the previous step."""
+        """Discards the forwards of the previous step."""
 
     def learning(self) -> AbstractContextManager[None]:
-        """Treats the passes inside the context as passes of a check."""
+        """Marks the forwards inside the context as forwards of a check."""
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Returns a code location that no check has reached, and the index of the micro-batch that reached it. Returns
-        ('', -1) if there is none."""
+        """Finds a forward of this step whose set of call sites no check has run. Returns one of the call sites, and the
+        index of the forward's micro-batch in `batches`. Returns ('', -1) if all sets are known."""
 
     def unrepeated(self) -> str:
-        """Returns a code location that this step reached and no check has reached, '' if there is none."""
+        """Returns a call site that this step has reached and no check has reached, '' if there is none."""
 
     def accept(self) -> None:
-        """Marks the code locations of this step as checked."""
+        """Marks the sets of call sites of this step as checked."""
 
 
 class StepChecks(Protocol):
-    """The checks before and after the passes of a step (preflight/step_checks.py)."""
+    """The checks before and after the micro-batches of a step (preflight/step_checks.py)."""
 
     stages_run: bool
     """Whether every stage has run once."""
     steps: int
     """Number of training steps that have begun."""
     checked: int
-    """The last training step before which the rows of the batch were checked."""
+    """The last training step before which the separability of the batch was checked."""
     began: int
-    """Number of stage passes before the present step."""
+    """Number of forwards of stages before the present step."""
     once: OncePerStepBuffers
     written: set[str]
-    """Names of the parameters that a pass of the model writes to."""
+    """Names of the parameters that a forward of the model writes to."""
 
     @property
     def paths(self) -> PassRecorder:
         """The recorded code paths of a model that reads tensor values."""
 
     def skip(self, stages: bool = True) -> None:
-        """Skips the checks of the first steps."""
+        """Skips the checks of the first steps. `stages`: also skips the dry run of the stages."""
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks before the micro-batches of a step or of an evaluation."""
+        """Runs `check`, and begins a step (if `trains`) or an evaluation."""
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks that are due before the next step."""
+        """Runs the checks that are due before the next step or evaluation."""
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks after the passes of a step, before its update."""
+        """Repeats the checks between the last backward of a step and its update, because the step took unchecked code
+        paths."""
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks after the micro-batches of a step or of an evaluation."""
@@ -193,13 +198,15 @@ class StageExecutor:
             self.checks = before
 
     def num_inputs(self, stage: int) -> int:
-        """Returns the number of tensors that `stage` receives from the previous stage."""
+        """Returns the number of tensors that `stage` receives from the previous stage for each micro-batch."""
         carry = self.cursor.carry
         return (0 if carry is None else len(carry.spec.message(self.bounds[stage][0]))) + (self.balance is not None)
 
     def forward_stage(self, stage: int, batch: Batch, received: StageTensors) -> StageTensors:
-        """Runs one micro-batch through `stage`. Returns the tensors for the next stage; on the last stage, the sum of
-        the losses."""
+        """Runs the forward of one micro-batch through `stage`. `received`: the tensors of the previous stage.
+
+        Returns the tensors for the next stage. On the last stage returns (the sum of the losses,).
+        """
         cursor, balance = self.cursor, self.balance
         cursor.start, cursor.stop = self.bounds[stage]
         cursor.passes += 1
@@ -237,23 +244,23 @@ class StageExecutor:
             total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
-            # The loss of an evaluation does not include the balance loss.
+            # The loss of an evaluation excludes the load-balancing loss.
             total = total + balance.loss(sums) if torch.is_grad_enabled() else total
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
-        """Returns the buffers that belong to other stages of this rank. The model's code outside of blocks runs on
-        every stage, so it could change these buffers too."""
+        """Returns the buffers that other stages of this rank update. They must be preserved, because the model's code
+        outside of blocks runs on every stage."""
         stages = self.extra_state.buffer_stages
         if self.mesh.plan.stages == self.mesh.plan.pp or not (stages and self.model.training):
             return []
         return [buffer for name, buffer in self.model.named_buffers() if stages.get(name, stage) != stage]
 
     def _check_blocks_run(self) -> None:
-        """Checks that the pass ran the same blocks as the first pass of its stage, and no backward inside of the
-        forward.
+        """Checks that the last forward ran the same blocks as the first forward of its stage, and that no backward ran
+        inside of it.
 
-        If a pass skips a block (random depth), its all-gathers and messages do not match those of other ranks. A
+        If a forward skips a block (random depth), its all-gathers and messages do not match those of other ranks. A
         backward inside of a forward would add its gradients to those of the step.
         """
         plan = self.mesh.plan
@@ -280,7 +287,8 @@ class StageExecutor:
 
 @dataclass
 class Engine:
-    """Runs the passes of a step: micro-batches through the pipeline, gradients into the reducer."""
+    """Runs the forwards and backwards of a step. `pipeline` runs the micro-batches, and the reducer gets the gradients.
+    `gates` are the wrappers of blocks and of other gathered modules."""
 
     executor: StageExecutor
     recipe: Recipe
@@ -292,10 +300,10 @@ class Engine:
     outer: OuterOptimizer | None = None
     """The outer optimizer of local SGD (DiLoCo)."""
     unfilled: frozenset[str] = frozenset()
-    """Parameters on the meta device that have no values yet."""
+    """Names of the parameters on the meta device that have no values yet."""
     coupled_at_start: str = ""
-    """The path of a module that computed batch statistics before sharding, in the mode (training or evaluation) at that
-    time. '' if there is none."""
+    """The path of a norm that computed batch statistics before sharding, in the mode (training or evaluation) of that
+    time. '' if there was none."""
 
     @property
     def model(self) -> nn.Module:
@@ -344,17 +352,17 @@ class Engine:
 
     @property
     def context(self) -> ContextState | None:
-        """How this rank computes its part of the sequence; None without context parallelism."""
+        """Runs the blocks on this rank's piece of the sequence. None without context parallelism."""
         return self.executor.context
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each parameter by name, in the model's order."""
+        """The global shape of each parameter, by name, in the order of the model's parameters."""
         return self.shards.shapes
 
     @property
     def preflight(self) -> StepChecks:
-        """The checks before and after the passes of a step."""
+        """The checks before and after the micro-batches of a step."""
         return self.executor.checks
 
     def mark_initialized(self) -> None:
@@ -362,9 +370,10 @@ class Engine:
         self.unfilled = frozenset()
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """Runs all micro-batches of this rank's replica, without gradients if `scale` is None.
+        """Runs all micro-batches of this rank's replica, with backward of `scale` x loss. If `scale` is None, runs only
+        forward. All ranks call it.
 
-        Returns the sum of the losses on the last stage (float64 scalar), 0 on other stages.
+        Returns the sum of the losses (float64 scalar) on the rank of the last stage, 0 on other ranks.
         """
         if scale is not None:
             check_batch_norm(self.statistics, self.mesh.plan, len(batches))
@@ -382,16 +391,15 @@ class Engine:
 
     @property
     def statistics(self) -> str:
-        """The path of a module that computes batch statistics in its present mode, '' if there is none.
+        """The path of a norm that computes batch statistics in its present mode (training or evaluation), '' if there
+        is none.
 
-        A pipeline rank has only some of the modules. So under pipeline parallelism the mode before sharding counts too.
+        A pipeline rank has only some of the modules, so under pipeline parallelism `coupled_at_start` counts too.
         """
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
     def forget(self) -> None:
-        """Discards the timings and byte counts since the last call of `measured`, for example those of an
-        evaluation.
-        """
+        """Discards the times and byte counts since the last call of `measured`, for example those of a check."""
         for meter in (
             self.pipeline.wire.meter,
             *(meter for group in self.mesh.groups.values() for meter in group.timers),
@@ -401,13 +409,14 @@ class Engine:
             store.wait_timer.discard()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns two dicts by kind of parallelism: the seconds that this rank waited for other ranks, and the bytes
-        that it sent over the network. Both count from the last call."""
+        """Returns two dicts by kind of parallelism, both since the last call: the seconds for which this rank waited,
+        and the bytes that it sent over the network. The key 'offload' has the waits for offloaded data. The second dict
+        is empty without a device mesh."""
         found = {name: group.read_stats() for name, group in self.mesh.groups.items()}
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
-        # The group of tied weights counts as "data" and exists only on some ranks. So every rank reports "data".
+        # Every rank reports "data", because the group of tied weights counts as "data" and exists only on some ranks.
         kinds = {kind: meters for kind, meters in kinds.items() if meters or kind == "data"}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
@@ -426,7 +435,8 @@ class Engine:
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """Gathers the ZeRO-3 groups that no module wrapper gathers. They stay gathered for the whole step."""
+        """All-gathers the weights of parameter groups that no module wrapper gathers (ZeRO 3). They stay gathered for
+        the whole step."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.weights.unshard()

@@ -1,16 +1,17 @@
-"""Propagates the exception of one rank to the ranks that wait for it.
+"""Propagates the exception of one rank to the ranks that wait for it. `parallelize` and the trainer use it.
 
-Every rank makes each collective call (`parallelize`, `Trainer.step`, ...). If one rank raises inside the call, the
-other ranks would wait for it forever. So the raising rank writes one line into the store of the default process group.
-A rank that waits longer than STORE_POLL_SECONDS reads the store at this interval and raises the error that it finds.
-Shorter waits have no cost.
+A collective call is a function that every rank calls (`parallelize`, `Trainer.step`, ...). If one rank raises inside
+the call, the other ranks would wait for this rank forever. So the raising rank writes one line into the store of the
+default process group. A rank that waits longer than STORE_POLL_SECONDS reads the store at this interval and raises the
+error that it finds. Shorter waits have no cost.
 
-All of this happens on the host. Waits for shared memory read the store themselves (shm/memory.py). A wait for NCCL
-never blocks the host, so no such wait is watched.
+Only waits of the host are interrupted. Waits for shared memory read the store themselves (shm/memory.py). A wait for
+NCCL never blocks the host, so it is not watched.
 
 [Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. To
 interrupt the wait, the thread starts a receive that times out immediately. gloo then closes all connections of this
-rank in the process group, which cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
+rank in the process group. The group cannot be used afterwards. Source: gloo/transport/tcp/unbound_buffer.cc,
+`waitRecv`.
 """
 
 from __future__ import annotations
@@ -48,23 +49,27 @@ BARRIER_POLL_SECONDS = 0.01
 """Seconds between two reads of the store while a rank waits, after an exception, for the other ranks to raise too."""
 
 BARRIER_TIMEOUT_SECONDS = 1800.0
-"""Maximum seconds of this wait."""
+"""Maximum seconds for which a rank waits, after an exception, for the other ranks to raise too."""
 
 MAX_IDLE_POLLS = 25
-"""Number of polls without a wait for gloo after which the watching thread ends."""
+"""Number of consecutive polls without a wait for gloo after which the watching thread ends."""
 
 MAX_MESSAGE_CHARACTERS = 200
-"""Maximum number of characters of a propagated message, for exceptions outside of PROPAGATED_ERROR_CLASSES."""
+"""Maximum number of characters of the propagated message of an exception outside of PROPAGATED_ERROR_CLASSES."""
 
 PROPAGATED_ERROR_CLASSES = {
     kind.__name__: kind
     for kind in (MeshwrightError, InputError, PlanRefused, NothingFits, VerificationFailed, Interrupted)
 }
-"""Exception classes that other ranks raise with the same class."""
+"""Exceptions of these classes are raised with their own class on other ranks. All others become MeshwrightError."""
 
 ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
-"""Keys of the store: the error of one `parallelize`; the number of `parallelize` calls of each rank; the error after
-which ranks have closed gloo connections."""
+"""Keys of the store.
+
+- ERROR_KEY: the error in the collective calls of one `parallelize` and its trainer.
+- CALL_COUNT_KEY: the number of `parallelize` calls of each rank.
+- BROKEN_GROUP_KEY: the error after which ranks have closed gloo connections.
+"""
 
 
 class ErrorRecord(NamedTuple):
@@ -80,8 +85,8 @@ class ErrorRecord(NamedTuple):
     """Whether a rank has left a collective because of this error. If so, no later call can succeed."""
 
     def to_exception(self, is_earlier: bool) -> MeshwrightError:
-        """Returns the exception that other ranks raise. `is_earlier`: it was raised in an earlier call, and this rank
-        has made another call since.
+        """Returns the exception that other ranks raise. `is_earlier`: `rank` raised in an earlier call, and the present
+        rank has made another call since.
 
         >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").to_exception(False)
         PlanRefused('rank 1: plan pp2: no')
@@ -97,8 +102,8 @@ class ErrorRecord(NamedTuple):
 
 
 class RemoteRankError(ConnectionError):
-    """Interrupts a wait that would never end, because another rank has raised. The collective call converts this
-    exception to an error for users."""
+    """Interrupts a wait that would never end, because another rank has raised. `ErrorPropagator.call` converts this
+    exception to the error that users get."""
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
@@ -111,13 +116,16 @@ class _GlooWait(NamedTuple):
 
 
 class ErrorPropagator:
-    """Counts the collective calls of one `parallelize` and its trainer. The counts are equal on all ranks. Without a
-    store there is only one rank, and this object does nothing."""
+    """Propagates exceptions in the collective calls of one `parallelize` and its trainer.
+
+    Numbers the calls. A number means the same call on all ranks. Without a store there is only one rank, and this
+    object does nothing.
+    """
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
         self.report_alive: Callable[[], None] = lambda: None
-        """Is called during work before a step that may take minutes, so that a supervisor does not consider the rank
+        """A function to call during long work before a step (minutes), so that a supervisor does not consider this rank
         hung."""
         self._call_number = self._raised_in = 0
         self._is_inside = False
@@ -141,10 +149,12 @@ class ErrorPropagator:
 
     @contextmanager
     def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
-        """Runs one collective call around `inner`. Sends an exception inside it to the other ranks, and raises their
-        exceptions on this rank. A nested call is part of the outer call.
+        """Makes the code inside the context one collective call, and enters `inner`. Sends an exception of this rank to
+        the other ranks. A nested call is part of the outer call.
 
-        Raises: the exception of another rank as one line, with its class if that is in PROPAGATED_ERROR_CLASSES.
+        Raises:
+            MeshwrightError: another rank raised. The message is one line. The class is that of the other rank's
+                exception if it is in PROPAGATED_ERROR_CLASSES.
         """
         if self._store is None or self._is_inside:
             with inner as value:
@@ -172,8 +182,11 @@ class ErrorPropagator:
             self._is_inside = False
 
     def _check_all_raised(self) -> None:
-        """Waits until every rank has raised in the last call, as all ranks do when they refuse the same input. Raises
-        MeshwrightError if a rank did not raise."""
+        """Waits until every rank has raised in the last call, as all ranks do when they refuse the same input.
+
+        Raises:
+            MeshwrightError: a rank has not raised.
+        """
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
         while (
@@ -189,8 +202,11 @@ class ErrorPropagator:
     # --- waiting
 
     def poll(self, waited: float) -> None:
-        """Reads the store if a read is due after `waited` seconds of a wait. Raises RemoteRankError if another rank has
-        raised."""
+        """Reads the store if a read is due. `waited`: the seconds for which this rank has waited so far.
+
+        Raises:
+            RemoteRankError: another rank has raised.
+        """
         now = time.monotonic()
         if waited < STORE_POLL_SECONDS or now < self._due:
             return
@@ -199,23 +215,31 @@ class ErrorPropagator:
             raise raised
 
     def connection_lost(self, error: ConnectionError) -> ConnectionError:
-        """Returns the lost connection `error`. It is not propagated, because its cause is the rank at the other end.
-        Raises RemoteRankError if another rank has raised."""
+        """Returns `error`, which reports a lost connection. `call` will not propagate `error`, because its cause is the
+        rank at the other end.
+
+        Raises:
+            RemoteRankError: another rank has raised.
+        """
         if (raised := self._raised()) is not None:
             raise raised
         self._lost = error
         return error
 
     def ranks_diverged(self) -> bool:
-        """Returns whether a rank has left a collective because of another rank's exception. Then no rank completes the
-        collectives in flight."""
+        """Returns whether a rank has left a collective because of another rank's exception. If so, no rank completes
+        the collectives in flight."""
         record = self._read(self._key)
         return self._final_record is not None or (record is not None and record.is_final)
 
     @contextmanager
     def interruptible_wait(self, process: dist.ProcessGroup | None) -> Iterator[None]:
-        """Allows this rank to block in gloo inside the context, in `process` or the default group ([Note: waits inside
-        gloo]). Raises RemoteRankError when another rank raises."""
+        """Allows this rank to block in gloo inside the context ([Note: waits inside gloo]). `process`: the process
+        group of the wait, None for the default group.
+
+        Raises:
+            RemoteRankError: another rank has raised.
+        """
         self._wait = _GlooWait(process, time.monotonic())
         if self._thread is None:
             self._start()
@@ -256,8 +280,8 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """Returns the error of another rank in this call, in the previous or in the next one, None if there is none.
-        Ranks differ by at most one call. An error that all ranks raised does not count."""
+        """Returns the error of another rank, None if no other rank has raised. The error may be of this call, or of the
+        previous or the next call, because ranks differ by at most one call. Excludes errors that all ranks raised."""
         record = self._read(self._key)
         if record is None:
             return None
@@ -266,8 +290,8 @@ class ErrorPropagator:
         return RemoteRankError(record, is_earlier=True) if record.is_final else None
 
     def _publish(self, error: Exception) -> None:
-        """Writes `error` to the store, unless another rank has already raised in this call. The other ranks report the
-        first error."""
+        """Writes `error` to the store, unless another rank has already raised in this call. So all other ranks report
+        the first error."""
         known = self._read(self._key)
         if known is not None and (known.is_final or known.call > max(self._raised_in, self._call_number - 2)):
             return
@@ -301,12 +325,12 @@ class ErrorPropagator:
 
 
 CURRENT_PROPAGATOR: ContextVar[ErrorPropagator | None] = ContextVar("CURRENT", default=None)
-"""The propagator of the call in progress."""
+"""The propagator of the collective call in progress, None outside of collective calls."""
 
 
 def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
-    """Allows this rank to block in gloo inside the context, in `process` or the default group. Raises RemoteRankError
-    when another rank raises."""
+    """Allows this rank to block in gloo inside the context (`ErrorPropagator.interruptible_wait`). Does nothing outside
+    of collective calls."""
     calls = CURRENT_PROPAGATOR.get()
     return nullcontext() if calls is None else calls.interruptible_wait(process)
 
@@ -322,7 +346,7 @@ def gather_objects(mine: T) -> list[T]:
 
 
 def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
-    """Makes every wait of this rank for gloo in `process` raise ([Note: waits inside gloo])."""
+    """Makes all waits of this rank in the gloo group `process` raise ([Note: waits inside gloo])."""
     other = next(rank for rank in dist.get_process_group_ranks(process) if rank != dist.get_rank())
     try:
         work = dist.irecv(torch.empty(1), other, group=process, tag=2**30)
@@ -333,8 +357,9 @@ def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
 
 
 def describe_error(error: Exception) -> tuple[str, str]:
-    """Returns the class name and the message of `error`, if its class is in PROPAGATED_ERROR_CLASSES. Otherwise returns
-    '', and the class, the first line and the code location in one line.
+    """Returns the class name and the message of `error`, if its class is in PROPAGATED_ERROR_CLASSES.
+
+    Otherwise returns '' and one line with the class, the first line of the message, and the code location.
 
     >>> describe_error(InputError("no labels")), describe_error(ValueError("no"))
     (('InputError', 'no labels'), ('', 'ValueError: no'))

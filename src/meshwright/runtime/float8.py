@@ -1,10 +1,11 @@
 """Implements matrix products in fewer bits than the weights: the check of device support, and the float8 linear layer.
+The build pass `low_precision_matmul` installs the layer.
 
-Rule of float8: each factor is scaled so that its largest magnitude is the largest number of its dtype. Forward
-multiplies input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and with the input
-in e4m3. Sums are float32, and results are bfloat16. Scales are computed for each product, so that nothing is saved.
-Everything else, including weights and their gradients, is as in bf16. Results differ from bf16 within the rounding of a
-3-bit mantissa.
+Rule of float8: each factor of a product is scaled so that its largest magnitude is the largest number of its float8
+dtype. Forward multiplies input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and
+with the input in e4m3. Sums are float32, and results are bfloat16. Scales are computed for each product, so no scale is
+stored between steps. Everything else, including weights and their gradients, is as in bf16. Results differ from bf16 by
+the rounding of the factors, to 3 bits of mantissa in e4m3 and 2 bits in e5m2.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
 """
@@ -25,12 +26,12 @@ from meshwright.runtime.backend import backend_of
 from meshwright.spec.precision import Recipe
 
 MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
-"""The lowest CUDA compute capability that supports products in each precision. Source: CUDA C++ Programming Guide,
-table of capabilities."""
+"""The lowest CUDA compute capability that supports matrix products in each precision. Source: CUDA C++ Programming
+Guide, table of capabilities."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
-"""Sizes in float8 products must be multiples of this number on a device."""
+"""The dimensions of both factors of a float8 product must be multiples of this number."""
 
 
 def check_precision_support(recipe: Recipe, device: torch.device) -> None:
@@ -63,8 +64,8 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
 
 
 def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
-    """Makes linear layers inside of blocks multiply in float8 if the recipe requires it, except for sizes without
-    float8 support."""
+    """Makes linear layers inside of blocks multiply in float8, if the recipe requires it. Skips layers whose dimensions
+    are not multiples of 16, and subclasses of `nn.Linear`."""
     if recipe.products != "fp8" or anatomy.blocks is None:
         return
     for index in range(anatomy.count):
@@ -102,15 +103,15 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
-    """Returns the product of `one` (m, k) and `other` (k, n), with the factors in the given float8 dtypes. Rows of
-    `one` and columns of `other` are contiguous."""
+    """Returns the bfloat16 product of `one` (m, k) and `other` (k, n), rounded to the float8 dtypes `kind` and
+    `other_kind`. The kernel requires contiguous rows of `one` and contiguous columns of `other`, so both are copied."""
     left, left_scale = _to_float8(one, kind)
     right, right_scale = _to_float8(other.t(), other_kind)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)
 
 
 def _to_float8(factor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `factor` in float8 with contiguous rows, and the float32 number that reverts the scaling."""
+    """Returns `factor` in float8 with contiguous rows, and the float32 scalar that reverts the scaling."""
     largest = factor.abs().amax().float().clamp_min(1e-12)
     undo = largest / torch.finfo(kind).max
     return (factor.float() / undo).to(kind).contiguous(), undo

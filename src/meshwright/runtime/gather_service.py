@@ -1,13 +1,15 @@
-"""Gathers full weights and gradients of a sharded run on rank 0, a few at a time.
+"""Gathers full weights, gradients and buffers of a sharded model on rank 0, a few at a time. In a numerical proof
+(train/proof/), rank 0 uses them to compute a small batch as on one device, and to compare the gradients.
 
 A full tensor is the sum over all ranks of tensors that contain the rank's local pieces (state_dict.py) and zeros
-everywhere else. Each element counts on exactly one rank. So the sum is exact, and no rank needs the layout of another
-rank. The tensors of a request pass in order through one bucket of BUCKET_BYTES on every rank, by all-reduces. Only rank
-0 stores full tensors.
+everywhere else. Exactly one rank contributes each element. So the sum is exact, and no rank needs the layout of another
+rank. The tensors of a request are transferred in order through one bucket of BUCKET_BYTES on every rank, by
+all-reduces. Only rank 0 stores full tensors.
 
-[Note: requests] Rank 0 runs code whose order of modules the other ranks cannot know in advance. So it sends a header
-before each request: the kind of tensors, their number and their names. The other ranks answer in `serve` until rank 0
-ends. A rank that cannot supply its pieces sets the last element of the bucket. Then the request fails on every rank.
+[Note: requests] Rank 0 runs code whose order of modules the other ranks cannot know in advance. So rank 0 sends each
+request: the kind of tensors, their number, and the index and element range of each tensor. The other ranks answer in
+`serve` until rank 0 ends. A rank that cannot supply its pieces sets the last element of the bucket. The request then
+fails on every rank.
 """
 
 from __future__ import annotations
@@ -47,15 +49,18 @@ class ElementRange(NamedTuple):
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Disables torch modes in this thread. The operations inside the context are not those of a model, and a mode costs
-    more than a small operation."""
+    """Disables torch modes in this thread. Modes are meant for the operations of a model, and cost more than the small
+    operations inside the context."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 class GatherService:
-    """Answers requests of rank 0. `names` are all parameters in the model's order. `buffers` are the buffers of the
-    state dict."""
+    """Sends the requests of rank 0, and answers them on all ranks.
+
+    `names`: all parameters, in the model's order. `buffers`: the buffers of the state dict. `compute`: the dtype in
+    which the plan computes.
+    """
 
     def __init__(self, engine: Engine, compute: torch.dtype) -> None:
         self.engine, self.compute = engine, compute
@@ -68,12 +73,12 @@ class GatherService:
     # --- requests by rank 0
 
     def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns full weights by name, in dtype `kind`. The main weights are first rounded to the compute dtype, as in
+        """Returns full weights by name, in dtype `kind`. They are the main weights, rounded to the compute dtype as in
         the update."""
         return self._stored(REQUEST_WEIGHTS, names, kind)
 
     def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
-        """Returns elements of a flattened weight, rounded as in `weights`."""
+        """Returns the elements `wanted` of a flattened weight, rounded as in `weights`, in dtype `kind`."""
         found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
 
         def take(name: str, start: int, part: torch.Tensor) -> None:
@@ -83,15 +88,15 @@ class GatherService:
         return found
 
     def gradients(self, names: Sequence[str], take: TensorSink) -> None:
-        """Passes the full gradients of the last backward to `take`. They are multiplied by the loss scale."""
+        """Passes the full gradients of the last backward to `take`. The gradients include the loss scale."""
         self._request(REQUEST_GRADIENTS, self._whole(REQUEST_GRADIENTS, names), take)
 
     def gradient_range(self, wanted: ElementRange, take: TensorSink) -> None:
-        """Passes elements of a flattened gradient to `take`, scaled as in `gradients`."""
+        """Passes the elements `wanted` of a flattened gradient to `take`, scaled as in `gradients`."""
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers of the state dict by name, from the first replica. All are float64."""
+        """Returns the buffers of the state dict by name, from the first replica, converted to float64."""
         return self._stored(REQUEST_BUFFERS, self.buffers, torch.float64)
 
     def end(self) -> None:
@@ -132,7 +137,7 @@ class GatherService:
     # --- answers of the other ranks
 
     def serve(self) -> None:
-        """Answers requests until rank 0 ends. If a request fails, rank 0 reports the error."""
+        """Answers requests of rank 0 until rank 0 calls `end`. If a request fails, rank 0 reports the error."""
         with without_torch_modes():
             while True:
                 what, count = self._send([0] * HEADER_LENGTH)
@@ -150,7 +155,8 @@ class GatherService:
     # --- all ranks
 
     def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
-        """Gathers the elements `ranges`, and passes them to `take` on rank 0.
+        """Gathers the elements `ranges` of tensors of the kind `what`, and passes them to `take` on rank 0. All ranks
+        call it.
 
         Raises:
             InputError: a rank cannot supply its pieces. Every rank raises it.
@@ -205,8 +211,8 @@ class GatherService:
         return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
-        """Returns the dtype of the sent data. It is equal on all ranks, because it does not depend on what a rank
-        stores."""
+        """Returns the dtype in which tensors of the kind `what` are sent. All ranks return the same dtype, because it
+        does not depend on what a rank stores."""
         if what == REQUEST_BUFFERS:
             return torch.float64
         if what == REQUEST_WEIGHTS:
@@ -234,7 +240,7 @@ class GatherService:
 
 
 class BucketSpan(NamedTuple):
-    """A part of one element range of a request: its elements [start, stop). `tensor` is the index of the range."""
+    """Elements [start, stop) of one element range of a request. `tensor` is the index of the range in the request."""
 
     tensor: int
     start: int
@@ -242,7 +248,7 @@ class BucketSpan(NamedTuple):
 
 
 class GatherBucket(NamedTuple):
-    """Describes the contents of one all-reduce."""
+    """The contents of one all-reduce: `spans` in order, `size` elements in total."""
 
     spans: tuple[BucketSpan, ...]
     size: int
@@ -271,8 +277,8 @@ def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBuc
 
 
 def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
-    """Writes the elements of `piece` that are inside `window` to it. `data` is the local data of the piece. `window`
-    begins at element `first` of the flattened full tensor."""
+    """Copies the elements of `piece` that are inside of `window` to `window`. `data` is the local data of the piece.
+    `window` begins at element `first` of the flattened full tensor."""
     begin = max(piece.start, _local_offset(first, piece))
     end = min(piece.stop, _local_offset(first + window.numel(), piece))
     if begin >= end:
@@ -285,7 +291,8 @@ def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: to
 
 
 def _local_offset(at: int, piece: ShardMetadata) -> int:
-    """Returns the offset in the local tensor of element `at` of the flattened full tensor."""
+    """Returns the offset in the local tensor that corresponds to element `at` of the flattened full tensor. If this
+    rank does not store the element, returns the offset of the next stored element."""
     if piece.split is None:
         return at
     inner = math.prod(piece.shape[piece.split + 1 :])

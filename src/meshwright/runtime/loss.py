@@ -1,20 +1,21 @@
-"""Defines the loss of a training step, and computes cross-entropy over a sharded vocabulary.
+"""Computes the loss of a training step, also over a vocabulary that is sharded over tensor ranks, and in chunks. The
+engine calls `LossHead` for each micro-batch.
 
-`LossHead` defines what a step minimises: the sum of the losses of all valid labels, divided by their number in the
-whole batch.
+A step minimises the sum of the losses of all valid labels, divided by their number in the whole batch. A mean of the
+means of ranks would be a different loss, if ranks have unequal numbers of valid labels.
 
-A common error is to take a mean on each rank and then the mean of these means. If ranks have unequal numbers of valid
-labels, this is a different loss.
+`sum_cross_entropy` computes the summed cross-entropy over valid labels. It saves only the softmax of the local logits,
+which backward turns into the gradient in place. For each label:
 
-`sum_cross_entropy` computes the summed cross-entropy over valid labels, with or without a vocabulary that is sharded
-over tensor ranks.
+    m   the largest local logit
+    p   the probability of m in the local softmax, at least 1 / V for a vocabulary of V words, so log p is finite
+    L   = m - log p, the log-sum-exp of the local logits
+    G   the log-sum-exp of the logits of all ranks
 
-Only the softmax of the local logits is saved. Backward turns it into the gradient in place. m is the largest local
-logit, and p is its probability in the local softmax. The log-sum-exp of the local logits is L = m - log p. It never
-underflows, because p is at least 1 / V for a vocabulary of V words. G is the log-sum-exp of all logits over ranks. The
-full softmax is the local softmax x exp(L - G). So ranks exchange one maximum, and one sum of two numbers per label.
+The full softmax is the local softmax x exp(L - G). So ranks exchange one maximum, and one sum of two numbers per label.
 Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel
-cross-entropy. The form with L is this project's. It computes every exponential once, and torch's cross_entropy twice.
+cross-entropy. The form with L is this project's. It computes every exponential once. torch's cross_entropy computes
+every exponential twice.
 
 The chunked loss computes the product with the vocabulary and its cross-entropy for one chunk of labels at a time. So
 the logits of all labels never exist at the same time.
@@ -23,12 +24,12 @@ the logits of all labels never exist at the same time.
 to one factor as soon as the logits of a chunk are known. Forward computes and saves these gradients: H numbers per
 label (H: hidden size), and the weight's gradient once. Backward multiplies them by the factor. No product runs twice.
 Saved and transient memory shrinks from (tokens x vocabulary) elements to the elements of one chunk. The loss of every
-label is exactly that without chunks, also over tensor ranks. Only the summation order of a weight's gradient differs,
-because it is summed over the chunks.
+label is bitwise that of the loss without chunks, also over tensor ranks. Only the summation order of a weight's
+gradient differs, because it is summed over the chunks.
 
-Inside the model the head returns a meta tensor. If the model computes on it (a cap, a scale), it returns another
-tensor, which is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models
-(2024); Hsu et al., Liger Kernel (2024), section 3.
+With chunks the head returns a meta tensor instead of logits. A model that computes on this tensor (a cap, a scale) is
+refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
+Liger Kernel (2024), section 3.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def sum_cross_entropy(
 ) -> torch.Tensor:
     """Returns the sum of the losses over valid labels (not -100), a scalar in float32 or wider.
 
-    `logits` are (..., V). With `group` they are the local ceil(V / ranks) columns, fewer on the last ranks. With
-    `shift` the logits at a position predict the label of the next position.
+    `logits` (..., V), `labels` (...). With `group`, `logits` contains only this rank's ceil(V / ranks) columns of the
+    vocabulary, fewer on the last ranks. With `shift`, the logits at a position predict the label of the next position.
     """
     wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
     return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
@@ -83,8 +84,8 @@ def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the losses for logits (N, local V) and labels (N). Saves the local softmax. For each label
-    saves its local index, whether it is on this rank, and exp(L - G) (see the module docstring)."""
+    """Computes the sum of the losses for logits (N, local V) and labels (N). Saves the local softmax (N, local V). For
+    each label saves its local index, whether it is on this rank, and exp(L - G) (see the module docstring)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
@@ -129,8 +130,8 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
 def _logits_grad(
     softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of the sum, in the memory of `softmax`. So a second backward detects a changed tensor and
-    raises."""
+    """Returns the gradient of the sum with respect to the logits, in the memory of `softmax`. So a second backward
+    detects that a saved tensor has changed, and raises."""
     weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
     result = softmax.mul_(weight.unsqueeze(1))
     result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
@@ -144,9 +145,10 @@ def _logits_at(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype)
 def _reduce_over_ranks(
     logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for each label (N): its local index, whether it is on this rank, its loss, and exp(L - G)."""
+    """Returns for each label (N): its local index, whether it is on this rank, its loss, and exp(L - G). `share` is
+    L."""
     count, width = logits.shape
-    # An extra entry of `highest` has the maximum of the local vocabulary sizes, which is that of rank 0. From it each
+    # The maximum over ranks of the last entry of `highest` is the local vocabulary size of rank 0. From this size each
     # rank computes where its part of the vocabulary begins.
     highest = F.pad(share, (0, 1), value=width)
     async_collectives.all_reduce(highest, group, use_max=True).wait()
@@ -161,8 +163,8 @@ def _reduce_over_ranks(
 
 
 class ChunkedHead:
-    """Replaces the forward of a vocabulary head by one that computes the loss instead of logits. Before each forward
-    pass the caller sets `labels`, already shifted."""
+    """Replaces the forward of a vocabulary head by a function that computes the loss in chunks, and returns a meta
+    tensor instead of logits. The caller sets `labels`, already shifted, before each forward."""
 
     def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
         self.module, self.chunks, self.group = module, chunks, group
@@ -193,7 +195,11 @@ class ChunkedHead:
         return logits
 
     def take(self, logits: torch.Tensor | None) -> torch.Tensor:
-        """Returns the loss of the last pass. `logits` is what the model returned in this pass."""
+        """Returns the summed loss of the last forward. `logits`: the logits that the model returned.
+
+        Raises:
+            InputError: `logits` is not the tensor that the head returned, so the model has computed on it.
+        """
         made, self.made, self.labels = self.made, None, None
         if made is None or made[0] is not logits:
             raise InputError(
@@ -226,8 +232,12 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
 def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
-    """Installs and returns the chunked head of the plan. Returns None if the plan has no chunks or another rank has the
-    head."""
+    """Installs the chunked head and returns it. Returns None if the plan has no chunks, or if this rank does not run
+    the head. `own_loss`: the user passed a loss function.
+
+    Raises:
+        InputError: as in `check_chunked_head`.
+    """
     if plan.loss_chunks == 1:
         return None
     check_chunked_head(anatomy, plan, own_loss)
@@ -242,8 +252,8 @@ def install_chunked_head(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the losses of valid labels for x (N, H), labels (N) and weight: (V, H) if `linear`, otherwise
-    (H, V)."""
+    """Computes the sum of the losses of valid labels, for x (N, H), labels (N), and a weight (V, H) if `linear`,
+    otherwise (H, V)."""
 
     @staticmethod
     def forward(
@@ -303,15 +313,16 @@ DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
 
 
 class ZeroWeightBatch(dict[str, Any]):
-    """A micro-batch with weight 0 in the loss. A rank runs it so that all ranks run the same collectives."""
+    """A micro-batch with weight 0 in the loss. A rank without data runs it, so that all ranks run the same
+    collectives."""
 
 
 class LossHead:
     """Computes the loss of a micro-batch and the number of its labels.
 
-    The user's `loss(output, batch)` is a mean over the rows of the batch. Without it, the loss is the cross-entropy of
-    logits and labels. The model's own loss is not computed. Labels of -100 are not valid, and causal models shift the
-    labels by one position.
+    A user's function `loss(output, batch)` must return a mean over the rows of the batch. Without such a function, the
+    loss is the cross-entropy of logits and labels, and the model's own loss is not computed. Labels of -100 are not
+    valid. For causal models the labels are shifted by one position.
     """
 
     def __init__(
@@ -323,9 +334,13 @@ class LossHead:
         chunked: ChunkedHead | None = None,
         unreadable: ForwardAccessGuard | None = None,
     ) -> None:
-        """Prepares the loss. `piece` returns this rank's positions of labels, if context ranks divide the sequence.
-        `chunked` computes the loss instead of logits. `unreadable` makes parameters inaccessible while a loss of the
-        user runs."""
+        """`loss`: the user's loss function, if any. `vocabulary_group`: the tensor ranks that shard the logits, if any.
+        `piece`: returns this rank's positions of labels, if context ranks divide the sequence. `chunked`: the head that
+        computes the loss in chunks. `unreadable`: makes parameters inaccessible while `loss` runs.
+
+        Raises:
+            InputError: `loss` is combined with context parallelism, or the model's forward requires labels.
+        """
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
         self.group = vocabulary_group
         self.unreadable = unreadable or ForwardAccessGuard({}, None)
@@ -350,7 +365,8 @@ class LossHead:
         self.reads_shifted = is_encoder_decoder(model)
 
     def inputs(self, batch: Batch) -> Batch:
-        """Returns the inputs of the model without labels, so that the model computes only logits."""
+        """Returns the inputs of the model for `batch`: without labels, so that the model computes only logits. With a
+        loss of the user, returns the whole batch. Adds decoder inputs from labels for an encoder-decoder model."""
         if self.loss is not None:
             return batch
         if self.chunked is not None and "labels" in batch:
@@ -367,7 +383,8 @@ class LossHead:
         return loss_weight(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
-        """Returns the sum of the losses over the valid labels (or rows) of the micro-batch."""
+        """Returns the sum of the losses over the valid labels of the micro-batch. With a loss of the user, returns the
+        sum over the rows."""
         if self.loss is not None:
             with self.unreadable:
                 loss = self.loss(output, batch)
@@ -396,8 +413,9 @@ class LossHead:
 def predicts_next_token(model: nn.Module) -> bool:
     """Returns whether the logits at a position predict the next token.
 
-    This is so if the model declares it (`shift_labels`), if its name implies it, or if it generates without an encoder
-    (LLaVA, Qwen3-VL). Adapters of peft around a model do not matter.
+    The attribute `shift_labels` of the model decides. Without the attribute, the class name decides: `...ForCausalLM`,
+    `...LMHeadModel`, and `...ForConditionalGeneration` without an encoder (LLaVA, Qwen3-VL). The name is that of the
+    model inside of a peft adapter.
     """
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
@@ -407,13 +425,17 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Returns whether a decoder generates from the output of an encoder (T5, BART, Whisper)."""
+    """Returns whether the model is an encoder-decoder model, such as T5, BART or Whisper."""
     asks = inspect.signature(model.forward).parameters
     return "decoder_input_ids" in asks and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the decoder inputs for `labels`: the labels shifted by one position by the model's own rule."""
+    """Returns the decoder inputs for `labels`: the labels, which the model's own function shifts by one position.
+
+    Raises:
+        InputError: the model has no such function, or the function fails.
+    """
     config: Any = model.config
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
@@ -435,7 +457,11 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of rows (sequences) in a batch. It is the common first dimension of all its tensors."""
+    """Returns the number of rows (sequences) in a batch, which is the size of the first dimension of all its tensors.
+
+    Raises:
+        InputError: the batch has no tensors, or tensors with different numbers of rows.
+    """
     sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not sizes:
         raise InputError(Message("the batch holds no tensors"))
@@ -445,12 +471,13 @@ def num_rows(batch: Batch) -> int:
 
 
 def loss_weight(batch: Batch) -> int:
-    """Returns the number of rows of `batch` that count in a mean over rows."""
+    """Returns the number of rows of `batch` that count in a mean over rows: 0 for a `ZeroWeightBatch`."""
     return 0 if isinstance(batch, ZeroWeightBatch) else num_rows(batch)
 
 
 def extract_logits(output: Any) -> torch.Tensor | None:
-    """Returns the logits in a model's output, None if there are none."""
+    """Returns the logits in a model's output: the output itself, its entry or attribute `logits`, or the first element
+    of a tuple. Returns None if the output has no logits."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, dict):

@@ -1,12 +1,12 @@
-"""State that is not a parameter: optimizer states of any structure, options of parameter groups, buffers, and the extra
-state of modules.
+"""Converts state that is not a parameter to the form that checkpoints store, and back. Such state is: optimizer states
+of any structure, options of parameter groups, and the extra state of modules. `ExtraState` also lists the buffers.
 
 Optimizers store states of any type for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
-such a state as JSON. Its tensors are saved as pieces, named by their path in the state (`GG.0`). `restore_state`
-restores the state from both. If a state cannot be described, saving a checkpoint fails, because the state would be
-lost.
+such a state as JSON. The tensors of the state are saved separately, under their path in the state (`GG.0`).
+`restore_state` makes the state from its description, and the tensors are loaded into it. If a state cannot be
+described, saving a checkpoint fails, because the state would be lost.
 
-The result of a module's `get_extra_state` is part of the plain model's state dict and of a checkpoint.
+The result of a module's `get_extra_state` is an entry of the model's state dict, and of a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from meshwright.runtime.shard.optimizer_shard import ScalarState, scalar_type
 StateDescription = dict[str, Any]
 
 EXTRA_STATE_KEY = "_extra_state"
-"""The last part of the state-dict keys whose values come from `get_extra_state`."""
+"""The last component of the state-dict keys whose values come from `get_extra_state`."""
 
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Describes the entries of the model's state dict other than parameters, and the names of shared parameters."""
+    """Describes the entries of the model's state dict that are not parameters, and further names of parameters."""
 
     shared_names: dict[str, str] = field(default_factory=dict)
-    """For each further name of a shared parameter, its first name."""
+    """For each further name of a parameter with several names: the first name."""
     buffer_stages: dict[str, int] = field(default_factory=dict)
     """The stage that updates each buffer. On other stages the buffer is stale or does not exist."""
     module_keys: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class ExtraState:
 
 
 def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (path, tensor) for each tensor in the state `value`.
+    """Yields (path, tensor) for each tensor in the state `value`. A path has the keys and indices, joined by dots.
 
     >>> [path for path, _ in iter_tensors({"m": torch.zeros(2), "GG": [torch.zeros(1), 3]})]
     ['m', 'GG.0']
@@ -84,7 +84,8 @@ def describe_state(value: Any, name: str) -> StateDescription:
 def restore_state(description: StateDescription, device: Callable[[str, int], torch.device], key: str = "") -> Any:
     """Returns the described state, with zeros in its tensors.
 
-    `device(key, dims)` returns the device of the tensor with state key `key` and `dims` dimensions.
+    `device(key, dims)` returns the device for a tensor with `dims` dimensions under the dict key `key`. `key` is '' in
+    a list or tuple.
     """
     ((kind, content),) = description.items()
     if kind == "tensor":
@@ -99,9 +100,10 @@ def restore_state(description: StateDescription, device: Callable[[str, int], to
 
 
 def encode_option(value: Any) -> Any:
-    """Returns an option of a parameter group in the form that a checkpoint stores, Ellipsis if it cannot be stored.
+    """Returns an option of a parameter group, such as a learning rate, in the form that a checkpoint stores. Returns
+    Ellipsis if the option cannot be stored.
 
-    Learning rates are numbers, tensors of one number, or numpy scalars.
+    Numbers may also be tensors of one element or numpy scalars.
 
     >>> encode_option((0.9, torch.tensor(0.5))), encode_option(object())
     ((0.9, {'number': 0.5, 'kind': 'float32'}), Ellipsis)
@@ -121,7 +123,8 @@ def encode_option(value: Any) -> Any:
 
 
 def decode_option(encoded: Any, current: Any) -> Any:
-    """Decodes an option that `encode_option` encoded. A tensor is returned on the device of the `current` option."""
+    """Returns the option that `encode_option` encoded. A tensor is on the device of the option's `current` value, or on
+    the CPU if this value is not a tensor."""
     if isinstance(encoded, list | tuple):
         is_same_length = isinstance(current, list | tuple) and len(current) == len(encoded)
         return tuple(map(decode_option, encoded, current if is_same_length else [None] * len(encoded)))
@@ -133,7 +136,7 @@ def decode_option(encoded: Any, current: Any) -> Any:
 
 
 def collect_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the extra states of this rank's modules by state-dict key. They are equal on replicas."""
+    """Returns the extra states of this rank's modules, by state-dict key. Replicas have equal extra states."""
     return {name: module.get_extra_state() for name, module in _modules_with_extra_state(model, keys).items()}
 
 
@@ -141,7 +144,7 @@ def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str
     """Returns the extra states of this rank's modules in the form that a checkpoint stores.
 
     Raises:
-        InputError: A state does not consist of numbers, strings, and lists and dicts of them.
+        InputError: A state contains something other than numbers, strings, and lists and dicts of these.
     """
     states = collect_extra_states(model, keys)
     for name, value in states.items():

@@ -1,8 +1,9 @@
-"""The parallel context of a run: the plan, the topology, the communication groups, the device, and the offload stores.
+"""Defines the parallel context of a rank: the plan, the topology, the communication groups, the device, and the offload
+stores. All distributed code of the runtime reads them from here.
 
-build/parallelize.py makes it once. It is immutable, and is passed as an argument and never stored in a global variable.
-An axis with one rank has no group: code checks `group is None` and does nothing. Ranks that share memory have neither
-process groups, which cost threads and sockets, nor a device mesh.
+build/parallelize.py creates the context once. The context is immutable. It is passed as an argument and never stored in
+a global variable. An axis with one rank has no group: if `group is None`, a collective along this axis does nothing.
+Ranks that share memory have no device mesh and no process groups, because process groups cost threads and sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The parallel context of a rank. `device_mesh` has only axes with more than one rank."""
+    """The parallel context of a rank. `groups` has the communication groups of this rank by name, without groups of one
+    rank. `device_mesh` has only axes with more than one rank. `p2p_groups` has a group for each pair of (sending,
+    receiving) pipeline coordinates."""
 
     plan: Plan
     topology: Topology
@@ -35,53 +38,55 @@ class ParallelContext:
     device_mesh: DeviceMesh | None = None
     p2p_groups: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     state_swapper: StateSwapper | None = None
-    """Swaps optimizer states and weights. None if the plan offloads neither."""
+    """Swaps optimizer states and weights; None if the plan offloads neither of them."""
     activation_store: ActivationStore | None = None
     """Stores activations on disk. None if the plan does not offload them to disk."""
     error_propagator: ErrorPropagator = field(default_factory=ErrorPropagator)
 
     def group(self, axis: str) -> CommGroup | None:
-        """Returns the group of the ranks along `axis` that have this rank's other coordinates, None for one rank."""
+        """Returns the group of the ranks that differ from this rank only in the coordinate `axis`. Returns None if the
+        axis has one rank."""
         return self.groups.get(axis)
 
     @property
     def grid(self) -> RankGrid:
-        """Maps ranks to coordinates."""
+        """Returns the grid, which maps ranks to coordinates."""
         return self.topology.grid
 
     @property
     def rank(self) -> int:
-        """The global rank of this process."""
+        """Returns the global rank of this process."""
         return self.topology.rank
 
     @property
     def coords(self) -> Coords:
-        """The coordinates of this rank."""
+        """Returns the coordinates of this rank on all axes."""
         return self.grid.place(self.rank)
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """The memory that this rank shares with other ranks of its host."""
+        """Returns the memory that this rank shares with other CPU ranks of its host, or None if it shares none."""
         return self.topology.shared_memory
 
     @property
     def tp(self) -> CommGroup | None:
-        """The tensor-parallel group."""
+        """Returns the tensor-parallel group, or None if there is one tensor rank."""
         return self.groups.get("tp")
 
     @property
     def world(self) -> CommGroup | None:
-        """The group of all ranks."""
+        """Returns the group of all ranks, or None if there is one rank."""
         return self.groups.get("world")
 
     @property
     def replica(self) -> int:
-        """The index of the part of the batch that this rank reads."""
+        """Returns the index of the data-parallel replica of this rank, which selects the rows of the batch that it
+        reads."""
         return self.grid.replica(self.rank)
 
     @property
     def sharing(self) -> ShardPlacement:
-        """How the dense parameters are sharded and replicated over ranks."""
+        """Returns how the dense parameters are sharded and replicated over ranks."""
         copy, shard = self.grid.holding(self.rank)
         return ShardPlacement(
             self.plan.shards,

@@ -1,5 +1,5 @@
-"""Gathers full parameters outside of the forward. Every rank can read all of them. Changes are written back to the
-shards.
+"""Gives user code access to full parameters outside of the forward, and denies access to parameters that are not stored
+in full. The trainer calls `full_parameters` and `guard_stale_parameters`. The build installs the other checks.
 
     with trainer.full_parameters(model.head) as full:             # all ranks; reads
         norm = full["head.weight"].norm()
@@ -7,12 +7,13 @@ shards.
         for parameter in model.parameters():
             parameter.clamp_(-1, 1)
 
-Inside the context the parameters of the model are full under every plan, in the dtype of the main weights. This
-includes parameters of other pipeline stages. The interface follows FSDP's `summon_full_params`. The cost is the memory
-of the requested parameters on every rank and one all-gather.
+Inside the context every rank can read the full parameters of the model under every plan, in the dtype of the main
+weights. Parameters of other pipeline stages are included. With `write=True`, changes are written back to the shards on
+exit. The interface follows FSDP's `summon_full_params`. The cost is the memory of the requested parameters on every
+rank, plus one all-gather.
 
-Two other functions make parameters inaccessible: those that a loss reads although no rank stores all of them, and
-parameter objects from before `parallelize`.
+`loss_access_guard` prevents the user's loss from reading parameters if no rank stores all parameters.
+`guard_stale_parameters` denies access to parameter objects that user code took from the model before `parallelize`.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ MODEL_PREFIX = "model/"
 
 @contextmanager
 def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Yields the full parameters of `module` (default: the whole model) by their names in the model; see the module
-    docstring. All ranks call it.
+    """Yields the full parameters of `module` by their names in the model (see the module docstring). If `module` is
+    None, yields those of the whole model. All ranks call this function.
 
     Raises:
-        InputError: replicas have different weights, or parameters were changed without `write`.
+        InputError: `module` is not part of the model; `write` is set but replicas have different weights (DiLoCo);
+            parameters were changed without `write`; or ranks made different changes.
     """
     names = _parameter_names(engine, module)
     if engine.recipe.local is not None and write:
@@ -116,8 +118,8 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Sets the model's parameters to the values of `full`. Temporarily registers parameters that this rank does not
-    store. Yields the parameters by name."""
+    """Inside the context, the model's parameters have the values of `full`, and parameters that this rank does not
+    store are registered in their modules. Yields the parameters by name."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.weights.access_guard.is_denied]
@@ -157,7 +159,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
     """Checks that all ranks made the same change and kept all shapes.
 
     Raises:
-        InputError: a rank made another change. Every rank raises it.
+        InputError: a parameter differs between ranks, or its shape has changed. Every rank raises the error.
     """
     found = gather_objects(after)
     for rank, other in enumerate(found):
@@ -185,7 +187,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
 
 @torch.no_grad()
 def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
-    """Writes the full tensors into the shards of this rank, and updates all replicas from the shards."""
+    """Writes the full tensors into the shards of this rank, and gathers the weights of all ranks from the shards."""
     engine.zero.quiesce()
     for piece, data in state_dict.weight_pieces(engine, saving=False):
         name = piece.name.removeprefix(MODEL_PREFIX)
@@ -206,14 +208,14 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
-    """Adds checks to `load_state_dict` of the model and its modules. A one-line error is raised if the given state does
-    not fit, or if this rank does not store all of a tensor."""
+    """Adds checks to `load_state_dict` of the model and its modules. They raise InputError with one line if the given
+    state does not fit, or if this rank does not store a tensor in full. `plan` is the name of the plan."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
 
 
 def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Checks `given` before `module` loads its own tensors from it."""
+    """Checks the state `given` before `module` loads its own tensors from the state."""
     way = "load inside `with trainer.full_parameters(write=True)`, or use trainer.load_weights(folder)"
     own = {**module._parameters, **module._buffers}
     for name in [name for name in given if isinstance(module, StagePlaceholder) and name.startswith(prefix)]:
@@ -255,11 +257,12 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
 def loss_access_guard(
     model: nn.Module, plan: Plan, loss: LossFunction | None, has_expert_shards: bool
 ) -> ForwardAccessGuard:
-    """Returns the context in which a loss of the user runs.
+    """Returns the context in which the user's loss runs.
 
-    If ranks have shards or stages, the loss must not read parameters. A penalty would cover only some parameters, and
-    one or several ranks would count it. Data-parallel ranks have all parameters. There a penalty counts once, as a mean
-    over rows, and the guard records that there is one.
+    If the plan splits parameters over ranks or stages, the loss must not read parameters. A penalty on the weights
+    would include only the parameters of one rank, and several ranks could count a parameter. If each rank stores all
+    parameters, the loss may read them, and the guard only records that the loss does. A penalty then counts once,
+    because the loss is a mean over rows.
     """
     if loss is None:
         return ForwardAccessGuard({}, None)
@@ -282,8 +285,8 @@ def parameter_refs(model: nn.Module) -> ParameterRefs:
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Makes parameter objects inaccessible that user code took from the model before sharding and that the model no
-    longer uses."""
+    """Denies access to those parameter objects in `before` that the model no longer uses. User code may have taken them
+    from the model before sharding."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
     removed = {

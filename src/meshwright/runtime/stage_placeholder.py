@@ -1,11 +1,12 @@
-"""Replaces modules of other pipeline stages by placeholders. A placeholder returns NaN in the form of the module's
-output.
+"""Replaces modules of other pipeline stages by placeholders, so that a rank can run the model's whole forward
+(pipeline/block_wrapper.py). A placeholder returns NaN with the shapes, dtypes and nesting of the module's output.
 
 [Note: form] Before the blocks of the stage, the model's own code reads dtypes, shapes and tuple positions of outputs.
-It makes masks, positions and rotary tables from them. So a placeholder runs a copy of the module on the meta device,
-which gives the form of its output. If the copy cannot run, the placeholder returns its input, or NaN of the right width
-for an embedding. A placeholder of a block returns its input. The values do not matter, because the first block of the
-stage replaces them by the received tensors. If code reads such a value, the loss is NaN and never only slightly wrong.
+From these it computes masks, positions and rotary tables. So a placeholder runs a copy of the module on the meta device
+to find out the form of the output. If the copy cannot run, a placeholder of an embedding returns NaN of the right
+width. All others then return their input. A placeholder of a block always returns its input. The values do not matter,
+because the first block of the stage replaces them by the received tensors. If code reads a NaN nevertheless, the loss
+becomes NaN instead of slightly wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from meshwright.analysis.block_lists import hidden_of
 
 
 class StagePlaceholder(nn.Module):
-    """Replaces `original`, whose memory is freed. `kind` is the device and dtype of the computation. `is_block`:
-    `original` is a block or inside of one."""
+    """Replaces `original`, so that its memory can be freed. `kind` is the device and dtype of the computation.
+    `is_block`: `original` is a block or inside of a block."""
 
     def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
@@ -40,17 +41,17 @@ class StagePlaceholder(nn.Module):
                 and not hasattr(self, name)
             ):
                 setattr(self, name, value)
-        for name, child in original.named_children():  # models read types and devices of nested modules
+        for name, child in original.named_children():  # models read dtypes and devices of nested modules
             self.add_module(name, StagePlaceholder(child, kind, is_block))
         # Parameters of a placeholder are NaN, so that the loss becomes NaN if code reads their values.
         for name, parameter in original._parameters.items():
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
-        self._original = (None if is_block else _meta_copy(original),)  # a tuple hides it from the module tree
+        self._original = (None if is_block else _meta_copy(original),)  # nn.Module registers no modules in tuples
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a function that does nothing. Models call methods of their modules, for example to change the
-        attention implementation."""
+        """Returns a function that does nothing, if `original` has a method of this name. Models call methods of their
+        modules, for example to change the attention implementation."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -83,8 +84,8 @@ class StagePlaceholder(nn.Module):
 
 
 def _meta_copy(module: nn.Module) -> nn.Module | None:
-    """Returns a copy of `module` on the meta device in eval mode, without hooks and replaced forwards. Returns None if
-    the module cannot be copied."""
+    """Returns a copy of `module` on the meta device in eval mode, with no hooks and with the forward of its class.
+    Returns None if the module cannot be copied."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -111,6 +112,6 @@ def skipped_block_output(hidden: Any, tried: bool) -> Any:
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Returns a new tensor of NaN, or of zeros for integer dtypes. It must be new because models scale such outputs in
-    place."""
+    """Returns a new tensor of NaN, or of zeros for integer dtypes. A cached tensor would not do, because models scale
+    such outputs in place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Describes the state of a sharded run as pieces of logical tensors (spec/layout.py). Checkpoints save and load these
-pieces. Full tensors are assembled from them.
+"""Describes the state of a sharded training run as pieces of full tensors ([Note: pieces] in spec/layout.py).
+Checkpoints save and load the pieces, and other functions here assemble full tensors from them.
 
-Saving writes each element once. Replicas divide the work. Loading restores all pieces of each rank. Checkpoints store
-the float32 main weights where they exist, so that weights are not rounded.
+When a checkpoint is saved, each element is written once, and replicas divide the work. When it is loaded, each rank
+restores all of its pieces. Checkpoints store float32 main weights if there are any, so that weights are not rounded.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.layout import ShardMetadata
 
 REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
-"""Prefixes of piece names, for: the state of one local-SGD replica; the state of the outer optimizer; and buffers."""
+"""Prefixes of piece names for: the state of a DiLoCo replica other than the first, the state of the outer optimizer,
+and buffers."""
 
 
 class LocalPiece(NamedTuple):
-    """A piece of a logical tensor, and a view of this rank's memory that contains it."""
+    """A piece of a full tensor (`piece`), and the view of this rank's memory that stores it (`data`, flat)."""
 
     piece: ShardMetadata
     data: torch.Tensor
@@ -61,11 +62,11 @@ def _param_group_pieces(
     saving: bool,
     but: Set[str] = frozenset(),
 ) -> Iterator[LocalPiece]:
-    """Yields the pieces of `parts`, named `kind/parameter`, except those of the parameters `but`. Together, `parts` are
-    the local shard of `unit`.
+    """Yields the pieces of `parts`, named `kind/parameter`, except those of the parameters `but`. The tensors `parts`,
+    concatenated, are this rank's shard of `unit`. `saving`: yields each element on only one replica.
 
-    With local SGD, the names of each replica except the first have a prefix. The state of the outer optimizer has no
-    prefix, because it is equal on all replicas.
+    With DiLoCo, the names of each replica except the first have a prefix. The state of the outer optimizer has no
+    replica prefix, because it is equal on all replicas.
     """
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
@@ -103,8 +104,8 @@ def _param_group_pieces(
 
 
 def _replica_prefix(unit: FlatParamGroup) -> str:
-    """Returns the prefix of the names of this local-SGD replica's pieces; '' for the first replica and without local
-    SGD."""
+    """Returns the prefix of the names of this DiLoCo replica's pieces. Returns '' for the first replica and without
+    DiLoCo."""
     copy = unit.placement.diloco.replica if unit.placement.diloco is not None else 0
     return f"{REPLICA_PREFIX}{copy}/" if copy else ""
 
@@ -117,7 +118,8 @@ def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
 
 
 def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the local pieces of the weights, named `model/parameter`."""
+    """Yields this rank's pieces of the weights, named `model/parameter`. `saving`: over all ranks, yields each element
+    once."""
     for unit in _param_groups(engine, saving):
         yield from _param_group_pieces(engine, "model", unit, unit.optim_shard.parts, saving)
 
@@ -125,7 +127,7 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Yields the buffers of the state dict (running means, router biases) in the modules of this rank.
 
-    For saving, it yields only buffers of this rank's stages. Channel statistics are sharded like the channels.
+    If `saving`, yields only buffers of this rank's stages. Channel statistics are sharded like the channels.
     """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
@@ -146,7 +148,8 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
-    """Yields the local pieces of the gradients, named `gradient/parameter`, for saving."""
+    """Yields this rank's pieces of the gradients, named `gradient/parameter`. Over all ranks, yields each element
+    once."""
     for unit in _param_groups(engine, True):
         if not unit.frozen:
             yield from _param_group_pieces(engine, "gradient", unit, [unit.gradients.shard], True)
@@ -154,7 +157,7 @@ def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
     """Yields the pieces of the parameters `names`: weights (`kind` "model") or gradients ("gradient"). Over all ranks,
-    each element occurs once."""
+    yields each element once."""
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
@@ -165,8 +168,8 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the pieces of elementwise states, and all states of full tensors. Scalar states are in
-    `optimizer_scalars`."""
+    """Yields the pieces of elementwise states, named `optimizer/state/parameter`, and all tensor states of parameters
+    that are updated in full. `optimizer_scalars` returns the scalar states."""
     for unit in _param_groups(engine, saving):
         if (full_tensors := engine.updater.full_tensor_step(unit)) is not None:
             yield from _full_tensor_states(unit, full_tensors, optimizer, saving)
@@ -178,8 +181,8 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
 def _full_tensor_states(
     unit: FlatParamGroup, full_tensors: FullTensorStep, optimizer: torch.optim.Optimizer, saving: bool
 ) -> Iterator[LocalPiece]:
-    """Yields the states, of any shape, of the full tensors that this rank owns. If several ranks have equal states,
-    only one of them saves the states."""
+    """Yields the tensor states, of any shape, of the full tensors that this rank owns. If several ranks have equal
+    states, only one of these ranks saves them."""
     for part, parameter in zip(full_tensors.owned, full_tensors.parameters, strict=True):
         if saving and (unit.placement.replica or (not part.split and full_tensors.tensor_rank)):
             continue
@@ -198,8 +201,8 @@ def _full_tensor_states(
 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Returns the addresses of weights and states. When an address changes, code that holds views must make new
-    views.
+    """Returns the addresses of the storages of weights and states. If an address has changed, the caller must replace
+    views of the old storage.
     """
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
@@ -216,10 +219,11 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
 def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state of the optimizer that is not elementwise.
 
-    It contains the dtypes of the states and the options of the parameter groups. It also contains the optimizer's own
-    counters, and the states of tensors that are updated in full. A scalar state is stored once for all parameters of a
-    group that no update has skipped. Skipped parameters have entries by name. `empty` lists the groups without
-    parameters on this rank, because an update may not have changed their options.
+    The result contains the dtypes of the states (`kinds`) and the options of the parameter groups (`groups`). It also
+    contains the optimizer's own counters (`own`), and a description of the states of tensors that are updated in full
+    (`states`). A scalar state is stored once for all parameters of a group that no update has skipped. Parameters that
+    an update has skipped have entries by name (`skipped`). `empty` lists the groups without parameters on this rank,
+    because their options here may be out of date.
 
     Raises:
         InputError: a state cannot be saved.
@@ -271,7 +275,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 def _param_with_scalars(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> ShardParam | None:
-    """Returns one of `parameters` that has states and that no update has skipped, None if there is none."""
+    """Returns the first of `parameters` that has states and that no update has skipped, or None."""
     return next(
         (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
         None,
@@ -279,7 +283,7 @@ def _param_with_scalars(
 
 
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Returns the optimizer's own numeric attributes by name, which belong to no parameter."""
+    """Returns by name the numeric attributes of the optimizer object, which belong to no parameter."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -288,8 +292,8 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the `optimizer_scalars` of all ranks. If ranks differ in an entry, the first rank that has it wins. For
-    example, a rank without trained parameters has no dtypes and no scalars."""
+    """Merges the results of `optimizer_scalars` of all ranks, in order of rank. Each entry is that of the first rank
+    that has this entry, because a rank without trained parameters has no dtypes and no scalars."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -311,11 +315,11 @@ KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
 
 def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Creates empty states with the dtypes and scalars of `saved`, which loading then fills. Parameters without saved
-    states get none.
+    """Creates states with the dtypes and scalars of `saved`, a result of `merge_optimizer_scalars`. Loading then fills
+    the states. Parameters without saved states get no states.
 
     Raises:
-        InputError: the groups of the optimizer differ from the saved ones.
+        InputError: the number of the optimizer's groups differs from the saved number.
     """
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
@@ -379,7 +383,7 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
 
 
 def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
-    """Returns the same piece with the name that it has in a run without local SGD."""
+    """Returns `local` with the name that its piece has in a run without DiLoCo."""
     name = local.piece.name
     return (
         local._replace(piece=local.piece._replace(name=name.partition("/")[2]))
@@ -389,7 +393,7 @@ def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
 
 
 def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the pieces of the outer optimizer of local SGD: start weights and momentum."""
+    """Yields the pieces of the outer optimizer of DiLoCo: the anchors and the velocity (zero/diloco.py)."""
     if engine.outer is not None:
         for unit, begun, velocity in zip(engine.outer.units, engine.outer.anchors, engine.outer.velocity, strict=True):
             yield from _param_group_pieces(engine, f"{OUTER_PREFIX}begun", unit, [begun], saving)
@@ -397,7 +401,8 @@ def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Assembles full tensors from pieces that cover them. Returns the tensors by parameter name."""
+    """Assembles full tensors from pieces that together cover them. Returns the tensors by name, without the prefixes of
+    weights, gradients and buffers."""
     local: dict[tuple[str, Any], tuple[ShardMetadata, torch.Tensor]] = {}
     full: dict[str, torch.Tensor] = {}
     for piece, data in pieces:
@@ -423,8 +428,9 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
 
 
 def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
-    """Returns on rank 0 the full state dict of the plain model, None on other ranks. It contains weights, buffers,
-    extra state of modules and every name of shared tensors, in the order of a plain state dict."""
+    """Returns on rank 0 the full state dict that the model would have on one device, and None on other ranks. The state
+    dict contains weights, buffers, extra state of modules, and every name of shared tensors. All ranks call this
+    function."""
     engine.zero.external_writes.sync(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
@@ -443,13 +449,14 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns the parameters with zero elements by name. No rank has a piece of them."""
+    """Returns the parameters without elements by name. Such a parameter has no pieces."""
     dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
     return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 
 
 def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
-    """Returns on rank 0 the full tensors by name, on the CPU; None on other ranks."""
+    """Returns on rank 0 the full tensors of `pieces` by name, on the CPU, and None on other ranks. All ranks call this
+    function."""
     mine = ((item.piece, item.data.detach()) for item in pieces if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)

@@ -1,50 +1,51 @@
-"""Computes the weight gradients of linear layers in place of autograd: accumulated in place, or deferred to a separate
-action.
+"""Computes the weight gradients of linear layers instead of autograd: either accumulates them in place, or defers them
+to a separate action of the pipeline schedule. Layers reach this code through `matmul_forward`.
 
-`accumulate_into` accumulates weight gradients in place, as Megatron-LM's gradient accumulation fusion does. So no
-micro-batch needs a temporary tensor of a matrix's size.
+In-place accumulation, as in Megatron-LM's gradient accumulation fusion, needs no temporary tensor with the size of a
+weight matrix for each micro-batch:
 
-    embedding      returns torch's sparse gradient with the rows of the tokens that were read, which are added to the
-                   gradient of the table
-    other layers   the matrix product of a weight's gradient is added to the accumulated gradient
+    embedding      Autograd receives torch's sparse gradient, which has only the rows of the tokens in the batch. These
+                   rows are added to the accumulated gradient (`accumulate_into`).
+    other layers   The matrix product that computes the gradient also adds it to the accumulated gradient.
 
-[Note: no rows] After the product is added, autograd receives a sparse gradient without rows. So autograd still
-determines when all consumers of a weight are complete, including those of a tied vocabulary.
+[Note: no rows] When the product is added, autograd receives a sparse gradient without rows instead. So autograd still
+determines when the gradients from all consumers of a weight are complete, for example for a tied vocabulary.
 
-[Note: not ours] A model may compute gradients inside of its forward, also when a block is recomputed. These gradients
-belong to no step, and autograd receives them as usual. `StepBackward` identifies the step's backward by the number that
-autograd gives to each of its runs.
+[Note: nested backward] A model may compute gradients inside its forward, and again when a block is recomputed. These
+gradients are not gradients of the step, so autograd receives them as usual. `StepBackward` identifies the backward of
+the step by its graph task id, which autograd assigns to each call of backward.
 
 [Note: where not] Gradients are not accumulated in place in these cases:
 
-- Plans without pipeline stages. Most of them have one micro-batch per step, and products into shared memory used 2 %
-  more CPU.
+- Plans without pipeline stages. Most of these plans have one micro-batch per step, and products that are written to
+  shared memory used 2 % more CPU time.
 - Accelerators, where sums of rows have no fixed order, or gradients have 16 bits.
-- Integer sums, which need full gradients.
-- Dtypes below 32 bits, where a row would be rounded at each read.
+- Exact sums (zero/exact_sum.py), which need full gradients.
+- Dtypes of fewer than 32 bits, in which each accumulation of an embedding row would round the row.
 - Small matrices, whose gradients stay in the cache.
 - Compiled blocks and deferred weight gradients.
-- At ZeRO 2 and 3, weights with several consumers. Their group would stay incomplete from the first consumer to the
-  last.
+- At ZeRO 2 and 3, weights with several consumers. The gradients of their group would use memory from the first
+  consumer's backward until the last one's.
 
-In pipelines of 2 and 4 ranks of the reference workload, temporary tensors and the fragmentation that they cause took 30
-MiB of 213 MiB and of 160 MiB.
+In the reference workload, temporary tensors and their fragmentation took 30 MiB of 213 MiB with 2 pipeline ranks, and
+30 MiB of 160 MiB with 4.
 
-`WgradQueue` splits backward into two actions. B computes the gradient of a stage's input. W computes the gradients of
-its weights later, when the schedule requires it.
+Deferral: `WgradQueue` splits the backward of a stage into two actions. B computes the gradient of the stage's input. W
+computes the gradients of the stage's weights, at a later position in the schedule.
 
-In B a matrix layer of a block computes only the gradient of its input. The input of the layer and the gradient of its
-output go to the queue of the parameter group. W multiplies the two. Other gradients of such a group in B (norms,
-biases) are queued as well. So W completes the group, one micro-batch after another, and reductions start in the order
-of the schedule on every rank. B frees the graph and, at ZeRO 3, the weights, because W needs neither. So nothing is
-computed twice, and the sums are those of an ordinary backward.
+In B, a matrix layer of a block computes only the gradient of its input. The layer's input and the gradient of its
+output are added to the queue of the parameter group, and W multiplies the two. Gradients of norms and biases in this
+group are queued too. So W completes the gradients of the group, one micro-batch after another, and reductions start in
+the order of the schedule on every rank. After B the graph and, at ZeRO 3, the weights are freed, because W needs
+neither of them. Nothing is computed twice, and the sums equal those of an ordinary backward.
 
-[Note: not deferred] B computes the gradients of vocabulary and head, because their inputs are as large as the logits,
-and their gradients are as large as the vocabulary. A rank may defer as many micro-batches as the pipeline has ranks,
-minus one. B also computes the gradients of blocks that recompute or offload activations. Otherwise recomputed or
-fetched tensors would stay in memory as long as saved tensors. Layers with their own forward (convolutions, stacked
-experts) compute as usual, and only the accumulation is deferred. Source: Qi et al., Zero Bubble Pipeline Parallelism,
-arXiv 2401.10241, section 2. Here the deferral is per layer, and autograd's graph is traversed only once.
+[Note: not deferred] B computes the gradients of embedding and head. Otherwise a queued output gradient would be as
+large as the logits, and a queued weight gradient as large as the vocabulary weight. A rank may have queued the
+gradients of (pipeline ranks - 1) micro-batches. B also computes the gradients of blocks that recompute or offload
+activations. Otherwise W would need recomputed or fetched tensors, which would have to stay in memory. Layers that are
+not plain matrix products (convolutions, stacked experts) compute their weight gradients in B, and only the accumulation
+is deferred. Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Here the deferral is per
+layer, and autograd's graph is traversed only once.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MIN_IN_PLACE_ELEMENTS = 1 << 16
 
 
 class StepBackward:
-    """Identifies the run of autograd that is the backward of a step."""
+    """Distinguishes the backward of a training step from other calls of backward ([Note: nested backward])."""
 
     def __init__(self) -> None:
         self._run = -1
@@ -72,12 +73,14 @@ class StepBackward:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward of the step is running, and not a backward nested in a forward."""
+        """Returns whether the backward of the step is running. A backward that is nested in a forward does not
+        count."""
         return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Disables in-place accumulation inside the context. Gradients of preflight checks do not belong to a step."""
+        """Disables in-place accumulation inside the context. Preflight checks use this, because their gradients do not
+        belong to a step."""
         self.is_paused = True
         try:
             yield
@@ -85,8 +88,8 @@ class StepBackward:
             self.is_paused = False
 
     def watch(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
-        """Registers hooks on `ends`. The run in which autograd reaches the first of them is the backward of the
-        step."""
+        """Registers hooks on `ends`, the roots of the next backward of the step. The call of backward that reaches one
+        of them is the backward of the step."""
         for end in ends:
             node: Any = end.node if isinstance(end, GradientEdge) else end.grad_fn
             if node is not None:
@@ -97,7 +100,7 @@ class StepBackward:
 
 
 def accumulate_into(into: torch.Tensor, first: bool, gradient: torch.Tensor) -> None:
-    """Adds a dense or sparse `gradient` to `into`. If `first`, `into` is uninitialised and is overwritten."""
+    """Adds a dense or sparse `gradient` to `into`. If `first`, `into` has no values yet and is overwritten."""
     if not gradient.is_sparse:
         into.copy_(gradient) if first else into.add_(gradient)
         return
@@ -108,12 +111,14 @@ def accumulate_into(into: torch.Tensor, first: bool, gradient: torch.Tensor) -> 
 
 WgradFunction = Callable[[], torch.Tensor]
 WgradSink = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""A function that receives the input (N, in) of a layer and the gradient of its output (N, out). It returns the
-gradient of the weight for autograd."""
+"""A function that receives the input (N, in) of a layer and the gradient (N, out) of the layer's output. It returns
+what autograd receives as weight gradient: None after deferral, a sparse gradient without rows after accumulation in
+place, or else the gradient itself."""
 
 
 class WgradQueue:
-    """The deferred weight gradients of one parameter group. W passes each to `accumulate(name, gradient)`."""
+    """Queues the deferred weight gradients of one parameter group. W passes each to `accumulate(parameter name,
+    gradient)`."""
 
     def __init__(self, accumulate: Callable[[str, torch.Tensor], None]) -> None:
         self.accumulate = accumulate
@@ -122,20 +127,21 @@ class WgradQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether a gradient was added since the end of the last B."""
+        """Returns whether a gradient was added since the end of the last B."""
         return bool(self._current)
 
     def push(self, name: str, compute: WgradFunction) -> None:
-        """Adds a gradient during B. W calls `compute` for its value."""
+        """Queues a gradient of the parameter `name` during B. W calls `compute` to get the gradient."""
         self._current.setdefault(name, []).append(compute)
 
     def seal(self, micro_batch: int) -> None:
-        """Ends the B of `micro_batch`."""
+        """Ends the B of `micro_batch`: the gradients queued since the last call belong to this micro-batch."""
         self._sealed[micro_batch], self._current = self._current, {}
 
     @torch.no_grad()  # deferred inputs belong to an autograd graph
     def run(self, micro_batch: int) -> None:
-        """Runs W of `micro_batch`: computes, accumulates and frees each gradient, in the order of backward."""
+        """Runs W of `micro_batch`: computes, accumulates and frees each of its gradients, in the order in which they
+        were queued."""
         deferred = self._sealed.pop(micro_batch)
         for name in list(deferred):
             first, *more = deferred.pop(name)
@@ -146,14 +152,16 @@ class WgradQueue:
 
 
 def defer_wgrad(module: nn.Module, sink: WgradSink) -> None:
-    """Makes the plain matrix layer `module` pass the two factors of its weight gradient to `sink`."""
+    """Makes the plain matrix layer `module` call `sink` with the two factors of its weight gradient, instead of
+    computing the gradient."""
     module.put_off = sink  # type: ignore[assignment]
     if "forward" not in vars(module):  # tensor-parallel layers have replaced their forward and use the sink themselves
         module.forward = partial(_layer_forward, module, isinstance(module, nn.Linear))  # type: ignore[method-assign]
 
 
 def matmul_forward(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None, linear: bool) -> torch.Tensor:
-    """Returns x W^T + b if `linear`, otherwise x W + b. W is the weight of `module`."""
+    """Returns x W^T + b if `linear`, otherwise x W + b. W is the weight of `module`, b is `bias`. If `defer_wgrad` has
+    given `module` a sink, the sink computes the weight gradient."""
     weight: Any = module._parameters["weight"]
     sink: WgradSink | None = getattr(module, "put_off", None)
     if sink is None or not torch.is_grad_enabled() or _is_functorch_tensor(x):
@@ -172,8 +180,8 @@ def _layer_forward(module: nn.Module, linear: bool, *args: torch.Tensor, **kwarg
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, linear: bool) -> torch.Tensor:
-    """Returns the weight gradient of the product of `x` (N, in) with a weight. `gradient` (N, out) is the gradient of
-    the output."""
+    """Returns the weight gradient of a layer with the input `x` (N, in) and the output gradient `gradient` (N, out).
+    The result is (out, in) if `linear`, otherwise (in, out)."""
     return gradient.t() @ x if linear else x.t() @ gradient
 
 

@@ -1,4 +1,4 @@
-"""Describes clusters, and the raw measurements from which a cluster is calibrated.
+"""Describes clusters for the planner, and the raw measurements that calibrate a cluster.
 
 `Cluster` describes devices, the links between them, and groups of identical nodes. Calibration returns a `Cluster` with
 measured values in place of catalog values.
@@ -9,11 +9,12 @@ measured values in place of catalog values.
 The module also finds the tiers of a network, and its slow links, from measurements between pairs of ranks. It needs no
 description of the network.
 
-The bandwidths of all pairs are sorted. If the widest gap between neighbouring values exceeds a threshold, it divides
-the pairs into near and far pairs. Ranks that near pairs connect, directly or through other ranks, form a block. If all
-blocks have equal numbers of consecutive ranks, they are a tier. Otherwise the network is one tier with outliers. A pair
-is an outlier if its bandwidth is less than `SLOW_LINK_RATIO` times the upper tercile of its tier. If all pairs of a
-rank are outliers, the rank is reported instead of the pairs.
+The bandwidths of all pairs are sorted. If the largest ratio between neighbouring values is at least TIER_GAP_RATIO,
+this gap divides the pairs into near and far pairs. Ranks that near pairs connect, directly or through other ranks, form
+a block. If all blocks have equal numbers of consecutive ranks, the links inside the blocks are one tier, and the links
+between blocks another. Otherwise the network is one tier with outliers. A pair is an outlier if its bandwidth is less
+than `SLOW_LINK_RATIO` times the upper tercile of the bandwidths of its tier. If all pairs of a rank are outliers, the
+rank is reported instead of the pairs.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Device(StrictModel):
 
 
 class Link(StrictModel):
-    """A tier of the network. It connects blocks of `span` consecutive devices; 0 means that it connects all devices."""
+    """One tier of the network, which connects each block of `span` consecutive devices. With `span` 0 it connects all
+    devices of a node, or all nodes."""
 
     name: OneLine
     span: int = Field(default=0, ge=0)
@@ -127,12 +129,12 @@ class Cluster(StrictModel):
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """Returns the number of devices."""
         return sum(group.nodes * group.devices for group in self.groups)
 
     @property
     def memory(self) -> float:
-        """The memory of the smallest device in bytes. It limits every rank of a plan with equal ranks."""
+        """Returns the memory of the smallest device in bytes. It limits every rank of a plan with equal ranks."""
         return min(group.device.memory for group in self.groups)
 
     def with_memory(self, memory: float) -> Cluster:
@@ -141,21 +143,21 @@ class Cluster(StrictModel):
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s between a device and its host in the slowest group. It is 0 if the devices are CPU cores of the
-        host."""
+        """Returns the bytes/s between a device and its host in the slowest group. Returns 0 if the devices are CPU
+        cores of the host."""
         return min(
             0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups
         )
 
     @property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between one device and the disk of its node while all devices of the node use the disk. The value is
-        that of the slowest group; 0 without a disk."""
+        """Returns the bytes/s between one device and the disk of its node while all devices of the node use it. The
+        slowest group counts. Returns 0 without a disk."""
         return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property
     def price(self) -> float | None:
-        """The price of all devices per hour; None if a group has no price."""
+        """Returns the price of all devices per hour, or None if a group has no price."""
         prices = [group.device.price for group in self.groups]
         if None in prices:
             return None
@@ -163,7 +165,7 @@ class Cluster(StrictModel):
 
     @property
     def devices_per_node(self) -> int:
-        """The number of devices per node, in the nodes with the fewest devices."""
+        """Returns the smallest number of devices per node of any group."""
         return min(group.devices for group in self.groups)
 
 
@@ -180,8 +182,8 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """The measurements of the device of one rank. The rates are those of a device with a whole processor. `share` is
-    the fraction of a processor that the device gets while the other ranks run."""
+    """The measurements of the device of one rank. Rates apply to a device with a whole processor. `share` is the
+    fraction of a processor that the device gets while all ranks run."""
 
     rank: int
     host: str = Field(description="host ID; ranks with the same ID share memory, or use devices of the same machine")
@@ -234,8 +236,8 @@ class LinkSample(StrictModel):
 
 
 class CollectiveSample(StrictModel):
-    """A measurement of one collective over a full tensor of `size` bytes. `ranks` ranks take part, at distance
-    `stride`."""
+    """A measurement of one collective among `ranks` ranks, each `stride` ranks after the previous one. `size` is the
+    bytes of the full tensor."""
 
     kind: str = Field(description="all_reduce, reduce_scatter, all_gather or all_to_all")
     ranks: int
@@ -245,7 +247,7 @@ class CollectiveSample(StrictModel):
 
 
 class ClusterProfile(StrictModel):
-    """All measurements of all ranks."""
+    """All measurements of all ranks, as `probe` returns them."""
 
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     pairs: tuple[LinkSample, ...] = ()
@@ -261,7 +263,7 @@ class ClusterProfile(StrictModel):
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host. Hosts are in the order of their lowest rank."""
+        """Returns the ranks of each host. Hosts are in the order of their lowest rank."""
         found: dict[str, list[int]] = {}
         for device in self.devices:
             found.setdefault(device.host, []).append(device.rank)
@@ -275,16 +277,16 @@ MAX_OUTLIER_FRACTION = 1 / 3
 
 
 class NetworkTiers(NamedTuple):
-    """The tiers of a network. `span` is the number of consecutive ranks of a block; 0 means one tier. `odd` has a line
-    for each slow rank or link."""
+    """The tiers of a network. `span` is the number of consecutive ranks in a block of the inner tier; 0 means that
+    there is only one tier. `odd` has a line for each slow rank or link."""
 
     span: int
     odd: tuple[str, ...]
 
 
 def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLOW_LINK_RATIO) -> NetworkTiers:
-    """Finds the tiers of a network. A pair is an outlier if its bandwidth is below `odd` times the upper tercile of its
-    tier.
+    """Finds the tiers of a network. A pair is an outlier if its bandwidth is below `odd` times the upper tercile of the
+    bandwidths of its tier.
 
     >>> def pair(a, b, rate): return LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate)
     >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
@@ -312,7 +314,7 @@ def _tier_span(pairs: Sequence[LinkSample], ranks: int) -> int:
 
 
 def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]]:
-    """Returns the blocks of ranks that `pairs` connect."""
+    """Returns the blocks of ranks that `pairs` connect, directly or through other ranks."""
     block = list(range(ranks))
     for pair in pairs:
         first, second = sorted((block[pair.first], block[pair.second]))

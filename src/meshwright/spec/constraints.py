@@ -1,12 +1,12 @@
-"""Checks whether a plan is legal for a model, a batch and a number of devices. These rules are pure functions. The
-planner, the parser of a user's plan, and the runtime apply them.
+"""Checks whether a plan is legal for a model, a batch and a number of devices. The planner, the parser of a user's
+plan, and the runtime apply these rules, which are pure functions.
 
 A broken rule is a `Violation`. It has a short reason, identical for all plans that break the rule, and one line with
-the numbers. A plan without violations can run. The rules are checked before ranks start, because ranks with mismatched
-tensor sizes abort inside gloo without a Python error.
+the numbers. The rules are checked before ranks start, because ranks with mismatched tensor sizes abort inside gloo
+without a Python error.
 
-The module also lists what the runtime of this version supports. The planner also estimates plans that are not supported
-and marks them as plan-only; `train` searches only supported plans.
+The module also lists what the runtime of this version supports. The planner also estimates unsupported plans, and marks
+them as plan-only. `train` searches only supported plans.
 
 >>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
 >>> is_supported(parse_plan("dp8.tp2.z1.off-optimizer25")), is_supported(parse_plan("dp4.z3.off-parameters-disk"))
@@ -41,8 +41,8 @@ from meshwright.spec.workload_constraints import workload_violations
 
 
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
-    """Checks that the world size pp x dp x cp x tp equals the number of devices and that ep divides dp_shard x cp x
-    tp."""
+    """Checks that the world size pp x dp x cp x tp equals the number of devices. Also checks that ep divides dp_shard x
+    cp x tp."""
     if plan.world != devices:
         factors = [
             (axis, getattr(plan, axis))
@@ -75,7 +75,8 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
 
 
 def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
-    """Checks that the pipeline ranks on a group of nodes use all devices of the group."""
+    """Checks a plan that places pipeline ranks on groups of nodes: the pipeline ranks on a group must use all devices
+    of the group."""
     each = plan.world // plan.pp
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
@@ -107,8 +108,9 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 def tensor_parallel_violations(
     plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
 ) -> Iterator[Violation]:
-    """Checks the degree of tensor parallelism. tp must divide heads and the feed-forward width. Key-value heads must
-    divide tp or be divisible by it. A sharded `vocabulary` may be uneven, but no shard may be empty."""
+    """Checks the degree of tensor parallelism. tp must divide the sizes `divisible` by name: heads and the feed-forward
+    width. Key-value heads may also divide tp. A sharded `vocabulary` (0: not sharded) may be uneven, but no shard may
+    be empty. `tensor_parallel` is False if no rule shards the layers of the model."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
@@ -135,7 +137,7 @@ def tensor_parallel_violations(
 
 
 def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
-    """Checks that ep divides the number of experts. A dense model has none."""
+    """Checks that ep divides the number of experts. A dense model has 0 experts and needs ep 1."""
     if plan.ep > 1 and not experts:
         yield Violation("the model has no experts", Message("ep({ep}): the model has no experts; use ep 1", ep=plan.ep))
     elif plan.ep > 1 and experts % plan.ep:
@@ -146,8 +148,8 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
-    """Checks the head counts for Ulysses. The heads of a tensor rank must divide evenly over its context ranks. If
-    there are too few key-value heads, they are replicated."""
+    """Checks for Ulysses that the number of heads is a multiple of Ulysses ranks x tp. If there are too few key-value
+    heads, they are replicated."""
     heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
@@ -223,8 +225,8 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
 
 
 def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
-    """Checks that the number of blocks that recompute or offload activations is at most the number of blocks of a
-    stage."""
+    """Checks that the number of blocks that recompute or offload activations is at most the number of blocks of the
+    largest stage."""
     if not (plan.recompute_layers or plan.offload_layers) or any(stage_violations(plan, blocks)):
         return
     most = max(plan.stage_layers(max(blocks, 1)))
@@ -244,8 +246,8 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 
 
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
-    """Yields a violation if the batch is not a whole number of micro-batches on every replica, or if the schedule does
-    not support that number of micro-batches."""
+    """Checks that the batch is a whole number of micro-batches on every replica, and that the schedule supports this
+    number."""
     rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
         yield Violation(
@@ -316,8 +318,8 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
 
 
 def check_batch_size(plan: Plan) -> int:
-    """Returns the number of rows for a comparison with one device: two micro-batches for every replica and pipeline
-    rank, or the only number of micro-batches that the plan's schedule accepts."""
+    """Returns the number of rows for a comparison with one device. This is 2 x pp micro-batches for every replica. A
+    custom schedule or unequal numbers of micro-batches determine the number of rows instead."""
     return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
@@ -337,7 +339,7 @@ def half_sequence_length(plan: Plan, length: int) -> int:
 
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
     """Checks the sequence length. Sequence parallelism cuts a sequence into tp chunks, context parallelism into 2 x cp
-    chunks. Learned position embeddings limit the length.
+    chunks. If the model has learned positions, their number `context` is the maximum length; 0 means no limit.
 
     `against` is the reason why the model's layers cannot compute on a chunk of the sequence, or empty if they can.
     """
@@ -385,7 +387,7 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
 
 
 def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
-    """Yields a violation for every rule that `plan` breaks for `job`, beginning with simple rules."""
+    """Yields a violation for every rule that `plan` breaks for `job`, simple rules first."""
     yield from (
         placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
     )

@@ -47,7 +47,7 @@ PER_BLOCK_RECOMPUTE = (Recompute.sac, Recompute.full)
 
 
 class Offload(StrEnum):
-    """The tensors that are offloaded, to CPU memory or to files on a disk."""
+    """The kinds of tensors that are offloaded, to CPU memory or (disk) to files on a disk."""
 
     optimizer = "optimizer"
     optimizer_disk = "optimizer-disk"
@@ -59,16 +59,16 @@ class Offload(StrEnum):
 
 
 DISK_OFFLOADS = (Offload.optimizer_disk, Offload.parameters_disk, Offload.activations_disk)
-"""The offloads to files. All other offloads go to CPU memory."""
+"""Offloads to files on a disk. All other offloads go to CPU memory."""
 
 OPTIMIZER_OFFLOADS = (Offload.optimizer, Offload.optimizer_disk)
-"""The optimizer states, with the float32 main weights."""
+"""Offload of the optimizer states, together with the float32 main weights."""
 
 PARAMETER_OFFLOADS = (Offload.parameters, Offload.parameters_disk)
-"""The ZeRO-3 shards of the weights."""
+"""Offload of the ZeRO-3 shards of the weights."""
 
 ACTIVATION_OFFLOADS = (Offload.activations, Offload.activations_disk)
-"""The activations that blocks save for backward."""
+"""Offload of the activations that blocks save for backward."""
 
 EXCLUSIVE_OFFLOADS = {
     "optimizer": OPTIMIZER_OFFLOADS,
@@ -82,8 +82,8 @@ OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""The field of a plan with the number after the name of an offload: the offloaded percentage, or the number of
-blocks."""
+"""For each offload, the field of a plan that limits it. In a plan's name, the value of this field follows the offload:
+the offloaded percentage, or the number of blocks."""
 
 
 def offloads_states(offload: Collection[Offload]) -> bool:
@@ -107,8 +107,8 @@ def min_zero_stage(offload: Collection[Offload]) -> int:
 
 
 def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the fields of an earlier version's plan, or of its pins (the plan fields that the user fixes), to the
-    fields of this version.
+    """Converts the fields of a plan, or of pins (the plan fields that the user fixes), from an earlier version to this
+    version.
 
     In earlier versions, if only weights were offloaded, `offload_share` was the percentage of the weights to offload.
     This is now `weights_share`.

@@ -1,7 +1,8 @@
-"""Describes the predicted memory and time of a plan. `StepRecord` has the measured values with the same names.
+"""Describes the memory and time that the planner predicts for a plan. `StepRecord` has the measured values under the
+same names.
 
-The fit status has three values. A plan fits, does not fit (on the device or on the host), or is tight: fragmentation by
-the allocator may exceed the memory.
+The fit status has three values. A plan fits, does not fit (in device memory or in host memory), or is tight: with a
+fragmented allocator it may not fit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from meshwright.core.messages import Message, term
 
 
 class MemoryBreakdown(StrictModel):
-    """Bytes of one rank at its memory peak. `total` is allocated, `reserved` is what the allocator reserves on the
-    device."""
+    """Bytes of one rank at its memory peak. `buffers` are temporary buffers, and `total` is the sum of the five kinds.
+    `reserved` adds the overhead of the allocator and the driver on the device."""
 
     parameters: float
     gradients: float
@@ -28,7 +29,8 @@ class MemoryBreakdown(StrictModel):
 
 
 class TimeBreakdown(StrictModel):
-    """Seconds of one step. Each term counts only exposed time, so that the terms add up to `step`."""
+    """Seconds of one step. `tensor`, `data`, `pipeline`, `context` and `expert` are communication by kind of
+    parallelism. Each field counts only exposed time, so that the fields add up to `step`."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -51,8 +53,8 @@ class FitStatus(StrEnum):
 
 
 class Estimate(StrictModel):
-    """The predicted cost of one plan. `memory` is that of the rank with the highest peak. `per_stage` has one item for
-    each pipeline rank."""
+    """The predicted cost of one plan. `memory` is the memory of the rank with the highest peak. If devices differ, it
+    is the memory of the rank with the least headroom. `per_stage` has one item for each pipeline rank."""
 
     memory: MemoryBreakdown
     per_stage: tuple[MemoryBreakdown, ...]
@@ -81,19 +83,18 @@ class Estimate(StrictModel):
     )
 
     def over(self, steps: int) -> float:
-        """Returns the mean seconds of a step over `steps` steps. The extra time of the first step is distributed over
-        all `steps` steps."""
+        """Returns the mean seconds of a step over `steps` steps. It includes the extra time of the first step."""
         return self.time.step + self.first / steps
 
     @property
     def is_crowded(self) -> bool:
-        """Whether only host memory is too small."""
+        """Returns whether host memory is too small for the offloaded tensors, but device memory is sufficient."""
         return self.crowded > 0 <= self.spare
 
     @property
     def spare(self) -> float:
-        """Bytes between the reserved memory of the rank with the highest peak and the limit; negative if the plan does
-        not fit."""
+        """Returns the headroom on the device: the bytes between `memory.reserved` and `limit`. It is negative if the
+        plan does not fit on the device."""
         return self.limit - self.memory.reserved
 
 
@@ -119,6 +120,6 @@ def fit_message(estimate: Estimate) -> Message:
 
 
 def largest_memory_kind(memory: MemoryBreakdown) -> tuple[Message, float]:
-    """Returns the kind of memory that takes the most bytes, and those bytes."""
+    """Returns the kind of memory with the most bytes, and its bytes."""
     kind = max(MEMORY_KINDS, key=lambda kind: getattr(memory, kind))
     return term("memory", kind), getattr(memory, kind)

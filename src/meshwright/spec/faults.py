@@ -1,4 +1,4 @@
-"""Describes faults as data. The simulator and real ranks read the same specs.
+"""Describes the faults of a training run as data, for the simulator (`simulate`).
 
     Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25)])
 
@@ -20,7 +20,8 @@ from meshwright.core.quantities import Seconds
 
 
 class _RankFault(StrictModel):
-    """One fault. It can be built from a tuple of its values in order, or from a text of the values joined by colons."""
+    """One fault. It can be built from a tuple of its values in order. `parse_faults` builds it from a text of these
+    values joined by colons."""
 
     rank: int = Field(ge=0)
 
@@ -63,8 +64,8 @@ class KilledRank(_RankFault):
 
 
 class SlowLink(_RankFault):
-    """A rank whose link to the other ranks has the fraction `share` of its bandwidth. The fault is permanent, or it
-    lasts from `start` for `seconds` of a step."""
+    """A rank with a slow link: only the fraction `share` of the bandwidth remains. The fault is permanent, or it lasts
+    `seconds` from the second `start` of the step on."""
 
     share: float = Field(ge=0, le=1, description="fraction of the bandwidth that remains; 0: the link is down")
     seconds: Seconds | None = None
@@ -72,7 +73,7 @@ class SlowLink(_RankFault):
 
 
 class Faults(StrictModel):
-    """All faults of one training run. No fault changes the result; faults change only the time."""
+    """All faults of one training run. Faults change only the time of a run, not its result."""
 
     kill: tuple[KilledRank, ...] = ()
     slow: tuple[SlowRank, ...] = ()
@@ -80,12 +81,15 @@ class Faults(StrictModel):
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks that are slow or have a slow link."""
+        """Returns the ranks that are slow or have a slow link."""
         return {fault.rank for fault in (*self.slow, *self.link)}
 
     def check(self, world: int) -> Self:
-        """Returns itself. Raises InputError for a rank that does not exist or is named twice, and for a link that is
-        permanently down."""
+        """Returns itself if the faults fit a run of `world` ranks.
+
+        Raises: InputError for a rank that does not exist, has two faults of the same kind other than `kill`, or has a
+        link that is permanently down.
+        """
         for name in Faults.model_fields:
             faults = getattr(self, name)
             for fault in faults:
@@ -122,7 +126,9 @@ FaultType = TypeVar("FaultType", bound=_RankFault)
 
 
 def parse_faults(kind: type[FaultType], texts: Sequence[str], where: str) -> tuple[FaultType, ...]:
-    """Parses the texts of an option. One text may have several faults, joined by commas.
+    """Parses the texts of the option `where`. One text may have several faults, joined by commas.
+
+    Raises: InputError for a text that is not a fault of this kind.
 
     >>> parse_faults(SlowRank, ["3:1.5,4:2"], "--slow")[1].factor
     2.0

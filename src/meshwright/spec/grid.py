@@ -1,5 +1,5 @@
 """Determines what each rank of a plan has: coordinates, shards, rows of the batch, and what its blocks recompute and
-offload.
+offload. The planner and the runtime use it.
 
 `RankGrid` maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
 
@@ -18,12 +18,12 @@ Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0)
 >>> RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
 Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0)
 
-`micro_batch_rows` distributes a batch over the data replicas of a plan: the rows of each micro-batch, and the number of
-micro-batches by speed.
+`micro_batch_rows` distributes a batch over the data replicas of a plan. `micro_batches_by_speed` chooses how many
+micro-batches replicas of unequal speed get.
 
-`recompute_at` determines what a plan recomputes and offloads in each block of a virtual stage.
+`recompute_at` and `offloads_block` determine what a plan recomputes and offloads in each block of a virtual stage.
 
-A block is identified by its index in its virtual stage: [Note: first blocks] in plan.py.
+A block is identified by its index in its virtual stage ([Note: first blocks] in plan.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class RankGrid:
         return sum(coordinate * stride for coordinate, stride in zip(place, self.strides, strict=True))
 
     def along(self, rank: int, axis: str) -> list[int]:
-        """Returns the ranks along `axis` that contain `rank`, in order of their coordinate."""
+        """Returns the ranks with the coordinates of `rank` on all axes except `axis`, in order of their coordinate on
+        `axis`."""
         place = self.place(rank)
         return [self.rank(place._replace(**{axis: at})) for at in range(getattr(self.sizes, axis))]
 
@@ -91,8 +92,8 @@ class RankGrid:
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
     def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """Returns two lists of ranks, both with `rank` itself: the ranks that shard one replica of the states with it,
-        and the ranks with the same shard."""
+        """Returns two lists of ranks that include `rank`. The ranks of the first list together have one replica of the
+        states. The ranks of the second list have the same shard of the states."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
         state_ranks = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
@@ -118,8 +119,8 @@ def rank_strides(plan: Plan) -> dict[str, int]:
 
 
 def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
-    """Returns the size of the largest shard, relative to an equal shard. Only the context ranks of `replica` are
-    considered, or all ranks if `replica` is None.
+    """Returns the size of the largest shard divided by the size of equal shards. Considers only the shards of the
+    context ranks of `replica`, or all shards if `replica` is None.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> relative_shard_size(parse_plan("dp2.z3.zw3-1"), 1), relative_shard_size(parse_plan("dp4.z3"))
@@ -131,8 +132,9 @@ def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
 
 
 def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
-    """Returns the weight of the largest shard among the context ranks of `replica`, or of all ranks. If several shards
-    are equally large, the shard with the lowest index counts. Returns None if the plan has no shard weights.
+    """Returns the weight of the largest shard among the context ranks of `replica`, or among all ranks if `replica` is
+    None. Of several equally large shards, the one with the lowest index is used. Returns None if the plan has no shard
+    weights.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)
@@ -177,8 +179,8 @@ def micro_batch_rows(plan: Plan, batch: int, replica: int) -> list[tuple[int, in
 
 
 def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
-    """Returns the number of micro-batches of each replica. They add up to `count`, each replica has at least one, and
-    the slowest replica ends as early as possible.
+    """Returns the number of micro-batches of each replica. The numbers add up to `count` and are at least 1, and the
+    last replica ends as early as possible.
 
     Each micro-batch goes to the replica that would finish it first, which is optimal.
 
@@ -195,7 +197,7 @@ def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ..
 
 
 def offload_percent(plan: Plan, what: Offload) -> int:
-    """Returns the percentage of `what` that is offloaded.
+    """Returns the percentage of `what` that is offloaded, 100 without a limit.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> plan = parse_plan("dp2.z3.off-optimizer60.off-parameters-disk50.off-activations8")
@@ -217,7 +219,8 @@ def offloads_block(plan: Plan, index: int) -> bool:
 
 
 def defers_wgrad(plan: Plan, index: int) -> bool:
-    """Returns whether the block at `index` computes its weight gradients in W, if its stage has W.
+    """Returns whether the block at `index` computes its weight gradients in the action W. This applies if the schedule
+    splits the backward of its stage into B (input gradients) and W (weight gradients).
 
     A block with recompute or offload computes its weight gradients in B. Otherwise its recomputed or fetched
     activations would be stored until W.

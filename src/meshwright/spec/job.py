@@ -1,7 +1,6 @@
-"""Defines a job, its `run` section, and the launch file that ranks read.
+"""Defines the job that the planner reads, its `run` section, and the launch file that ranks read.
 
-`Job` is the input of the planner: model, cluster and workload, the data, and the fields of the plan that the user
-fixed.
+`Job` is the input of the planner: model, cluster, workload, and the fields of the plan that the user fixed.
 
 `RunConfig` is the `run` section of a job. `LaunchSpec` is the launch file of a training run. It has everything that a
 rank needs except the model's weights and the data.
@@ -125,14 +124,15 @@ class RunConfig(StrictModel):
 
     @property
     def every(self) -> int:
-        """The number of steps between checkpoints. With `auto`, which chooses an interval in seconds, this number is
-        only a placeholder."""
+        """Returns the number of steps between checkpoints. With `auto`, the interval is chosen in seconds, and this
+        number is only a placeholder."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
 
 
 class ModelSource(StrictModel):
-    """The source from which ranks build the module: the `sizes` of a reference model, a `folder` with a Hugging Face
-    config, or the function `module`. `rules` are its tensor-parallel rules."""
+    """The source from which ranks build the module. It is one of: the `sizes` of a reference model, a `folder` with a
+    Hugging Face config, a user's function `module` (package.module:function). `rules` are the user's tensor-parallel
+    rules."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)
@@ -148,8 +148,8 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """The launch file of a training run. `parameters` is the planner's count, or 0 without a planner. `predicted` is
-    the estimated memory of each pipeline rank."""
+    """The launch file of a training run. `parameters` is the number of parameters by the planner, or 0 without an
+    estimate. `predicted` is the estimated memory of each pipeline rank."""
 
     model: ModelSource
     workload: Workload
@@ -178,12 +178,13 @@ class LaunchSpec(StrictModel):
         put("", self.model_dump(mode="json", include={"model", "workload", "data"}))
         if self.workload.optimizer.schedule == "constant":
             del flat["workload.steps"]
-        del flat["workload.spikes"]  # affects only steps that have not run yet
+        del flat["workload.spikes"]  # a change affects only steps that have not run yet
         return flat
 
 
 def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """Describes the first difference between the jobs of two launches. Returns an empty text if both run the same job.
+    """Describes the first difference between the jobs of two launches. In the text, `mine` is "here" and `theirs` is
+    "there". Returns an empty text if both run the same job.
 
     >>> from meshwright.spec.plan import Plan
     >>> model = {"name": "a", "module": "a:b"}

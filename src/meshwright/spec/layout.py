@@ -1,24 +1,25 @@
 """Defines the layout of parameters in flat buffers. The runtime allocates the buffers and the planner counts their
-bytes by the same rule, so that both agree to the byte.
+bytes with these functions, so that both agree to the byte.
 
-[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units (flat parameter groups,
-as in FSDP). No unit spans two stages. The first stage has the layers 'embedding' (only the vocabulary weight) and
-'front', the last stage 'back' and 'head'. If the head is tied and on another stage than the embedding, the last stage
-ends with a second 'embedding' layer, a replica of the weight. The head's bias stays in 'head'.
+[Note: flat layout] The layers of each virtual stage, in forward order, are divided into parameter groups. Each group
+has one flat buffer, as in FSDP. No group spans two stages. The first stage also has the layers 'embedding' (the
+vocabulary weight) and 'front' (all other parameters before the blocks). The last stage also has 'back' (all other
+parameters after the blocks) and 'head'. If the head is tied to an embedding on another stage, the last stage ends with
+a second 'embedding' layer, a replica of the weight. The head's bias stays in 'head'.
 
-At ZeRO 3 each layer is a unit, because ZeRO 3 gathers and frees layer by layer. At lower stages a unit is a bucket:
-layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied weight forms a separate
-unit, so that both stages that have the weight shard it equally.
+At ZeRO 3 each layer is a group, because ZeRO 3 gathers and frees layer by layer. At ZeRO 0 to 2 a group is a bucket:
+layers in backward order until their gradients have `bucket` bytes. A layer with a tied weight forms a separate group,
+so that both stages with this weight shard it equally.
 
-Inside a unit the tensors that tensor parallelism shards come first, then the replicated tensors. Under sequence
-parallelism the gradients of the replicated tensors need an additional sum, which then covers one contiguous range.
-Every tensor begins at a multiple of `ALIGN_NUMEL` elements. The unit ends at a multiple of shards x `ALIGN_NUMEL`, so
-that shards are equal and aligned; with `shard_weights` they are unequal and aligned.
+Inside a group the tensors that tensor parallelism shards come first, then the replicated tensors. Under sequence
+parallelism the gradients of the replicated tensors need an additional sum over the tensor ranks. With this order, the
+sum covers one contiguous range. Every tensor begins at a multiple of `ALIGN_NUMEL` elements. The group ends at a
+multiple of shards x `ALIGN_NUMEL`, so that shards are aligned and equal (unequal with `shard_weights`).
 
-[Note: pieces] A piece is the part of a logical tensor that one rank has. Checkpoints are written and read in pieces,
-whatever the layout. A tensor rank has the intervals `intervals` of the full tensor along dimension `split`; a fused
-projection has several intervals. Their concatenation is the local tensor. A shard of a flat buffer has the range
-[start, stop) of the flattened local tensor. If `split` is None, the local tensor is the full one.
+[Note: pieces] A piece is the part of a logical tensor that one rank has. Checkpoints are written and read in pieces, so
+that they do not depend on the layout. A tensor rank has the intervals `intervals` of the full tensor along dimension
+`split`; a fused projection has several intervals. Their concatenation is the local tensor. A shard of a flat buffer has
+the range [start, stop) of the flattened local tensor. If `split` is None, the local tensor is the full one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ SWAP_BUFFERS = 4
 
 
 class ParamSlot(NamedTuple):
-    """One tensor of a layer in the layout."""
+    """One tensor of a layer on one tensor rank, with `numel` local elements. `split` says whether tensor parallelism
+    shards it."""
 
     name: str
     numel: int
@@ -59,8 +61,8 @@ class LayerParams(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """The layout of a flat buffer: the offset of each tensor, the end of the tensor-sharded tensors, and the padded
-    length."""
+    """The layout of a flat buffer, in elements: `offsets` of the tensors, the end of the tensors that tensor
+    parallelism shards, and the padded length `numel`."""
 
     layers: tuple[str, ...]
     offsets: dict[str, int]
@@ -104,8 +106,8 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
-    """Returns the bounds of the shards of a parameter group of `numel` elements. Each shard has at least `ALIGN_NUMEL`
-    elements; the remaining elements are divided by `weights`, or equally without weights.
+    """Returns the `shards` + 1 bounds of the shards of a parameter group of `numel` elements. Each shard has at least
+    `ALIGN_NUMEL` elements; the remaining elements are divided by `weights`, or equally without weights.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
@@ -127,7 +129,8 @@ class ShardWeight(NamedTuple):
 
 
 def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
-    """Returns the number of elements of one shard of a parameter group. `numel` and `shards` may be arrays.
+    """Returns the number of elements of the shard with weight `heft`, of a parameter group of `numel` elements and
+    `shards` shards. `numel` and `shards` may be arrays.
 
     >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
@@ -141,8 +144,8 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
 
 def resident_numel(numel: Any, share: Any) -> Any:
     """Returns how many of the `numel` elements of a rank's shard stay on the device if `share` percent are offloaded.
-    The resident elements are the first elements of the shard; their number is a multiple of `ALIGN_NUMEL`. At least the
-    given percentage is offloaded.
+    These are the first elements of the shard. Their number is a multiple of `ALIGN_NUMEL`, rounded down, so that at
+    least `share` percent are offloaded.
 
     `numel` and `share` may be arrays.
 
@@ -176,8 +179,8 @@ def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
 
 
 def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket: int, size: int) -> list[BucketLayout]:
-    """Returns the flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element.
-    Layers without elements have no buffer."""
+    """Returns the flat buffers of one virtual stage, in forward order. `zero` is the ZeRO stage, `bucket` the minimum
+    bytes of a bucket, and `size` the bytes of one gradient element. Layers without elements have no buffer."""
     layers = [layer for layer in layers if any(slot.numel for slot in layer.slots)]
     if zero == 3:
         return [bucket_layout([layer], shards) for layer in layers]
@@ -197,7 +200,7 @@ def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket
 
 
 class ShardMetadata(NamedTuple):
-    """The metadata of one piece ([Note: pieces]). `name` is a kind followed by the model's parameter name:
+    """The metadata of one piece ([Note: pieces]). `name` is the kind of state followed by the model's parameter name:
     'model/lm_head.weight', 'optimizer/exp_avg/lm_head.weight'."""
 
     name: str
@@ -210,7 +213,7 @@ class ShardMetadata(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the local tensor on the tensor rank.
+        """Returns the shape of the local tensor on the tensor rank.
 
         >>> ShardMetadata("w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16).local_shape
         (4, 4)

@@ -46,7 +46,7 @@ class ParameterSpec(StrictModel):
 
     @property
     def numel(self) -> int:
-        """The number of elements of the full tensor."""
+        """Returns the number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def overlaps(self, tp: int) -> bool:
@@ -64,7 +64,8 @@ class ParameterSpec(StrictModel):
         return self.numel if self.overlaps(tp) else self.used_numel(tp)
 
     def used_numel(self, tp: int) -> int:
-        """Returns the number of elements that a tensor rank computes with, for the rank with the most of `tp` ranks."""
+        """Returns the number of elements that a tensor rank uses to compute, on the rank with the most elements, with
+        `tp` tensor ranks."""
         if self.split is None:
             return self.numel
         size = self.shape[self.split]
@@ -183,13 +184,13 @@ class LayerSpec(SavedActivations):
 
     @property
     def key_value_heads(self) -> int:
-        """The number of tensor ranks above which several ranks have the same keys and values; 0 means the number of
-        heads."""
+        """Returns the largest number of tensor ranks that can all have different keys and values. Returns 0 if this is
+        the number of heads."""
         return min((way for parameter in self.parameters for way in parameter.ways if way), default=0)
 
     @property
     def numel(self) -> int:
-        """The parameters of one of the `repeat` layers. A tied weight counts in the layer that uses it first."""
+        """Returns the number of parameters of one of the `repeat` layers, with its tied weight, if it has one."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -223,18 +224,18 @@ class ModelSpec(StrictModel):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks: layers between which a pipeline can cut."""
+        """Returns the number of blocks. Pipeline stages are cut between blocks."""
         return sum(layer.repeat for layer in self.layers if layer.name == "block")
 
     @property
     def shared_vocabulary(self) -> int:
-        """The size of the vocabulary if tensor ranks shard it; 0 if every rank has the full vocabulary."""
+        """Returns the size of the vocabulary if tensor ranks shard it, or 0 if every rank has the full vocabulary."""
         tables = (each for layer in self.layers if layer.name in ("embedding", "head") for each in layer.parameters)
         return self.vocabulary if any(each.split is not None for each in tables) else 0
 
     @property
     def experts(self) -> int:
-        """The number of experts of a layer; 0 in a dense model. ep must divide this number."""
+        """Returns the number of experts of a layer, or 0 for a dense model. ep must divide this number."""
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
     def trained(self, tp: int = 1) -> float:
@@ -251,15 +252,15 @@ class ModelSpec(StrictModel):
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the full model. Tied weights count once."""
+        """Returns the number of parameters of the full model. Tied weights count once."""
         return sum(layer.repeat * layer.numel for layer in self.layers if layer.tied is None) + sum(
             layer.numel - layer.parameters[0].numel for layer in self.layers if layer.tied is not None
         )
 
 
 class TpRule(StrictModel):
-    """A tensor-parallel rule with paths inside a block. The outputs of `columns` are sharded, the inputs of `rows`
-    are sharded in the same way, and the outputs of `rows` are summed."""
+    """A tensor-parallel rule. It names linear layers by their paths inside a block. The outputs of `columns` are
+    sharded, the inputs of `rows` are sharded in the same way, and the outputs of `rows` are summed."""
 
     columns: tuple[str, ...] = Field(
         min_length=1, description="column-parallel linear layers, sharded by output features"

@@ -5,11 +5,11 @@ The world size is pp x dp_replicate x dp_shard x cp x tp. By default pp is the o
 `axes` can change this order. The axis cp is inside dp.
 
 [Note: batches] Replica r runs n_r micro-batches of m_r sequences. Its rows of the batch follow those of replica r - 1.
-The sum of n_r m_r over the replicas is the batch. The numbers n_r (`shares`) differ between replicas if devices differ
-in speed. The sizes m_r (`micro_batch_sizes`) differ if equal sizes would not fit on all devices or would waste memory.
-The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes the loss. Replicas
-with unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal n_r
-synchronize once per step.
+The sum of n_r * m_r over the replicas is the batch. The numbers n_r (`shares`) differ between replicas if devices
+differ in speed. The sizes m_r (`micro_batch_sizes`) differ if equal sizes would not fit on all devices or would waste
+memory. The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes the loss.
+Replicas with unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal
+n_r synchronize once per step.
 
 [Note: first blocks] A plan can limit recompute and activation offload to the first blocks of each virtual stage. If it
 limits both, the numbers of blocks are equal.
@@ -136,24 +136,24 @@ class Plan(StrictModel):
 
     @property
     def dp(self) -> int:
-        """The number of replicas that read different data."""
+        """Returns the number of replicas that read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def shards(self) -> int:
-        """The number of ranks that shard the states of one replica: the data ranks of the shard group with their
-        context ranks. The number is 1 at ZeRO 0."""
+        """Returns the number of ranks that shard the states of one replica: the data ranks of the shard group with
+        their context ranks. Returns 1 at ZeRO 0."""
         return self.dp_shard * self.cp if self.zero else 1
 
     @property
     def state_replicas(self) -> int:
-        """The number of ranks with the same states. From ZeRO 1 on, this is the number of shard groups; at ZeRO 0, it
-        is that of all data and context ranks.
+        """Returns the number of ranks with the same states. From ZeRO 1 on, this is the number of shard groups. At ZeRO
+        0, it is the number of all data and context ranks.
 
         >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).state_replicas, Plan(dp_replicate=2, cp=2).state_replicas
         (2, 4)
@@ -162,10 +162,10 @@ class Plan(StrictModel):
 
     @property
     def expert_tp(self) -> int:
-        """The number of tensor ranks that shard one expert.
+        """Returns the number of tensor ranks that shard one expert.
 
-        Expert parallelism uses the ranks of dp_shard x cp first. If these do not suffice, it also uses tensor ranks,
-        which then have whole experts.
+        Expert parallelism uses the ranks of dp_shard x cp first. If these do not suffice, it also uses tensor ranks.
+        The remaining factor of tp shards each expert ([Note: expert ranks] in runtime/expert_parallel/groups.py).
 
         >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tp, Plan(tp=8, ep=8).expert_tp
         (2, 1)
@@ -178,17 +178,17 @@ class Plan(StrictModel):
 
     @property
     def rows_per_round(self) -> int:
-        """The number of sequences in one micro-batch of every replica."""
+        """Returns the number of sequences in one micro-batch of every replica."""
         return sum(self.micro_batch_sizes) or self.dp * self.micro_batch
 
     @property
     def uneven_batch(self) -> int:
-        """The batch in sequences that `shares` implies; 0 without `shares`."""
+        """Returns the batch in sequences that `shares` implies, or 0 without `shares`."""
         return sum(count * self.micro_batch_of(replica) for replica, count in enumerate(self.shares))
 
     def micro_batches(self, batch: int, replica: int | None = None) -> int:
-        """Returns the number of micro-batches per step of `replica`, or the largest number of any replica if it is
-        None.
+        """Returns the number of micro-batches per step of `replica`. If `replica` is None, returns the largest number
+        of any replica.
 
         Raises: InputError if the replicas cannot divide `batch`.
         """
@@ -215,17 +215,18 @@ class Plan(StrictModel):
 
     @property
     def ulysses_ranks(self) -> int:
-        """The number of context ranks that exchange heads by Ulysses. A ring has cp divided by this number of ranks."""
+        """Returns the number of context ranks that exchange heads by Ulysses, 1 without Ulysses. Each ring has cp /
+        ulysses_ranks ranks."""
         return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
     @property
     def stages(self) -> int:
-        """The number of virtual stages."""
+        """Returns the number of virtual stages."""
         return self.pp * self.virtual_stages
 
     @property
     def schedule_rules(self) -> Schedule:
-        """The rules of the pipeline schedule."""
+        """Returns the rules of the pipeline schedule."""
         return find_schedule(self.schedule, self.actions)
 
     def stage_to_rank(self, stage: int) -> int:
@@ -233,7 +234,7 @@ class Plan(StrictModel):
         return stage_to_rank(stage, self.pp, self.schedule_rules.v_shape)
 
     def splits_backward(self, stage: int) -> bool:
-        """Returns whether the backward of a stage is two actions, B and W."""
+        """Returns whether the backward of a stage is two actions: B for input gradients and W for weight gradients."""
         return self.schedule_rules.splits_stage(stage)
 
     def stages_of(self, rank: int) -> list[int]:
@@ -274,12 +275,12 @@ class Plan(StrictModel):
 
     @property
     def name(self) -> str:
-        """The short name of the plan, as the function `plan_name` formats it."""
+        """Returns the short name of the plan, as the function `plan_name` formats it."""
         return plan_name(self)
 
     @property
     def digest(self) -> str:
-        """A digest of all fields. Checkpoints and records contain it."""
+        """Returns a digest of all fields, by which checkpoints recognize the plan."""
         return hashlib.sha256(self.to_json(None).encode()).hexdigest()[:16]
 
 
@@ -295,7 +296,7 @@ def parse_plan(name: str) -> Plan:
 
 
 def round_equation(plan: Plan) -> str:
-    """Returns an equation for the number of which a batch must be a multiple.
+    """Returns the equation for `rows_per_round`. A batch must be a multiple of this number.
 
     >>> round_equation(parse_plan("dp2.mb4-2")), round_equation(parse_plan("dp2.mb4"))
     ('4+2 = 6', 'dp(2) * micro_batch(4) = 8')

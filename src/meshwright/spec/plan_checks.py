@@ -1,4 +1,4 @@
-"""Checks the fields of a plan against each other. `Plan` runs these checks on construction."""
+"""Checks the fields of a plan against each other. `Plan` runs these checks on construction; each raises ValueError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.spec.schedules.schedule import offered_schedules
 
 
 def _check_micro_batch_sizes(plan: Any) -> None:
-    """Checks the micro-batch sizes of replicas with unequal sizes."""
+    """Checks a plan whose replicas have unequal micro-batch sizes."""
     sizes = plan.micro_batch_sizes
     if not sizes:
         return
@@ -235,8 +235,8 @@ def _check_axes(plan: Any) -> None:
 
 
 def _check_uneven_micro_batches(plan: Any) -> None:
-    """[Note: uneven accumulation] Checks replicas with unequal numbers of micro-batches. Such replicas must synchronize
-    only once per step, because a collective in each micro-batch would wait forever."""
+    """[Note: uneven accumulation] Checks a plan whose replicas have unequal numbers of micro-batches. These replicas
+    must synchronize only once per step, because a collective in each micro-batch would wait forever."""
     if not plan.shares:
         return
     if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
@@ -269,7 +269,7 @@ def _check_uneven_micro_batches(plan: Any) -> None:
 
 
 def _check_shard_weights(plan: Any) -> None:
-    """Checks the weights of unequal ZeRO shards."""
+    """Checks the weights of a plan with unequal ZeRO shards."""
     weights = plan.shard_weights
     if weights and (len(weights) != plan.shards or plan.shards < 2 or min(weights) < 1):
         raise ValueError(
@@ -295,4 +295,4 @@ PLAN_CHECKS = (
     _check_uneven_micro_batches,
     _check_shard_weights,
 )
-"""The checks, in the order in which a plan reports errors."""
+"""The checks in order. A plan reports the error of the first check that fails."""

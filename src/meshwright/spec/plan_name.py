@@ -5,15 +5,15 @@ A name is a list of parts joined by dots. A part is omitted if its field has the
     dp8             8 replicas (ZeRO 0), or a shard group of 8 ranks (ZeRO 1 to 3)
     dp2x4           2 replicas of shard groups of 4
     tpN sp ppN cpN epN zN           degrees, sequence parallelism of the tensor ranks, ZeRO stage
-    mbN mb8-2       sequences per micro-batch; of each data replica
-    gpipe 1f1b interleaved2 zbh1    the schedule (spec/schedules), with the number of virtual stages where it is free
+    mbN mb8-2       sequences per micro-batch; 8 and 2 on two data replicas
+    gpipe 1f1b interleaved2 zbh1    the schedule (spec/schedules), with the number of virtual stages if it may vary
     csv-DIGEST      a custom schedule: a plan file lists its actions
     ls10-11-11      blocks of each virtual stage; `ls2x14-1` is 14 times 2, then 1
     rc-attn rc-sac rc-full          recompute: the attention core, selective, full
-    rc-full8 rc-full8+sac           the first 8 blocks of each virtual stage; the other blocks selectively
+    rc-full8 rc-full8+sac           full for the first 8 blocks of each virtual stage; +sac: selective for the others
     off-optimizer off-gradients off-parameters off-activations      offload to CPU; `-disk` to files
     off-optimizer-disk60 off-parameters50       60 % of the optimizer states of each rank; half of its weights
-    off-activations8                the first 8 blocks of each virtual stage
+    off-activations8                the activations of the first 8 blocks of each virtual stage
     ulysses ulysses2                context ranks exchange heads; pairs of them, with rings over the pairs
     place0-0-1      the group of nodes of each pipeline rank
     ga6-2           micro-batches per step of each data replica
@@ -44,7 +44,7 @@ from meshwright.spec.schedules.custom import CUSTOM_NAME_PREFIX
 from meshwright.spec.schedules.schedule import offered_schedules
 
 MIN_RUN_LENGTH = 5
-"""The minimum number of consecutive equal numbers that a name abbreviates, as in `2x14`."""
+"""The minimum number of consecutive equal numbers that a name abbreviates, as in `2x14` for 14 times 2."""
 
 
 def format_number_list(numbers: Sequence[int]) -> str:
@@ -202,8 +202,8 @@ def _schedule_fields(part: str) -> dict[str, Any] | None:
 
 
 def _part_fields(part: str) -> dict[str, Any] | None:
-    """Returns the fields that one part of a name sets, or None for an unknown part. The first of these fields may not
-    be set by another part."""
+    """Returns the fields that one part of a name sets, or None for an unknown part. No other part of the name may set
+    the first of these fields."""
     if (match := re.fullmatch(r"([a-z]+)(\d+)", part)) and match[1] in _NUMBER_TOKENS:
         return {_NUMBER_TOKENS[match[1]]: int(match[2])}
     if part in _FLAG_TOKENS:

@@ -1,5 +1,5 @@
 """Defines precision recipes: the data types of weights, gradients and optimizer states, of computation and of
-reduction, and the resulting bytes per parameter.
+reduction. The table has the resulting bytes per parameter.
 
 | recipe | weights | gradients | optimizer with AdamW | total | matrix products |
 |---|---|---|---|---|---|
@@ -14,8 +14,8 @@ Gradients are stored, summed and sent in the type `reduce` of the workload (bf16
 `reduce` the table applies.
 
 The module also defines two options that change the result. Gradient compression sends fewer bytes between hosts. With
-DiLoCo, replicas update locally and synchronize rarely. It is meant for sites between which gradients cannot be sent in
-every step.
+DiLoCo, replicas update locally and synchronize rarely. DiLoCo is meant for sites whose links are too slow for gradients
+in every step.
 
 Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
 Deep Learning, 2022; Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding); Douillard
@@ -42,8 +42,8 @@ INT8_BLOCK_NUMEL = 256
 
 
 class GradientCompression(StrictModel):
-    """The compression of gradients between hosts. bf16 sends 2 bytes per element, int8 sends 1 byte per element and a
-    scale per block, low-rank sends two factors of each matrix.
+    """The compression of gradients between hosts. bf16 sends 2 bytes per element. int8 sends 1 byte per element and one
+    scale per block. low-rank sends two factors of each matrix.
 
     >>> GradientCompression(kind="int8").bytes_per_element
     1.015625
@@ -54,8 +54,8 @@ class GradientCompression(StrictModel):
 
     @property
     def bytes_per_element(self) -> float:
-        """The number of bytes per element of a large vector. For low-rank, this is the value for tensors that are not
-        matrices."""
+        """Returns the bytes per element of a large vector. For low-rank, this is the value for tensors that are not
+        matrices: 4, without compression."""
         return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
 
 
@@ -72,7 +72,8 @@ class DilocoConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """The dtypes of training. `compute` is torch's name of the data type of weights, activations and gradients."""
+    """The dtypes of training. `compute` is torch's name of the data type of weights, activations and gradients, and
+    `size` is its bytes. `master` is the bytes of a main weight, 0 without main weights."""
 
     name: str
     compute: str
@@ -99,18 +100,18 @@ class Recipe(StrictModel):
 
     @property
     def state_size(self) -> int:
-        """Bytes of one element of an optimizer state: as many as one of the main weights, or of the weights if there
-        are no main weights."""
+        """Returns the bytes of one element of an optimizer state: those of a main weight, or of a weight if there are
+        no main weights."""
         return self.master or self.size
 
     @property
     def gradient_size(self) -> int:
-        """Bytes of one element of a stored gradient."""
+        """Returns the bytes of one element of a stored gradient."""
         return self.reduced or self.size
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """The matrix-product rates that a device must have."""
+        """Returns the precisions for which a device must have a peak rate of matrix products."""
         return (self.rate, self.products) if self.products else (self.rate,)
 
     def bytes_per_parameter(self, states: float) -> float:
@@ -134,12 +135,14 @@ RECIPES = {
 
 
 REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
-"""Bytes per element of the types in which gradients can be stored and summed."""
+"""Bytes per element of the dtypes that `reduce` accepts for stored and summed gradients."""
 
 
 def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
-    """Returns the recipe `name`. `reduce`, if given, replaces the dtype of gradients. `state` ('8bit'), if given,
-    replaces the dtype of optimizer states.
+    """Returns the precision recipe `name`, such as bf16. `reduce` (bf16 or fp32) replaces the dtype of gradients, and
+    `state` ('8bit') replaces the dtype of optimizer states.
+
+    Raises: InputError for an unknown name, or for a combination that is not supported.
 
     >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
     (4, 8)

@@ -1,12 +1,12 @@
 """Describes what a training run records: the measurements of each step, events, and the results of proof runs.
 
-`StepRecord` describes the measurements of a step, with the same names as in `Estimate`, and the state of a training
-run.
+`StepRecord` describes the measurements of a step, with the names of `Estimate`. `RunState` describes the state of a
+training run, which checkpoints contain.
 
 The digest of samples shows which samples a step has read. A digest is small, and the digests of ranks can be added.
-Samples are numbered in the order of the data; batch b of B rows has the samples from b B to b B + B - 1. The digest is
-the number of samples, and the sum of (n + 1)^2 modulo 2^64 over the sample numbers n. The digest changes if a sample is
-read twice, missed or replaced. The sum over a whole batch has a closed form, so that many steps can be verified at
+Samples are numbered in the order of the data. Batch b of B rows has the samples b * B to b * B + B - 1. The digest has
+the number of samples, and the sum of (n + 1)^2 over the sample numbers n, modulo 2^64. The digest changes if a sample
+is read twice, missed or replaced. The sum over a whole batch has a closed form, so that many steps can be verified at
 once.
 
 >>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)])
@@ -39,7 +39,7 @@ from meshwright.core.quantities import Bytes, Seconds
 RECORDS_FILE_NAME = "records.jsonl"
 
 RECORD_TAIL_BYTES = 1 << 16
-"""The number of bytes at the end of the record file in which the last record is searched."""
+"""The last record is searched in this number of bytes at the end of the record file."""
 
 
 class MoeStats(StrictModel):
@@ -140,7 +140,7 @@ class SampleDigest(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The digest as text."""
+        """Returns the digest as text: the number of samples, a colon, and the sum in 16 hexadecimal digits."""
         return f"{self.number}:{self.squares:016x}"
 
 
@@ -162,7 +162,7 @@ def _sum_of_squares(number: int) -> int:
 
 
 class AllocationEvent(StrictModel):
-    """The bytes of dynamic memory from the time `at` on."""
+    """The bytes of dynamic memory from the time `at` until the next event."""
 
     at: Seconds = Field(description="seconds since the start of the step")
     activations: Bytes
@@ -183,7 +183,7 @@ class MemoryTimeline(StrictModel):
 
     @property
     def total(self) -> float:
-        """Bytes at the peak."""
+        """Returns the bytes at the peak."""
         return sum(self.resident.values()) + self.peak.activations + self.peak.buffers
 
 
@@ -191,7 +191,7 @@ EVENTS_FILE_NAME = "events.jsonl"
 
 
 class RunEvent(StrictModel):
-    """A fault, or a reaction to one. Times are in seconds.
+    """A fault, or a reaction to a fault. Times are in seconds.
 
     A generation is one start of all ranks, counted from 0. Each recovery begins a new generation.
     """
@@ -268,7 +268,8 @@ def device_names(slots: Sequence[int], name: Callable[[int], str] = str) -> Mess
 
 
 def parse_events(text: str) -> Iterator[RunEvent]:
-    """Yields the events of the lines of a log. Skips incomplete lines and lines that another version wrote."""
+    """Yields the events in the lines of RUN/events.jsonl. Skips incomplete lines and lines that another version
+    wrote."""
     for line in text.splitlines():
         try:
             event = json.loads(line)
@@ -280,8 +281,8 @@ def parse_events(text: str) -> Iterator[RunEvent]:
 
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
-"""When proofs run. `start`: before the first update, and on a sparse schedule after it. `auto`: like `start`, if a
-proof is cheap. A number n: like `start`, and also every n steps."""
+"""When proofs run. `start`: before the first and the second update, and rarely after that. `auto`: like `start`, if a
+proof is cheap. A number n: like `start`, and also every n steps. `never`: no proof."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
 """A proof is cheap if it takes at most CHEAP_PROOF_SECONDS, or at most CHEAP_PROOF_FRACTION of the time of
@@ -336,7 +337,7 @@ class ProofResult(StrictModel):
 
     @property
     def line(self) -> str:
-        """The differences as one line."""
+        """Returns the differences as one line, which is empty if the results are equal."""
         loss_limit, gradient_limit = self.tolerance
         said = [f"loss by {self.loss:.2g}"] if not self.loss <= loss_limit else []
         if not self.gradient <= gradient_limit:
@@ -354,7 +355,8 @@ class ProofResult(StrictModel):
 
 class RecordedProof(NamedTuple):
     """A proof as a training run records it, in one line of JSON. A resumed run reads this line and needs no further
-    proof. `sizes` is the smallest and largest batch sizes of all proofs of the run, by key and dimension."""
+    proof. For each tensor of a batch, `sizes` has the smallest and the largest size of each dimension over all proofs
+    of the run."""
 
     result: ProofResult
     sizes: dict[str, tuple[tuple[int, int], ...]]

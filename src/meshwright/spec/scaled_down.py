@@ -1,9 +1,9 @@
-"""Scales a plan down so that it runs on the CPU cores of one machine. As far as possible, every kind of parallelism is
-kept.
+"""Scales a plan down for `meshwright verify`, so that it runs on the CPU cores of one machine. As far as possible, the
+plan retains every kind of parallelism.
 
 While there are too many ranks, the first of the degrees dp_replicate, dp_shard, cp, pp, tp that exceeds 2 is halved. If
-all degrees are 1 or 2, the first degree of 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism do not
-change.
+all degrees are 1 or 2, the first degree of 2 becomes 1. ZeRO stage and recompute do not change. Sequence parallelism is
+left out if tp becomes 1. The default schedule replaces one that is impossible with the new number of stages.
 
 >>> from meshwright.spec.plan import parse_plan
 >>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name

@@ -1,4 +1,4 @@
-"""Describes a broken constraint of a plan."""
+"""Describes a broken rule of a plan, which the checks of constraints.py and workload_constraints.py yield."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ OPTIMIZERS_BY_FIELD = {
 
 class OptimizerConfig(StrictModel):
     """The optimizer. Over `warmup` steps (at most half of all steps) the learning rate rises linearly to `lr`. Then it
-    is constant, or it falls to `final_lr` x `lr` at the last step. It falls by a cosine, linearly, or linearly over the
-    last `cooldown` fraction of the steps."""
+    is constant, or it falls to `final_lr` x `lr` at the last step. It falls by a cosine (cosine), linearly (linear), or
+    linearly over the last fraction `cooldown` of the steps (warmup-stable-decay)."""
 
     name: str = Field(
         default="adamw",
@@ -125,18 +125,18 @@ class OptimizerConfig(StrictModel):
 
     @property
     def live(self) -> bool:
-        """Whether the optimizer is a user's function."""
+        """Returns whether the optimizer is a user's function."""
         return self.name not in OPTIMIZER_STATES
 
     @property
     def states(self) -> int:
-        """State tensors per parameter. A user's optimizer counts like AdamW, because its number of states is
-        unknown."""
+        """Returns the number of state tensors per parameter. A user's optimizer counts like AdamW, because its number
+        of states is unknown."""
         return OPTIMIZER_STATES.get(self.name, OPTIMIZER_STATES["adamw"])
 
     @property
     def whole(self) -> bool:
-        """Whether the optimizer updates some or all tensors as a whole."""
+        """Returns whether the optimizer updates some or all tensors as a whole."""
         return self.name in FULL_TENSOR_OPTIMIZERS
 
     def updates_whole(self, shape: tuple[int, ...], in_block: bool) -> bool:
@@ -145,7 +145,7 @@ class OptimizerConfig(StrictModel):
         return self.name == "adafactor" or (self.name == "muon" and in_block and len(shape) == 2)
 
     def state_bytes(self, size: int) -> float:
-        """Returns the bytes of one element of a state. `size` is the bytes without quantization.
+        """Returns the bytes of one element of a state. `size` is the bytes of an element without 8-bit states.
 
         >>> OptimizerConfig(state="8bit").state_bytes(4), OptimizerConfig().state_bytes(4)
         (1.125, 4)
@@ -167,8 +167,8 @@ class OptimizerConfig(StrictModel):
 
 
 class LoraConfig(StrictModel):
-    """Low-rank adapters that are trained instead of the weights: y = W x + (alpha / rank) B A x, where only A and B are
-    trained."""
+    """Low-rank adapters A and B, which are trained instead of a weight W: y = W x + (alpha / rank) B A x. `rank` is the
+    number of rows of A and of columns of B."""
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
@@ -282,14 +282,15 @@ class Workload(StrictModel):
 
     @property
     def recipe(self) -> Recipe:
-        """The precision recipe: the types of weights, gradients and states."""
+        """Returns the precision recipe: the types of weights, gradients and states."""
         return recipe(self.precision, self.reduce, self.optimizer.state).but(
             exact=self.exact > 0, compression=self.compression, local=self.local
         )
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, gradients and optimizer per parameter, if the states have the shape of the weights.
+        """Returns the bytes of weights, gradients and optimizer per parameter, if the states have the shape of the
+        weights.
 
         >>> (Workload(precision="bf16").bytes_per_parameter,
         ...     Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter)
@@ -302,8 +303,8 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The values of plan fields that exact sums or DiLoCo require, because the result depends on these fields. Pins
-        of the user take precedence.
+        """Returns the values of plan fields that exact sums or DiLoCo require, because the result depends on these
+        fields. The user's pins take precedence.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
@@ -314,7 +315,7 @@ class Workload(StrictModel):
 
     @property
     def tokens(self) -> int:
-        """Tokens per optimizer step."""
+        """Returns the number of tokens per optimizer step."""
         return self.sequence * self.batch
 
 
@@ -351,5 +352,5 @@ class DataConfig(StrictModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources as a tuple."""
+        """Returns the sources as a tuple."""
         return (self.source,) if isinstance(self.source, str) else self.source

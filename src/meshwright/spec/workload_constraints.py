@@ -1,4 +1,5 @@
-"""Checks a plan against the workload: exact sums, DiLoCo replicas and the optimizer update."""
+"""Checks a plan against the workload: exact sums, DiLoCo replicas and the optimizer update. The planner, the runtime
+and constraints.py apply these rules. The functions named *_violations yield a `Violation` for every broken rule."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from meshwright.spec.workload import Workload
 
 
 def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
-    """Checks that exact sums use micro-batches of the size that the workload names."""
+    """Checks that exact sums use micro-batches of `exact` sequences, the size that the workload names; 0 means no exact
+    sums."""
     if exact and plan.micro_batch_sizes:
         yield Violation(
             "exact sums need equal micro-batches",
@@ -85,8 +87,9 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 
 class UpdateProperties(NamedTuple):
-    """The properties of the optimizer update: the precision recipe, whether some tensors are updated as a whole, and
-    which expert tensors are. `on_cores`: whether the devices are CPU cores, whose memory is host memory."""
+    """The properties of the optimizer update: the precision recipe, whether the optimizer updates some tensors as a
+    whole, and the expert tensors among them. `on_cores` says whether the devices are CPU cores, whose memory is host
+    memory."""
 
     recipe: Recipe
     whole: bool = False
@@ -95,9 +98,9 @@ class UpdateProperties(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether offloaded weights are updated on the host. This is the case on an accelerator if the recipe has no
-        main weights. Then the update changes the weights themselves, which are not on the device while they are
-        offloaded."""
+        """Returns whether offloaded weights must be updated on the host. This is the case on an accelerator if the
+        recipe has no main weights. The update then changes the weights themselves, and offloaded weights are not on the
+        device."""
         return not (self.on_cores or self.recipe.master)
 
     @classmethod
@@ -175,8 +178,8 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
 def workload_violations(
     plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
 ) -> Iterator[Violation]:
-    """Checks every rule of a workload except those of its batch. `layers` are the layers of the model, if they are
-    known."""
+    """Checks every rule of a workload except the rules about its batch (`batch_violations`). `layers` are the layers of
+    the model, if they are known."""
     yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
     yield from exact_sum_violations(plan, workload.exact)
     yield from diloco_violations(plan, workload.local)

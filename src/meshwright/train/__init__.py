@@ -1,1 +1,2 @@
-"""The optimizer step, the training loop, and the processes of ranks. Importing this package does not import torch."""
+"""Training: the optimizer step, the training loop and the processes of ranks. Importing this package does not import
+torch."""

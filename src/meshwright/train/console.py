@@ -1,8 +1,8 @@
-"""The console output of a run, on standard error. On a terminal it shows one progress line. Otherwise it prints plain
-lines without carriage returns or escapes.
+"""Prints the progress of `meshwright train` on standard error. On a terminal it shows a progress line. Otherwise it
+prints plain lines without carriage returns or escape sequences.
 
-The console receives the messages of rank 0: `begin`, `record`, `saved`, `note`, `sample` and `done`. It runs in the
-supervisor's process, or in rank 0 if there is no supervisor.
+The console prints what rank 0 reports in messages such as `begin`, `record` and `saved`. It runs in the supervisor's
+process, or in rank 0 if there is no supervisor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from meshwright.core.printable_text import escape_terminal_controls
 from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
-LINE_INTERVAL_SECONDS = 10.0  # between plain lines
+LINE_INTERVAL_SECONDS = 10.0  # the minimum time between plain lines about ordinary steps
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""Kinds of messages that only the supervisor handles. What the user needs to know of them also arrives as a `note`."""
+"""Only the supervisor handles messages of these kinds. The user sees a `note` of rank 0 or a line of the supervisor."""
 WARMUP_STEPS = 3
-"""The first steps after a start, whose step times are not yet stable."""
+"""The number of steps after a start whose times are not yet stable."""
 
 
 class RunConsole:
-    """Prints the messages of rank 0, which `hear` receives. With `quiet` it prints nothing. `words` translates a line
-    into the user's language."""
+    """Prints the progress of one run. With `quiet` it prints nothing. `words` translates a line into the user's
+    language."""
 
     def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -50,7 +50,7 @@ class RunConsole:
         }  # fmt: skip
 
     def hear(self, message: IpcMessage) -> None:
-        """Handles one message. It ignores kinds that are for the supervisor, and reports unknown kinds."""
+        """Prints a message of rank 0. It ignores messages for the supervisor and reports unknown kinds of messages."""
         kind = message["kind"]
         if kind in self._heeded:
             self._heeded[kind](message)
@@ -58,16 +58,16 @@ class RunConsole:
             self.note(Message("a rank sent a message of the unknown kind {kind!r}, which is ignored", kind=kind))
 
     def note(self, line: str) -> None:
-        """Prints a permanent line, translated."""
+        """Prints a line in the user's language."""
         self.show(self.words(line))
 
     def show(self, text: str) -> None:
-        """Prints text unchanged: a report, or text that the model generated. Markup in the text is not interpreted."""
+        """Prints text without translation. Markup of the `rich` library in the text is not interpreted."""
         if self.quiet:
             return
         try:
             self.console.print(escape_terminal_controls(text), markup=False)
-        except OSError:  # whoever read the stream has closed it; the run continues
+        except OSError:  # the reader of standard error has closed it, which must not end the run
             self.quiet = True
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class RunConsole:
         again = self.steps > 0
         self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
         if again:
-            return  # the supervisor has already reported this restart of the ranks
+            return  # the ranks have restarted, which the supervisor has already reported
         self.note(message["data"])
         if self.first >= self.steps:
             self.note(Message("all {steps} steps are done", steps=self.steps))
@@ -94,7 +94,7 @@ class RunConsole:
         elif self.first:
             self.note(Message("goes on from the checkpoint of step {first}", first=self.first))
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            # On a narrow terminal, the later columns are cut off first.
+            # On a narrow terminal, the description must be cut off before the step.
             whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))
             step = TextColumn(
                 self.words(Message("step {step}/{steps}", step="{task.completed}", steps="{task.total}")),
@@ -140,8 +140,8 @@ class RunConsole:
             words.append(
                 Message("{tokens_per_second} tokens/s", tokens_per_second=show_count(record.tokens_per_second))
             )
-            # With several CPU ranks per host there is no `reserved`: the RSS of each rank includes the memory that they
-            # share.
+            # With several CPU ranks per host, a record has no `reserved`, since the RSS of each rank includes the
+            # memory that these ranks share.
             kind = "reserved" if "reserved" in record.memory else "resident"
             words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
         done = record.step - self.first

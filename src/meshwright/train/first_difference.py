@@ -1,12 +1,14 @@
-"""Locates the first module whose values differ between a step under the plan and the same step on one device.
+"""Locates the first module whose values differ between a step under the plan and that step on one device. `meshwright
+verify` uses it to explain a failed verification.
 
-Rule: every rank records its own forward and backward passes under the plan and has a record of the pass on one device.
-First the outputs of modules are compared, in the order in which their forward calls end. Then the gradients of these
-outputs and of the parameters are compared in the opposite order. The first difference beyond the tolerance is reported.
+Every rank records its own forward and backward passes under the plan. It also has a record of the step on one device.
+Module outputs are compared in the order in which the forward calls end. Then the gradients of these outputs and of the
+parameters are compared in the opposite order. The first difference beyond the tolerance is the result.
+
 Each rank compares the elements that it has: its rows of the batch, its features of a column-parallel layer, its slice
-of the sequence. Outputs without a counterpart on one device, such as the attention heads of one rank, are skipped. A
-fault in a skipped module shows in the next row-parallel layer. So the reported module is either the faulty module or
-the first comparable module after it.
+of the sequence. An output is skipped if no such slice matches it, such as the attention heads of one rank. A fault in a
+skipped module appears in the next row-parallel layer. So the result is the faulty module, or the first comparable
+module after it.
 """
 
 from __future__ import annotations
@@ -27,23 +29,25 @@ from meshwright.spec.grid import first_row
 from meshwright.train.trainer import Trainer
 
 ModuleCall = tuple[str, int]
-"""The path of a module, and the index of one of its calls within a pass."""
+"""The path of a module, and the index of the call among the calls of this module in one forward pass."""
 OUTPUT_LABEL, GRADIENT_LABEL = "output", "gradient of the output"
 
 
 @dataclass
 class RecordedPass:
-    """The outputs of modules in one forward pass, in the order of the calls, and the gradients of these outputs."""
+    """The outputs of modules in one forward, in the order in which the calls end, and the gradients of these
+    outputs."""
 
     outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     owned: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Module outputs by `id()` of the tensor. An outer module may return the output of an inner module unchanged. The
-    references keep the ids unique."""
+    """The recorded tensors by `id()`. A module may return the output of its submodule unchanged, which must not be
+    recorded twice. The references keep the ids unique."""
 
     def add(self, path: str, output: Any) -> None:
-        """Records the output of one call of the module at `path`."""
+        """Records `output`, the return value of a call of the module at `path`: a tensor, or the first tensor of a
+        tuple. Other outputs and integer tensors are ignored."""
         tensor = (
             next((one for one in output if isinstance(one, torch.Tensor)), None)
             if isinstance(output, tuple)
@@ -60,7 +64,7 @@ class RecordedPass:
 
 
 class ModuleRecorder:
-    """Forward hooks on every module of a model. While `now` is set, they record the outputs of modules in it."""
+    """Forward hooks on every submodule of a model. They record outputs in `now`, and nothing while `now` is None."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now: RecordedPass | None = None
@@ -83,8 +87,9 @@ class ModuleRecorder:
 
 
 class ModuleDifference(NamedTuple):
-    """The first difference on `rank`. `what` is the output or the gradient of the module `path`; the difference is
-    relative to the value on one device."""
+    """A difference on `rank`. `path` is the module or parameter, `what` the compared value (output or gradient).
+    `amount` is relative to the norm on one device. `time` orders differences: outputs in forward order, then gradients
+    in backward order."""
 
     time: int
     amount: float
@@ -104,8 +109,11 @@ def find_first_difference(
     tolerance: float,
 ) -> ModuleDifference | None:
     """Returns the first module whose output or gradients under the plan differ by more than `tolerance` from those on
-    one device, or None. All ranks return the same result. `one` is the record of a pass of the whole batch on one
-    device. `gradients` has the parameter gradients of that pass by name."""
+    one device, or None. All ranks call it and return an equal result.
+
+    `batch` is the global batch. `one` is the recorded pass of this batch on one device. `gradients` has the parameter
+    gradients on one device, by parameter name.
+    """
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)
@@ -117,8 +125,9 @@ def find_first_difference(
 def _record_plan_passes(
     trainer: Trainer, batch: Mapping[str, Any]
 ) -> tuple[list[tuple[int, RecordedPass]], dict[str, torch.Tensor] | None]:
-    """Returns the recorded pass of each micro-batch with the index of its first row in the batch, and the full
-    parameter gradients (None except on rank 0)."""
+    """Runs forward and backward under the plan. Returns a list and the full parameter gradients (None except on rank
+    0). The list has, for each micro-batch and stage of this rank, the index of its first row in the batch and the
+    recorded pass."""
     plan, pipeline, place = trainer.plan, trainer.engine.pipeline, trainer.mesh.replica
     recorder, inner = ModuleRecorder(trainer.engine.model), pipeline.forward
     counts: dict[int, int] = defaultdict(int)
@@ -132,9 +141,9 @@ def _record_plan_passes(
         try:
             return inner(stage, *given)
         finally:
-            recorder.now = None  # a recompute in backward is not recorded again
+            recorder.now = None  # a recompute in backward must not be recorded
 
-    trainer.engine.preflight.skip(stages=False)  # so that the preflight passes are not recorded
+    trainer.engine.preflight.skip(stages=False)  # preflight forward passes must not be recorded
     try:
         with pipeline.replace_forward(forward):
             ours = trainer.gradients(dict(batch))[2]
@@ -169,9 +178,9 @@ def _backward_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the module outputs whose gradients differ. They are ordered after all differing outputs, from the last
-    module to the first. Full tensors inside a tensor-parallel region are skipped, since each rank has only a partial
-    sum of their gradient."""
+    """Returns the module outputs whose gradients differ. Their `time` orders them after all outputs, from the last
+    module to the first. Unsharded tensors inside a tensor-parallel region are skipped, since each rank has only a
+    partial sum of their gradient."""
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
     parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
@@ -198,8 +207,8 @@ def _parameter_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the parameters whose gradients differ. Each is ordered directly after the output gradient of its
-    module."""
+    """Returns the parameters whose gradients differ. The `time` of each is directly after that of the output gradient
+    of its module."""
     whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
     found = []
     for name, value in gradients.items():
@@ -213,22 +222,22 @@ def _parameter_differences(
 
 
 def _incomplete_modules(model: nn.Module) -> set[str]:
-    """Returns the paths of modules of which this rank has only some layers."""
+    """Returns the paths of modules with a submodule on another pipeline rank. Their outputs are incomplete here."""
     absent = [path for path, module in model.named_modules() if isinstance(module, StagePlaceholder)]
     return {".".join(path.split(".")[:end]) for path in absent for end in range(1, len(path.split(".")))}
 
 
 def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, first: int) -> float | None:
-    """Returns the relative difference between `mine`, an output on this rank, and the matching slice of `whole`, the
-    output on one device. Returns None where the two cannot be compared. `first`: the first row of `mine` in the batch.
-    """
+    """Returns the relative difference between `mine` and the matching slice of `whole`, or None if no slice matches.
+    `mine` and `whole` are the outputs of the module `path` on this rank and on one device. `first`: the index in the
+    batch of the first row of `mine`."""
     plan, place, anatomy = trainer.plan, trainer.mesh.coords, trainer.engine.anatomy
     if whole.ndim != mine.ndim:
         return None
     if whole.shape[0] != mine.shape[0]:
         size = plan.micro_batch_of(trainer.mesh.replica)
         if mine.shape[0] != size:
-            return None  # rows and positions are flattened into one dimension
+            return None  # the first dimension is not the batch: the module flattens rows and positions
         whole = whole[first : first + size]
     different = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
     if not different:
@@ -245,8 +254,8 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
 
 
 def _relative_norm(mine: torch.Tensor, whole: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the norm of one device's values. It is infinite if values are not
-    finite or if the shapes differ."""
+    """Returns the norm of `mine` - `whole` divided by the norm of `whole`, or 0 if the latter is at most 1e-12. It is
+    infinite if `mine` is not finite or the shapes differ."""
     if mine.shape != whole.shape or not bool(mine.isfinite().all()):
         return float("inf")
     mine, whole = mine.double(), whole.double()

@@ -1,34 +1,38 @@
-"""The fork server of ranks: it imports torch once and forks the ranks. So a rank starts in hundredths of a second and
-shares the imported memory pages.
+"""The fork server imports torch once and forks the ranks of one machine. The supervisor starts it
+(elastic/local_agent.py). A forked rank starts in hundredths of a second and shares the memory pages of the imports.
 
-Guarantees: when the fork server forks, it has one thread and no process group. If the fork server dies, its ranks die
-(PR_SET_PDEATHSIG, end of their pipe). If the supervisor dies, the fork server dies. The rendezvous store listens on
-127.0.0.1 only; in a job of several machines it listens only on the address at which the others reach this machine. The
-fork server binds the socket of the store before any fork. The store runs in a separate process, not in a rank. The
-protocol is JSON lines: commands on standard input, events on the original standard output.
+Guarantees:
+- When the fork server forks, it has one thread and no process group.
+- If the fork server dies, its ranks die: by PR_SET_PDEATHSIG, or when their pipe closes. If the supervisor dies, the
+  fork server dies.
+- The rendezvous store (core/rendezvous_store.py) listens only on 127.0.0.1. In a job of several machines, it listens
+  only on this machine's address in the job. The fork server binds the socket before it forks. The store runs in a
+  separate process, so it survives the death of a rank.
+
+The protocol is JSON lines: commands arrive on standard input, events leave on the original standard output.
 
 | command | event |
 |---|---|
 | start: rank, world, generation, target, payload, log | started: rank, generation, pid |
 | tell: rank, message | said: rank, generation, message |
 | signal: rank, signal | ended: rank, generation, status (negative: the signal) |
-| clear: end every rank | clear: all ranks have ended |
-| | refused: rank, generation, pid: a start while a process of that rank still runs |
-| | refused: rank, generation, why: a start for which the system has no descriptor or process; ended follows |
-| | ready: pid, port, secret: of the store |
+| clear: kill all ranks | clear: all ranks have ended |
+| | refused: rank, generation, pid: not started, since process `pid` of this rank still runs |
+| | refused: rank, generation, why: not started, since the system has no descriptor or process left; `ended` follows |
+| | ready: pid of the fork server, port and secret of the store |
 
-Reason: a fork is 50 times as fast as a spawn. The first AdamW step in a process imports torch._dynamo, which takes
-seconds. So the fork server imports it before it forks.
+A fork is 50 times as fast as a new Python process. The first AdamW step in a process imports torch._dynamo, which takes
+seconds, so the fork server imports it before it forks.
 
-[Note: before the fork] A process that has started an accelerator cannot be forked: torch refuses CUDA in the child.
-torch starts accelerators implicitly. The first backward, also of CPU tensors, counts the devices of every kind that
-torch was built for and starts a thread for each device. The step of an optimizer queries the current stream. So the
-fork server runs a first backward and a first step only with a CPU build of torch, which saves 11 ms in each rank. If
-the driver has been started nevertheless, nothing is forked.
+[Note: before the fork] If a process has initialized an accelerator, its forked children cannot use one: torch raises an
+error for CUDA. torch initializes accelerators implicitly. The first backward, even of CPU tensors, counts the devices
+of every type that torch was built for, and starts a thread for each device. The step of an optimizer queries the
+current stream. So the fork server runs a first backward and a first step only with a CPU build of torch. This saves 11
+ms in each rank. If the fork server has initialized an accelerator nevertheless, it exits with an error before it forks.
 
-[Note: frozen] Python's garbage collector writes to every object that it visits. The first full collection in a rank
-unshared between 60 and 70 MiB of imported pages, at an arbitrary time. Objects from before the fork are not garbage, so
-they are frozen: every collection skips them.
+[Note: frozen] Python's garbage collector writes to every object that it visits, which copies the shared page of the
+object. Without a remedy, the first full collection in a rank copied between 60 and 70 MiB of pages of imports. So
+objects from before the fork are frozen (`gc.freeze`): every collection skips them.
 """
 
 from __future__ import annotations
@@ -58,15 +62,15 @@ from meshwright.core.signals import STOP_SIGNALS
 from meshwright.train.rank_main import become_rank, die_with_parent, local_address, retain_heap
 
 LISTEN_BACKLOG = 4096
-"""The number of ranks that may connect at the same moment."""
+"""The number of connections to the rendezvous store that may wait to be accepted. All ranks connect at once."""
 
 CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
-"""The file that a process has open once it has started CUDA. A query of device names does not open it."""
+"""A process that has initialized CUDA has this file open. A process that only queried device names does not."""
 
 
 def preload_modules(modules: list[str]) -> None:
-    """Imports the modules that take every rank seconds to import. With a CPU build of torch it also runs a first
-    backward and a first optimizer step ([Note: before the fork])."""
+    """Imports torch and `modules` before the fork, since their import would take each rank seconds. With a CPU build of
+    torch it also runs a first backward and a first optimizer step ([Note: before the fork])."""
     gc.disable()  # garbage collection took a sixth of the import time and found no garbage
     import torch
     import torch._dynamo
@@ -85,8 +89,8 @@ def preload_modules(modules: list[str]) -> None:
 
 
 def supported_accelerators() -> list[str]:
-    """Returns the accelerators that this torch was built for. It does not search for devices, since a search may
-    initialize them."""
+    """Returns the accelerators that this torch was built for: "cuda", "hip", "xpu", "mps". It does not query devices,
+    since a query may initialize them."""
     import torch
 
     built = {
@@ -97,8 +101,8 @@ def supported_accelerators() -> list[str]:
 
 
 def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
-    """Returns why a forked child could not use accelerators, or ''. `opened`: the paths of this process's open files.
-    `initialized`: whether torch has initialized CUDA.
+    """Returns why children that this process forks could not use accelerators, or ''. `opened`: the paths of this
+    process's open files. `initialized`: whether torch has initialized an accelerator.
 
     >>> fork_obstacle(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
     ''
@@ -111,7 +115,7 @@ def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
 
 
 def open_file_paths() -> list[str]:
-    """Returns the paths of this process's open files, where the system has /proc."""
+    """Returns the paths of this process's open files, or an empty list on a system without /proc."""
     found = []
     for handle in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -121,7 +125,7 @@ def open_file_paths() -> list[str]:
 
 @dataclass
 class ForkedRank:
-    """A forked rank, as the fork server tracks it."""
+    """A running rank. `inbox`: its messages to the supervisor. `outbox`: the descriptor for messages to the rank."""
 
     rank: int
     generation: int
@@ -131,7 +135,7 @@ class ForkedRank:
 
 
 class ForkServer:
-    """The main loop: runs commands, relays messages, reports ended ranks."""
+    """The main loop of the fork server. `commands` and `events` are the descriptors of the supervisor's pipes."""
 
     def __init__(self, commands: int, events: int) -> None:
         self.commands = MessageReader(commands)
@@ -148,7 +152,7 @@ class ForkServer:
         self.clears = False
 
     def run(self) -> NoReturn:
-        """Starts the store and handles commands until the supervisor's pipe ends."""
+        """Starts the store, then handles commands until the supervisor closes its pipe."""
         parent = os.getpid()
         self.store = os.fork()
         if self.store == 0:
@@ -186,7 +190,7 @@ class ForkServer:
             elif child is not None and message["do"] == "signal":
                 os.kill(child.pid, message["signal"])
             elif child is not None and message["do"] == "tell":
-                with contextlib.suppress(BrokenPipeError):  # the rank has just ended, which is reported separately
+                with contextlib.suppress(BrokenPipeError):  # raised if the rank has just ended, which `_reap` reports
                     write_message(child.outbox, message["message"])
         if ended:
             self._end()
@@ -215,7 +219,7 @@ class ForkServer:
             pipes += os.pipe()
             pipes += os.pipe()
             parent, pid = os.getpid(), os.fork()
-        except OSError as error:  # no descriptor or process is left: only this start fails
+        except OSError as error:  # without a free descriptor or process, only this start must fail
             self._refuse(message, pipes, error)
             return
         theirs_in, ours_out, ours_in, theirs_out = pipes
@@ -234,8 +238,8 @@ class ForkServer:
         write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
 
     def _refuse(self, message: IpcMessage, pipes: list[int], error: OSError) -> None:
-        """Reports that the system could not start a process for this rank. The supervisor counts this as a failure of
-        the rank and applies its restart policy."""
+        """Reports that the system could not start a process for the rank of `message`, and closes `pipes`. The
+        supervisor treats this as a failure of the rank."""
         for handle in pipes:
             os.close(handle)
         rank = {"rank": message["rank"], "generation": message["generation"]}
@@ -244,8 +248,8 @@ class ForkServer:
         write_message(self.events, {"event": "ended", **rank, "status": 1})
 
     def _forget(self) -> None:
-        """Closes the inherited file handles of the fork server in a child, so that readers of its pipes see their
-        end."""
+        """Closes the fork server's descriptors in a forked child. If the child left them open, a pipe would stay open
+        after the fork server has closed it or died."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.waiting.close()
@@ -260,7 +264,7 @@ class ForkServer:
 
     def _relay(self, child: ForkedRank) -> None:
         if self.children.get(child.rank) is not child:
-            return  # this rank was reported as ended before its last messages were read
+            return  # `_reap` has already forwarded the last messages of this rank and closed its pipes
         messages, ended = child.inbox.read()
         for message in messages:
             write_message(
@@ -276,7 +280,7 @@ class ForkServer:
         if removed:
             self.store = 0
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            # Without the store no rank can join, so the supervisor restarts all ranks.
+            # Without the store no rank can join the process groups. The supervisor sees this exit and restarts all.
             self._end(-signal.SIGKILL if killed else 1)
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -296,8 +300,8 @@ class ForkServer:
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
-        """Serves the rendezvous store (core/rendezvous_store.py) on the socket that was bound before the fork, and on
-        no other network interface."""
+        """Runs the rendezvous store in this forked child, on the socket that the fork server has bound. `parent`: the
+        pid of the fork server."""
         die_with_parent(parent, "mesh-store")
         self._forget()
         ConnectionListener(self.listener, RendezvousStore(self.secret).client).run()
@@ -305,18 +309,18 @@ class ForkServer:
 
 
 def main() -> NoReturn:
-    """Runs the fork server: the arguments are the supervisor's pid and the modules to import."""
+    """Runs the fork server. The command line has the supervisor's pid, then the modules to import."""
     parent = int(sys.argv[1])
     die_with_parent(parent, "mesh-forkserver")
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor also receives this signal and decides what to do
+        signal.signal(number, signal.SIG_IGN)  # only the supervisor, which receives the signal too, must react to it
     commands, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     retain_heap()
     for name, value in collective_environment(local_address()).items():
-        os.environ.setdefault(name, value)  # does not overwrite what a person or a launcher has set
+        os.environ.setdefault(name, value)  # the user's or a launcher's setting takes precedence
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # a query for CUDA devices must not start the driver before the fork
     )

@@ -1,9 +1,9 @@
-"""The training loop: it calls `trainer.step` and handles data, learning rate, records, validation loss and checkpoints.
-A run that is stopped on request loses no completed step.
+"""The training loop that every rank of `meshwright train` runs. It calls `trainer.step` and handles data, learning
+rate, records, validation loss and checkpoints.
 
-Guarantees: the batch and the learning rate of a step depend only on its index, not on restarts. So a run that was
-killed and restarted under the same plan ends with the weights of an undisturbed run, bit for bit. A request to stop
-takes effect at the end of a step, and all ranks stop after the same step.
+Guarantees: the batch and the learning rate of a step depend only on the step's index, not on restarts. So a run that
+was killed and restarted under an unchanged plan ends with bit-identical weights. After a request to stop, all ranks end
+the current step, save a checkpoint and stop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
-MEMORY_TRACE_STEP = 2  # the step after a start whose memory is traced by the profiler; the two steps before it warm up
+MEMORY_TRACE_STEP = 2  # the profiler traces the memory of this step, counted from 0 at a start: earlier steps warm up
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:
@@ -173,7 +173,8 @@ class TrainLoop:
     # --- steps ------------------------------------------------------------------------------------
 
     def _steps(self, began: int) -> Iterator[StepRecord]:
-        """Yields the records of all remaining steps, aggregated over all ranks."""
+        """Yields the record of each remaining step, combined over all ranks. It rolls back after a loss spike and
+        changes the plan if a straggler makes it necessary."""
         tell = lambda kind, **entries: self._say(kind, last=self.steps, **entries)
         engine, work, note = self.trainer.engine, self.launch.workload, lambda line: self._say("note", line=line)
         halves = not (work.exact or work.local or engine.balance or engine.statistics)
@@ -191,11 +192,12 @@ class TrainLoop:
                 if guard.is_spike:
                     break
                 if phases is not None and (plan := watch.heed(phases, done, self.launch.run.balance)) is not None:
-                    self.trainer.plan = plan  # changes which rows of later batches this rank reads
+                    self.trainer.plan = plan  # `_stretch` must run again: this rank now reads other rows of the batches
                     break
 
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, PhaseSeconds | None]]:
-        """Yields the records and phases of steps from step `began` on, until the plan changes."""
+        """Runs steps from index `began` on. Yields the record and the phase durations of each step. The caller ends
+        the iteration after a loss spike, or to change the plan. `launched`: the first step since the ranks started."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, every = (
             self.launch.workload.batch,
@@ -207,7 +209,7 @@ class TrainLoop:
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
-                # after a restart from memory no step is traced, since tracing is slow
+                # Tracing is slow and would delay a recovery from in-memory checkpoints.
                 watched = watched and self.recovery.source != "memory"
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
@@ -227,7 +229,7 @@ class TrainLoop:
                 yield record, phases
 
     def _awaited(self, batches: Iterator[list[TensorBatch]], began: int) -> Iterator[list[TensorBatch]]:
-        """Yields the batches. Sends a heartbeat before each wait for data."""
+        """Yields the batches of the remaining steps. It sends a heartbeat before it waits for a batch."""
         for step in range(began, self.steps):
             self.pulse.at(RankPhase.data, step + 1)
             yield next(batches)

@@ -1,21 +1,22 @@
-"""Loss spikes: detection within three steps, rollback, and permanent exclusion of the batches that may have caused
-them.
+"""Detects loss spikes and excludes the batches that may have caused them. `recovery.py` uses it to roll back.
 
-Rule: a step is high in either of two cases:
-- Its loss is not finite, or exceeds the median m of the last MEDIAN_WINDOW_STEPS ordinary steps by more than
-  max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here s = 1.4826 times the median distance from m.
-- Its gradient is not finite, unless a dynamic loss scale may still overflow.
+A step is called high in either of two cases:
+- Its loss is not finite, or exceeds m by more than max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here m is the
+  median loss of the last MEDIAN_WINDOW_STEPS steps that were not high. Over these steps, s is 1.4826 times the median
+  of |loss - m|.
+- Its gradient is not finite and the loss scale is not dynamic. (A dynamic loss scale overflows at times.)
 
-SPIKE_STEPS high steps in a row are a spike. A bad batch alone makes one high step, so it is not a spike. If the weights
-are damaged, the loss stays high. After a spike the run rolls back to the newest valid checkpoint on disk that was saved
-before the update that led to the first high step. Then it continues without the batches of this update and of the high
-steps. The excluded batches are part of the saved state, so they stay excluded. If the run rolls back to the same
-checkpoint more than MAX_ROLLBACKS times, it ends. If no checkpoint is old enough, training continues with a note.
+SPIKE_STEPS high steps in a row are a spike. A bad batch makes only one step high, while damaged weights keep the loss
+high. After a spike, the run rolls back to the newest valid checkpoint on disk from before the update that preceded the
+first high step. Training then continues without the batch of this update and those of the high steps. Checkpoints
+contain the list of excluded batches, so that these stay excluded. The run ends if it rolls back to one checkpoint more
+than MAX_ROLLBACKS times. If no checkpoint is old enough, training continues with a note to the user.
 
-All ranks see the same losses and make the same decision. Since only the losses decide, a run that dies before it rolls
-back makes the same decision after its restart. Source: Chowdhery et al., PaLM, 2022, section 5.1. The authors roll back
-about 100 steps and skip batches. The skipped batches caused no spike when they were used at another point of the
-training.
+The decision depends only on the losses and on skipped updates. These are equal on all ranks, so all ranks make one
+decision. A run that died before its rollback makes this decision again after its restart.
+
+Source: Chowdhery et al., PaLM, 2022, section 5.1. The authors roll back about 100 steps and skip batches. The skipped
+batches caused no spike when the model was trained on them from another checkpoint.
 """
 
 from __future__ import annotations
@@ -33,25 +34,27 @@ MEDIAN_WINDOW_STEPS = 32
 MIN_SPREAD_RATIO, MIN_RELATIVE_RISE = 8.0, 0.2
 SPIKE_STEPS = 3
 MAX_ROLLBACKS = 3
-"""The largest number of rollbacks to the same checkpoint."""
+"""The run ends if it must roll back to one checkpoint more often than this."""
 
 
 class LossSpikeDetector:
-    """Observes the loss of each step. Its state is `state["guard"]`, a part of every checkpoint."""
+    """Detects loss spikes from the records of steps. It stores its state in `state["guard"]`, which every checkpoint
+    contains."""
 
     def __init__(self, state: dict[str, Any], watches: bool, scaled: bool) -> None:
-        """`watches`: whether spikes are detected. `scaled`: whether the loss scale is dynamic. A dynamic loss scale
-        overflows at times, so gradients that are not finite are then expected."""
+        """`watches`: whether spikes are detected. `scaled`: whether the loss scale is dynamic, so that gradients which
+        are not finite are expected."""
         self.state, self.watches, self.scaled = state, watches, scaled
         self.back: dict[int, int] = {}
         self.read({})
 
     def read(self, saved: dict[str, Any]) -> None:
-        """Restores the detector's state that was saved with a step."""
+        """Restores the detector from `saved`, the value of `state["guard"]` in a checkpoint. An empty `saved` resets
+        it."""
         self._losses = deque[float](saved.get("losses", ()), maxlen=MEDIAN_WINDOW_STEPS)
         self._high = int(saved.get("high", 0))
         self.left_out: list[tuple[int, int]] = [(first, stop) for first, stop in saved.get("left_out", ())]
-        """Excluded batches, in the order of the data, as disjoint ranges [first, stop) that do not touch."""
+        """The excluded batches, as sorted ranges [first, stop) of batch indices. Adjacent ranges are merged."""
         self._write()
 
     def _write(self) -> None:
@@ -64,7 +67,7 @@ class LossSpikeDetector:
         return self.watches and self._high >= SPIKE_STEPS
 
     def heed(self, record: StepRecord) -> None:
-        """Updates the state with the record of a step. Called after each step."""
+        """Updates the state with the record of a step. The training loop calls it after each step."""
         if not self.watches:
             return
         if self._is_high(record):
@@ -84,19 +87,24 @@ class LossSpikeDetector:
         return record.loss - middle > max(MIN_SPREAD_RATIO * spread, MIN_RELATIVE_RISE * abs(middle))
 
     def before(self, step: int) -> int:
-        """Returns the last step before the update that led to the spike detected after `step`."""
+        """Returns the newest step whose checkpoint is unaffected by the spike that was detected after `step`: the step
+        before the update that preceded the first high step."""
         return step - self._high - 1
 
     def forget(self) -> None:
-        """Accepts the current level of the loss as ordinary. Called where no checkpoint is old enough."""
+        """Discards the losses so far, so that the current loss no longer counts as high. `recovery.py` calls it if no
+        checkpoint is old enough."""
         self._losses.clear()
         self._high = 0
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """Excludes batches after a rollback from `step` to step `to`. `batches` is the range [first, stop) of the
-        batches to exclude. `left_out` are the ranges that were already excluded at `step`. Returns the line for the
-        user. Raises MeshwrightError after more than MAX_ROLLBACKS rollbacks to the same step."""
+        """Excludes the batches [first, stop) = `batches` after a rollback from `step` to the checkpoint of step `to`.
+        Returns a line for the user.
+
+        `left_out`: the ranges that were already excluded at `step`; the checkpoint may lack some of them. Raises
+        MeshwrightError after more than MAX_ROLLBACKS rollbacks to one checkpoint.
+        """
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:
             raise MeshwrightError(

@@ -1,15 +1,13 @@
-"""The measurements that ranks make for `meshwright probe` and for trials of plans.
+"""Measures hardware and plans in the processes of ranks. `meshwright probe`, the trials of `plan` and `train`, and the
+supervisor of a training run use it.
 
-`probe` joins all ranks and measures the cluster; rank 0 reports the `ClusterProfile`.
+- `probe` measures the cluster. Rank 0 reports the `ClusterProfile`.
+- `speed` times matrix products on a device that a training run has excluded.
+- `TrialRunner` times a few steps of each given plan, with the job's own model and data. It saves nothing.
 
-`speed` times matrix products on a device that a training run has excluded.
-
-`TrialRunner` runs trials: a few timed steps of a plan on the available ranks, with the job's own model and data.
-Nothing is saved.
-
-Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, all ranks get this
-as a result, not as an exception. The step time of a trial is the lower median, over its steps, of the slowest rank's
-time. The first steps are excluded, since they open files, fill caches and set up new shapes.
+Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, every rank returns
+a result with the reason; no rank raises an exception. The step time of a trial is the lower median over the timed steps
+of the slowest rank's time. The first steps are not timed, since they open files, fill caches and allocate buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ MATMUL_REPEATS = 15
 
 
 def probe(channel: RankControl, payload: IpcMessage) -> int:
-    """Measures the cluster and returns the exit status."""
+    """Runs on every rank of `meshwright probe`. `payload` is not used. Returns the exit status of the rank."""
     with join_process_groups(channel.rank, channel.world, timeout=120.0):
         found = measure_cluster()
         if channel.rank == 0:
@@ -52,8 +50,8 @@ def probe(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def speed(channel: RankControl, payload: IpcMessage) -> int:
-    """Reports the median wall-clock seconds of a matrix product on the device with index `slot`. It joins no process
-    group. Returns the exit status."""
+    """Reports the median wall-clock seconds of a matrix product on this process's device. It joins no process group.
+    The report repeats `payload["slot"]`, the supervisor's index of the device. Returns the exit status."""
     torch.set_num_threads(1)
     device = init_local_device()
     size = backend_of(device).profiling.health_matmul
@@ -61,19 +59,19 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
     seconds = []
     for _ in range(MATMUL_REPEATS):
         began = time.perf_counter()
-        float(torch.mm(left, left)[0, 0])  # reading the result waits until the product has ended
+        float(torch.mm(left, left)[0, 0])  # the conversion to a number waits until the product has ended
         seconds.append(time.perf_counter() - began)
     channel.say("speed", slot=payload["slot"], seconds=median(seconds))
     return 0
 
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
-"""The number of first steps that are not timed, and the number of timed steps."""
+"""The numbers of steps of a trial: untimed steps at the beginning, and timed steps."""
 
 
 class TrialResult(NamedTuple):
-    """The time of a step in seconds, or None if the plan was refused; `why` is the reason. `busy`: the number of this
-    machine's CPUs that other programs used during the trial."""
+    """`seconds`: the time of a step, or None if the runtime refused the plan; `why` is then the reason. `busy`: the
+    mean number of this machine's CPUs that other programs used during the trial."""
 
     seconds: float | None
     why: str = ""
@@ -81,7 +79,8 @@ class TrialResult(NamedTuple):
 
 
 class TrialRunner:
-    """Runs trials of plans with one model and its data. All ranks construct a runner and make the same calls."""
+    """Runs trials of plans with the model and the data of one job. All ranks construct a runner and make equal calls.
+    `steps`: the number of timed steps of a trial."""
 
     def __init__(self, launch: LaunchSpec, steps: int = MEASURED_STEPS) -> None:
         self.launch, self.steps = launch, steps
@@ -99,7 +98,8 @@ class TrialRunner:
         )
 
     def try_plan(self, plan: Plan) -> TrialResult:
-        """Times a plan, or returns why it was refused. All ranks call it."""
+        """Builds the job under `plan` and times its steps. All ranks call it. A refused plan is a result, not an
+        exception."""
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)
@@ -114,13 +114,13 @@ class TrialRunner:
             found = self._steps(trainer)
         except PlanRefused as error:
             found = TrialResult(None, str(error))
-        # Any other error ends all trials. It may occur during a collective, so the process groups are not destroyed
-        # while their threads run.
+        # Other exceptions end all trials without this cleanup. They may occur during a collective, and a group must not
+        # be destroyed while its collective runs.
         trainer.close()
         groups = [
             one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
         ]
-        # All ranks must destroy the groups in the same order.
+        # All ranks must destroy the groups in one order.
         groups += [channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])]
         del trainer
         gc.collect()
@@ -151,8 +151,8 @@ class TrialRunner:
 
 
 def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
-    """Returns the seconds of `work`, including its asynchronous part (the update and the all-gather of weights).
-    `through` waits for this part."""
+    """Returns the seconds of `work()`. `through` waits for what `work` has started asynchronously (the update and the
+    all-gather of weights); this time is included."""
     began = time.perf_counter()
     work()
     through()

@@ -1,17 +1,20 @@
-"""Measured memory in bytes, in the categories of the planner's estimate: parameters, gradients, optimizer, total
-(allocated at the memory peak of a step), resident (RSS).
+"""Measures the memory of a rank in bytes, by category: parameters, gradients, optimizer, activations, buffers, total
+(allocated at the memory peak of a step) and resident (RSS). The training loop uses it for step records.
 
-CUDA's allocator tracks the peak of its allocations, and the operating system tracks the peak of a process. Neither
-records what the memory was used for. So torch's profiler traces one step. The sum of the device's memory events up to a
-point in time is the change of live bytes since the step began. A traced step is slower but has the same results. The
-trainer counts the bytes that remain after the step. So peak = bytes after the step - bytes that the step added
-permanently + the highest sum of the step's events. Shared memory between ranks of one host does not come from the
-allocator. The trainer counts the flat buffers in it, and `Trainer.passing` counts the staging buffers.
+CUDA's allocator records the peak of its allocations, and the operating system that of a process. Neither records what
+the memory is used for. So torch's profiler traces one step, which is slower but has equal results. The sum of the
+profiler's memory events up to a point in time is the change of allocated bytes since the step began. The trainer knows
+the bytes of the states that remain after the step. Then
 
-Categories: allocations of forward and backward operations count as activations until they are freed. All others
-(gathered weights, temporaries of the update) count as buffers. The module at the memory peak is the innermost module
-whose forward or backward runs at that point. Autograd gives an operation in backward the sequence number of its forward
-operation, and thus its module. Operations outside of all modules belong to the loss.
+    peak = bytes after the step - bytes that the step has added permanently + the highest sum of events in the step
+
+Memory that ranks of one host share does not come from the allocator. The trainer counts the flat buffers in it, and
+`Trainer.passing` counts the staging buffers.
+
+Categories: an allocation by an operation of forward or backward counts as activations until it is freed. All others
+(gathered weights, temporary tensors of the update) count as buffers. The module at the memory peak is the innermost
+module whose forward or backward then runs. Autograd assigns an operation of backward the sequence number of its forward
+operation, which identifies the module. Operations outside of all modules belong to the loss.
 """
 
 from __future__ import annotations
@@ -37,17 +40,18 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 MAX_TIMELINE_POINTS = 240
-"""The largest number of points of a timeline. A step is divided into as many intervals of equal length. Each point is
-the highest byte count of its interval."""
+"""The maximum number of points in a timeline. A step is divided into this number of intervals of equal length, and each
+point is the highest byte count of an interval."""
 MIN_RELATIVE_CHANGE = 0.01
-"""The relative change of a category above which the recorder writes a new row."""
+"""The recorder writes a new row only if some category has changed by more than this fraction."""
 MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
 class StepMemoryTrace:
-    """The memory trace of one step: the highest number of bytes allocated on `device`, and the number at the end, both
-    relative to the start of the step."""
+    """The memory trace of one step. `peak` and `remaining`: the highest number of bytes allocated on `device` and the
+    number at the end, both relative to the start of the step. `place`: the module at the peak. `moments`: the timeline,
+    `highest`: the point of the peak."""
 
     device: str = "cpu"
     peak: int = 0
@@ -58,13 +62,13 @@ class StepMemoryTrace:
     highest: AllocationEvent = field(default_factory=lambda: AllocationEvent(at=0, activations=0, buffers=0))
 
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
-        """Returns the memory timeline of the last step of `trainer`, which was traced."""
+        """Returns the memory timeline of the traced step, which must be the last step of `trainer`."""
         stored = trainer.resident_memory()
-        # Data in transit to or from an accelerator is in host memory.
+        # With an accelerator, staging buffers are in host memory and not among the traced allocations.
         left = self.remaining - (trainer.passing if backend_of(self.device).memory_is_host else 0)
         stored["passing"] = float(max(-left, 0))
-        # Only the first step creates optimizer states. In later steps, a positive `left` is memory that another thread
-        # freed, which the profiler did not record.
+        # Only the first step creates optimizer states. A positive `left` in a later step was freed by another thread,
+        # which the profiler does not record.
         if left > 0 and trainer.steps == 1:
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
@@ -73,10 +77,11 @@ class StepMemoryTrace:
         )  # fmt: skip
 
     def keep(self, trainer: Trainer, folder: Path) -> dict[str, float]:
-        """Writes the timeline into the run folder, and returns the bytes at the peak by category."""
+        """Writes the timeline to memory/rank-N.json in the run folder. Returns the bytes at the peak in the categories
+        total, activations and buffers."""
         found = self.timeline(trainer)
         path = folder / "memory" / f"rank-{found.rank}.json"
-        with suppress(OSError):  # a full disk loses the timeline, not the run
+        with suppress(OSError):  # a full disk must not end the run
             storage.make_folder(path.parent)
             storage.replace_file(path, found.to_json() + "\n")
         return {
@@ -88,9 +93,9 @@ class StepMemoryTrace:
 
 @contextmanager
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
-    """Traces the memory of `device` inside the context. The yielded trace is filled when the context ends. With
+    """A context that traces the memory of `device`. It yields a trace, which is filled when the context ends. With
     `model`, the trace names the module at the peak."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints when it starts and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print lines when it starts and ends
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
@@ -106,7 +111,7 @@ def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterato
 
 
 def _label_forward(module: nn.Module, name: str) -> list[Any]:
-    """Records each forward call of `module` as a named range of the profile."""
+    """Adds hooks that record each forward call of `module` as a range `name` in the profile. Returns their handles."""
     ranges: list[record_function] = []
 
     def begin(module: nn.Module, given: Any) -> None:
@@ -124,8 +129,8 @@ def _label_forward(module: nn.Module, name: str) -> list[Any]:
 
 @dataclass
 class _AllocationChange:
-    """A change of the allocated bytes; a release is negative. `within`: whether an operation of forward or backward
-    made the change. `place`: the module of that operation."""
+    """A change of the allocated bytes at time `at` (ns). `size` is negative for a release. `within`: whether an
+    operation of forward or backward made the change. `place`: the module of this operation."""
 
     at: int
     address: int
@@ -149,7 +154,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
             made[change.address] = within
         now[within] += change.size
         total = now[True] + now[False]
-        seen = (change.at, now[True], max(now[False], 0))  # negative if the step freed memory from before the trace
+        # Buffers would be negative if the step frees memory that was allocated before the trace.
+        seen = (change.at, now[True], max(now[False], 0))
         if total > watch.peak:
             watch.peak, peak, watch.place = total, seen, change.place
         part = int((change.at - began) * MAX_TIMELINE_POINTS / (ended - began + 1))
@@ -164,8 +170,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
 
 
 def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
-    """Yields the allocations and releases on `device` in the whole event tree. When it reaches an operation of
-    backward, it already knows the module of the matching forward operation."""
+    """Yields the allocations and releases on `device` in the event trees `roots`. Trees are visited in the order of
+    their start times. So a forward operation, with its module, is visited before its operation of backward."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:
@@ -184,29 +190,29 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
                 place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
             elif module:
                 modules[details.sequence_number] = module
-            elif not place:  # an operation of backward whose forward ran outside of all modules
+            elif not place:  # a differentiable operation outside of all modules belongs to the loss
                 place = "forward of the loss"
         within = within or name.startswith(("aten::", BACKWARD_LABEL))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
 class MemoryRecorder:
-    """Records the memory of one rank step by step, for the step record and for RUN/memory/rank-N.jsonl (N: the rank). A
-    step record describes only the rank with the highest peak, while every rank has its own file. Memory rarely changes
-    between steps, so a row of the file is valid until the next row."""
+    """Records the memory of one rank after each step, for the step record and for memory/rank-N.jsonl in the run folder
+    (N: the rank). A step record describes only the rank with the highest peak, while every rank has its own file. Since
+    memory rarely changes, a row of the file is valid until the step of the next row."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_rank_per_host = len(set(hosts)) == len(hosts)
-        """Whether each rank runs on a different host. If so, the RSS of a rank includes no shared memory of other
-        ranks."""
+        """Whether each rank runs on a different host. Only then does the RSS of a rank exclude memory of other ranks.
+        """
         self._written: dict[str, float] = {}
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Returns this rank's bytes by category in the step of `record`, and its RSS. If the step was traced or the
-        device tracks its peak, the bytes at the peak are included."""
+        """Returns this rank's bytes by category after the step of `record`, and its RSS. The bytes at the peak are
+        included if the step was traced (`watch` is not None) or the device records its peak."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):
@@ -222,7 +228,7 @@ class MemoryRecorder:
             return
         self._written = {**before, **found}
         path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
-        with suppress(OSError):  # a full disk loses rows, not the run
+        with suppress(OSError):  # a full disk must not end the run
             storage.append_row(path, json.dumps({"step": step, **found}, separators=(",", ":")))
 
 
@@ -232,7 +238,8 @@ def resident_bytes() -> float:
 
 
 def peak_resident_bytes() -> float:
-    """Returns the peak RSS since the last call, in bytes, where the system can reset it (Linux)."""
+    """Returns the peak RSS of this process since the last call, in bytes. If the system cannot reset the peak (Linux
+    can), it returns the current RSS."""
     try:
         rows = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

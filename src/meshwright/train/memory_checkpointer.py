@@ -1,26 +1,28 @@
-"""In-memory checkpoints of every step. Their memory outlives the rank, and a restarted rank restores from it.
+"""Makes an in-memory checkpoint of every step on every rank (recovery.py calls it), and writes such checkpoints to disk
+in a separate process. The memory outlives the rank, so that a restarted rank can restore its state from it.
 
-Guarantees: whenever ranks die, there is a complete, intact checkpoint of the last reported step for every rank. A run
+Guarantees: whenever ranks die, every rank has a complete, intact checkpoint of a common step. On a CPU this is at least
+the last reported step. On an accelerator it may be the step before, so that the last reported step is repeated. A run
 that continues from it is bit-identical to a run that never stopped.
 
-On a CPU, an overlapped copy would take cores from the next step. So the copy runs at the end of the step that it saves,
-before the ranks agree on the record of this step. A step is thus saved before it is reported. On an accelerator, the
-copy overlaps with the next step and must end before the last reduction of that step. Until then nothing writes to the
-tensors that are copied. A forward may update buffers, so the copy reads clones of them. After the reduction every rank
-knows that every rank's copy is complete ([Note: two slots] in checkpoint/memory_checkpoint.py). After a fault on an
-accelerator, the last reported step may have to be run again.
+A copy is the transfer of a rank's state to this memory. On a CPU, a copy that overlaps with the next step would take
+cores from it. So the copy runs at the end of the step that it saves, before the ranks agree on the record of this step.
+On an accelerator, the copy overlaps with the next step. It must end before the last reduction of that step, since until
+then nothing writes to the copied tensors. Only buffers may change earlier, in forward, so the copy reads clones of
+them. After the reduction, every rank knows that the copies of all ranks are complete ([Note: two slots] in
+checkpoint/memory_checkpoint.py).
 
-The bytes leave the device on a separate stream, through two pinned chunks: one chunk fills while the other is read. A
-plain copy from a thread would run on the training stream: it would wait for earlier kernels and delay later kernels.
-The driver copies to unpinned memory in small, slow pieces.
+`D2HStaging` copies from an accelerator on a separate stream, through two chunks of pinned memory: one chunk is filled
+while the other is read. An ordinary copy would run on the training stream, wait for earlier kernels and delay later
+ones. To unpinned memory, the driver copies in small, slow pieces.
 
-`write` is the checkpoint writer: a separate process that writes the in-memory checkpoints to disk while training
-continues.
-
-Guarantees: the process writes the same bytes that the ranks themselves would have saved. As in every save, it reads the
-files back before it renames the folder to its final name. At most one save is in progress. A save needs no extra
-memory, since the ranks do not overwrite the snapshot slot that the writer reads. The death of a rank during the save
-does not disturb the writer.
+`write` is the main function of the checkpoint writer, a process that writes the in-memory checkpoints to disk while
+training continues. Guarantees:
+- It writes the bytes that the ranks would write themselves. As in every save, it reads the files back before it renames
+  the folder to its final name.
+- At most one save is in progress.
+- A save needs no extra memory, since the ranks do not overwrite the slot that the writer reads.
+- The death of a rank during the save does not disturb the writer.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ if TYPE_CHECKING:
 
 
 PINNED_CHUNK_BYTES = 1 << 25
-"""The size in bytes of one pinned chunk."""
+"""The size of a chunk of pinned memory."""
 
 
 class D2HStaging:
-    """Copies tensors from `device` to the host through pinned chunks. It is not thread-safe."""
+    """Copies tensors from `device` to host memory through two pinned chunks. It is not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.backend = device, backend_of(device)
@@ -82,15 +84,15 @@ class D2HStaging:
         self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
 
     def begin(self) -> None:
-        """Makes the copy stream wait for all work that this thread has submitted so far."""
+        """Makes the copy stream wait for all work that the calling thread has submitted to its stream."""
         self.stream.wait_stream(self.backend.current_stream(self.device))
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields parts of `source` on the host as (byte offset, bytes). A part is valid until the next one is
-        requested."""
+        """Yields the bytes of `source`, a uint8 vector on the device, as pairs of offset and bytes in host memory. The
+        bytes are valid until the next pair is requested."""
 
         def start(chunk: int, at: int, size: int) -> None:
-            """Starts the copy of `size` bytes at offset `at` into a chunk."""
+            """Starts the copy of `size` bytes at offset `at` into chunk `chunk`."""
             with self.backend.use_stream(self.stream):
                 self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
                 self.arrived[chunk].record(self.stream)
@@ -104,8 +106,11 @@ class D2HStaging:
 def double_buffered(
     size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields the parts of a copy through two chunks, each as chunk index, offset and length. When a part is yielded,
-    the copy of the next part into the other chunk has already started.
+    """Divides a copy of `size` bytes into parts of at most `most` bytes, which alternate between two chunks. Yields
+    each part as (chunk index, offset, length) when it has arrived.
+
+    `start` starts the copy of a part, `arrived` waits for the copy into a chunk. When a part is yielded, the copy of
+    the next part into the other chunk has already started.
 
     >>> said = []
     >>> for part in double_buffered(
@@ -128,12 +133,12 @@ def double_buffered(
 
 
 MAX_FREE_MEMORY_FRACTION = 0.5
-"""The largest fraction of the free memory that the in-memory checkpoints of all ranks may take. Free memory is that of
-the machine or of this run's cgroup."""
+"""The in-memory checkpoints of all ranks may take at most this fraction of the free memory. Free memory is that of the
+machine or of this run's cgroup, whichever is less."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""If waits for overlapped copies take more than MAX_WAIT_FRACTION of the training time, a warning is printed. The
-fraction is measured over MIN_MEASURED_STEPS steps."""
+"""The user is warned if training waits for overlapped copies for more than this fraction of its time, measured over
+this number of steps."""
 
 PEER_OUT_OF_MEMORY_TEXT = Message(
     "no in-memory checkpoints: another rank has too little memory for its own; if a rank fails, the run loses the "
@@ -142,8 +147,9 @@ PEER_OUT_OF_MEMORY_TEXT = Message(
 
 
 class MemoryCheckpointer:
-    """Writes this rank's in-memory checkpoints to the file at `path`. They belong to `history`
-    ([Note: history] in core/snapshots.py) until the run goes back."""
+    """Writes this rank's in-memory checkpoints to the memory file at `path`, which has `slots` slots. `extra` is stored
+    with each. They belong to `history` until a rollback ([Note: history] in core/snapshots.py). `refused` says why
+    there are no in-memory checkpoints, or is ''."""
 
     def __init__(
         self,
@@ -163,21 +169,22 @@ class MemoryCheckpointer:
         self._layout: SnapshotLayout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Buffers that a forward may update (running means), each with its clone from the end of the step. The copy
-        reads the clones."""
+        """The model's buffers, which a forward may update (running means), each with its clone. The copy reads the
+        clones."""
         self._lift: D2HStaging | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
     def go_back(self) -> None:
-        """Forgets all checkpoints, because the run repeats their steps. Later checkpoints belong to the next
-        history."""
+        """Discards all checkpoints after a rollback, since the run repeats their steps. Later checkpoints belong to the
+        next history."""
         self._history += 1
         self.memory.head.hold(0)
         self.memory.head.forget()
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Starts the copy of the state after the step that has just ended. `record` is stored with it."""
+        """Starts the copy of the current state, after the end of a step. On a CPU, the copy is complete on return.
+        `record`: the step record to store with it."""
         self.finish()
         layout = self._lay()
         if layout is None:
@@ -198,11 +205,11 @@ class MemoryCheckpointer:
         copy = functools.partial(self._copy, step, layout, local, state)
         try:
             self._thread = start_background_thread("copy", copy, lambda line: None)
-        except OSError:  # the system has no thread left, so this copy runs now and delays the next step
+        except OSError:  # the system cannot start a thread, so this copy delays the next step
             copy()
 
     def finish(self) -> None:
-        """Waits for the copy in flight, and raises its error if it failed."""
+        """Waits until the started copy is complete. If a copy has failed, raises its exception."""
         if self._thread is not None:
             began = time.perf_counter()
             self._thread.join()
@@ -217,18 +224,18 @@ class MemoryCheckpointer:
             parts = single_chunk if self._lift is None else self._lift.parts
             self.memory.write(step, layout, local, state, parts, self._history)
             self.pulse.write(HeartbeatField.snapshot_step, step)
-        except BaseException as error:  # `finish` raises it, so that the run does not continue without checkpoints
+        except BaseException as error:  # `finish` raises it: the run must not continue without checkpoints
             self._failed = error
         self.seconds = time.thread_time() - began
 
     def _lay(self) -> SnapshotLayout | None:
-        """Returns the layout of the checkpoint in memory, or None where the memory is too small. The layout is rebuilt
-        only if the address of a buffer has changed."""
+        """Returns the layout of the checkpoint in memory, or None if it is refused (`refused`). It is computed again
+        only if the address of a copied tensor has changed."""
         engine = self.trainer.engine
         places = storage_addresses(engine, self.trainer.optimizer) + [
             buffer.data_ptr() for buffer in engine.model.buffers()
         ]
-        if engine.recipe.eight:  # 8-bit optimizer states are decoded for each copy
+        if engine.recipe.eight:  # 8-bit optimizer states are decoded into new tensors for each copy
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
@@ -249,7 +256,7 @@ class MemoryCheckpointer:
                 "no in-memory checkpoints of the states that the plan offloads to disk; if a rank fails, the run "
                 "loses the steps since the last checkpoint"
             )
-        # With extra slots, the ranks of another node also store replicas of these checkpoints
+        # On several nodes, this machine also stores replicas of another node's checkpoints
         # (elastic/snapshot_replication.py).
         mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0
         needs = self.memory.allocation_bytes(layout, self._slots + mirrored) * self.trainer.plan.world
@@ -265,7 +272,8 @@ class MemoryCheckpointer:
 
 
 def overhead_warning(waited: float, seconds: float, steps: int) -> str:
-    """Returns a warning where copies took longer than the steps that they overlap with, else ''.
+    """Returns a warning if training has waited for copies for more than MAX_WAIT_FRACTION of its time, else ''.
+    `waited` and `seconds`: the total waits and the total time of `steps` steps, in seconds.
 
     >>> overhead_warning(20.0, 32.0, 10)  # doctest: +NORMALIZE_WHITESPACE
     'in-memory checkpoints make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without
@@ -286,14 +294,15 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
 def _clone_buffers(
     pieces: Sequence[tuple[ShardMetadata, torch.Tensor]],
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[ShardMetadata, torch.Tensor]]]:
-    """Returns each buffer with its clone, and `pieces` with each buffer replaced by its clone."""
+    """Clones the buffers in `pieces`. Returns pairs of buffer and clone, and `pieces` with clones in place of the
+    buffers."""
     still = [(piece, data.clone() if piece.name.startswith(BUFFER_PREFIX) else data) for piece, data in pieces]
     return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """Returns the newest version of which every file of `paths` has an intact checkpoint, or None. All ranks call it;
-    each rank checks some of the files."""
+    """Returns the in-memory checkpoint of the newest version (history and step) that is intact in every file of
+    `paths`, or None. All ranks call it; each rank checks some of the files."""
     if not paths:
         return None
     try:
@@ -311,12 +320,13 @@ def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> Memor
 
 
 WRITER_NICENESS = 10
-"""The niceness of the writer process. It is positive, so the ranks get the CPU before the writer."""
+"""The niceness of the writer process. It is positive, so that the scheduler prefers the ranks."""
 
 
 def write(channel: RankControl, payload: dict[str, Any]) -> int:
-    """Writes the checkpoint of step `payload['step']` from the in-memory checkpoints in `channel.memory.sources`.
-    `payload` also contains the launch spec. Returns the exit status."""
+    """Writes the checkpoint of step `payload['step']` to disk, from the in-memory checkpoints in
+    `channel.memory.sources`. `payload['launch']`: the launch spec. Sends `saved` or `unsaved` to the supervisor.
+    Returns the exit status of the process."""
     os.nice(WRITER_NICENESS)
     began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
     folder = Path(launch.run.folder) / "checkpoints"

@@ -1,21 +1,21 @@
-"""Weights for models on the meta device: each rank reads its own shards, and no rank ever stores the whole model.
+"""Builds models on the meta device and loads their weights from files: each rank reads only its own shards, so no rank
+stores the whole model. `Trainer.load_weights` and the training loop use it.
 
     with init_on_meta():                                # parameters are shapes only; buffers are real
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)
     trainer.load_weights(folder)                        # safetensors; every rank reads its own rows and columns
 
-Guarantees: the result equals training after `from_pretrained` on one device. A parameter that was never loaded is NaN,
+Guarantees: the result equals training after `from_pretrained` on one device. A parameter that was not loaded is NaN,
 not zero, and a step before `load_weights` is refused. Buffers in the file (running means, router corrections) are
-loaded. Other buffers (rotary frequencies, masks) are computed by the model's own code.
+loaded. The model's own code computes the other buffers (rotary frequencies, masks).
 
-In some Hugging Face families, tensors have other names or shapes in files than in the modules. For these families the
-conversion rules of transformers are turned into `WeightSource`s.
-
-Rule: if the model does not have a key of the file, all renaming rules of the family are applied to the key. Then at
-most one rule merges the tensor of this key with others: it concatenates them along the first dimension, or stacks
-experts along a new first dimension. Any other conversion raises an error. Source: huggingface/transformers,
-`conversion_mapping.py` and `core_model_loading.rename_source_key`.
+For some Hugging Face model families, tensors have other names or shapes in files than in the modules. Then the
+conversion rules of the `transformers` library are translated to `WeightSource`s. If the model has no tensor of the name
+of a file key, all renaming rules are applied to the key. After that, at most one rule may merge the tensor with those
+of other keys: it concatenates them along the first dimension, or stacks experts along a new first dimension. Any other
+conversion raises InputError. Source: huggingface/transformers, `conversion_mapping.py` and
+`core_model_loading.rename_source_key`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from meshwright.runtime.engine import Engine
 
 
 class KeyMapping(NamedTuple):
-    """How a file key maps to the model: the name there, the rule that merges its tensor with those of other keys, and
-    the position of the tensor in that rule."""
+    """How a file key maps to the model. `name`: the tensor's name in the model. `rule`: the rule of `transformers` that
+    merges the tensor with those of other keys, or None. `part`: the source pattern of this rule that matches the
+    key."""
 
     name: str
     rule: Any = None
@@ -50,8 +51,8 @@ class KeyMapping(NamedTuple):
 
 
 def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str]) -> dict[str, WeightSource]:
-    """Returns sources for the tensors of `model` that have no file key of the same name. `known` has the names of the
-    model's tensors."""
+    """Returns, by name, where to read those tensors of `model` that are stored under other names or in several pieces.
+    `known`: the names of the model's tensors."""
     rules = _conversion_rules(model)
     groups: dict[str, dict[str, list[str]]] = {}
     joined: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str])
 
 
 def _conversion_rules(model: nn.Module) -> list[Any]:
-    if "transformers" not in sys.modules:  # then no model of transformers is in use, and importing it takes seconds
+    if "transformers" not in sys.modules:  # the model is not of this library, whose import takes seconds
         return []
     try:
         from transformers import PreTrainedModel
@@ -94,8 +95,8 @@ def _map_key(key: str, rules: list[Any]) -> KeyMapping:
 
 
 def _match_prefix(name: str, prefix: str, known: Collection[str]) -> str:
-    """Adds or removes the prefix of the base model (such as `model.`) in a key. The prefixes differ if only the file,
-    or only the model, has an output head."""
+    """Adds the prefix of the base model (such as `model.`) to a key or removes it, if the result is in `known`. The
+    file and the model differ in the prefix if only one of them has an output head."""
     if name in known or not prefix:
         return name
     return next((other for other in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in known), name)
@@ -134,20 +135,20 @@ def _natural_order(key: str) -> list[tuple[int, str]]:
 
 
 LORA_BASE_INFIX = ".base_layer."
-"""The part of a name that adapters insert for a wrapped layer. Weight files do not have it."""
+"""The infix that LoRA inserts into the name of a wrapped layer's weight. Names in weight files lack it."""
 IGNORED_BUFFER_PATTERNS = (
     r"rotary_emb\.inv_freq$",
     r"position_ids$",
     r"\.attn\.(masked_)?bias$",
     r"num_batches_tracked$",
 )
-"""Buffers that files of earlier versions of transformers contain. Models compute these buffers themselves."""
+"""Patterns of buffers that files of earlier `transformers` versions contain. Models compute these buffers."""
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Puts the parameters of modules that are built inside the context on the meta device: they have only shapes and
-    dtypes. Buffers are real tensors."""
+    """A context in which new modules get parameters on the meta device, with shapes and dtypes only. Buffers are real
+    tensors."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -162,11 +163,11 @@ def init_on_meta() -> Iterator[None]:
 
 
 def load_sharded_weights(engine: Engine, path: Path | str) -> None:
-    """Loads every parameter of `engine` that is on the meta device from the weights at `path`. Every rank calls it.
-    Raises InputError where the files do not fit."""
+    """Loads every uninitialized parameter of `engine` from `path`, a checkpoint or a folder with safetensors files. All
+    ranks call it. Raises InputError if the files do not match the model."""
     weights = None if is_present(Path(path) / MANIFEST_FILE) else _open_checked_weights(path, engine)
     engine.zero.quiesce()
-    # Local SGD replicas all start from the same weights.
+    # With DiLoCo, each replica has its own weights, but all replicas start from the weights in the file.
     pieces = map(state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False))
     stored = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
     named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in stored)
@@ -183,8 +184,8 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
-    """Opens the weights at `path` and checks them against the whole model, not only against this rank's shard. So all
-    ranks reach the same result."""
+    """Opens the weights at `path` and checks their names and shapes against the unsharded model. So all ranks raise an
+    equal InputError if they do not match."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.extra_state.shared_names, *engine.shards.buffers)}
@@ -199,7 +200,8 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
 
 @torch.no_grad()
 def _load_buffers(engine: Engine, weights: HfWeights) -> None:
-    """Loads the persistent buffers of this rank's modules, or this rank's shards of sharded buffers."""
+    """Loads those persistent buffers of this rank's modules that are in the files. Of a sharded buffer, it loads this
+    rank's shard. Raises InputError if a shape differs."""
     for piece, data in state_dict.buffer_pieces(engine, saving=False):
         name = piece.name.removeprefix(BUFFER_PREFIX)
         found = weights.read_full(name.replace(LORA_BASE_INFIX, "."))

@@ -1,17 +1,17 @@
-"""The metrics of a step: one record for all ranks, with the seconds of the slowest rank and the bytes of the rank with
-the highest memory peak.
+"""Combines the metrics of all ranks into one record per training step and writes the records. The training loop
+(loop.py) calls it after each step.
 
-One small reduction per step carries all values, including the request to stop. So all ranks stop after the same step.
+Each time in a record is that of the slowest rank. Each size is that of the rank with the largest value. One small
+all-reduce per step exchanges all values, including the request to stop, so all ranks stop after the same step.
 
-Sample accounting: the record of a step states which samples all ranks together have read (spec/record.py).
+Sample accounting: a record has a digest of the samples that all ranks together have read (spec/record.py). Its field
+`content` is the sum of the hashes of all rows, modulo 2^64. The hash of a row is xxh3 of its bytes, with the sample
+index as seed. Guarantees:
+- `content` does not depend on the plan. It is equal in all runs that read the same data.
+- If the ranks of one replica have read different bytes, the run ends with an error that names such a rank. So a damaged
+  file or damaged memory does not go unnoticed.
 
-Guarantees: the ranks of a replica read identical bytes; otherwise the run ends with an error that names a deviating
-rank. So training never uses data that differs between ranks because of a damaged file or memory. The field `content` is
-the sum of the hashes of all rows, modulo 2^64. The hash of a row is xxh3 of its bytes with the row's index as seed.
-`content` is identical under every plan and in every run that reads the same data.
-
-Proof runs of `meshwright train`: RUN/proofs.jsonl contains all proofs. The first proof is printed; a resumed run does
-not repeat it.
+The module also writes the results of proof runs (proof/) to RUN/proofs.jsonl. RUN is the run folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class SampleAccount(NamedTuple):
 
     @property
     def numbers(self) -> list[float]:
-        """Returns the account as floats. Each number fits exactly in a float64."""
+        """Returns the account as five floats for an all-reduce. 64-bit values are divided into halves of 32 bits, which
+        a float64 represents exactly."""
         return [
             float(self.samples.number),
             *(float(half) for word in (self.samples.squares, self.content) for half in divmod(word, HALF_WORD)),
@@ -72,13 +73,13 @@ class SampleAccount(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Returns the account as fields of a step record."""
+        """Returns the account as the fields `samples` and `content` of a step record."""
         return {"samples": self.samples.text, "content": f"{self.content:016x}"}
 
 
 def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
-    """Returns the account of `batches`, which contain the rows `ranges` of the global batch. `start`: the sample index
-    of the first row of the global batch."""
+    """Returns the account of this rank's micro-batches. `ranges`: for each of them, the index of its first row in the
+    global batch and its number of rows. `start`: the sample index of the first row of the global batch."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
         arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
@@ -91,15 +92,15 @@ def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange
 
 
 def decode_account(numbers: Sequence[float]) -> SampleAccount:
-    """Returns the account that `numbers` encodes."""
+    """Returns the account whose property `numbers` has these values."""
     count, *halves = map(int, numbers)
     squares, content = (high * HALF_WORD + low for high, low in (halves[:2], halves[2:]))
     return SampleAccount(SampleDigest(count, squares), content)
 
 
 def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: int) -> SampleAccount:
-    """Returns the sum of the accounts of all ranks. If two ranks of one replica have read different bytes, it raises
-    MeshwrightError on all ranks."""
+    """Returns the sum of the accounts of all replicas after step `step`. `by_rank`: the encoded account of each rank.
+    If two ranks of one replica have read different bytes, it raises MeshwrightError on all ranks."""
     lines = [decode_account(numbers) for numbers in by_rank]
     replicas: dict[int, list[int]] = {}
     for rank in range(len(lines)):
@@ -131,16 +132,16 @@ PROOFS_FILE = "proofs.jsonl"
 
 
 def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
-    """Returns `run.prove`, or None for the default, which an environment variable may change."""
+    """Returns `run.prove` of the job, or None for "auto". An environment variable may then choose the mode."""
     return None if launch.run.prove == "auto" else launch.run.prove
 
 
 def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:
-    """Makes `trainer` write its proofs to `folder` and print them. All ranks call it after a checkpoint was loaded.
-    Only rank 0 reads and writes.
+    """Makes `trainer` write the results of its proof runs to `folder` and print them. All ranks call it after a
+    checkpoint was loaded. Only rank 0 reads and writes.
 
-    If a resumed run has already proven this plan equal, the proof before the first update is not repeated. So proofs do
-    not delay recovery.
+    A resumed run does not repeat the proof before its first update if this plan has already passed. This shortens
+    recovery.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
     earlier = gather_objects(_last_equal(path, trainer.plan.name) if first and trainer.steps else None)[0]
@@ -170,14 +171,15 @@ def _last_equal(path: Path, plan: str) -> RecordedProof | None:
         try:
             proof = RecordedProof.from_json(line)
         except ValueError:
-            continue  # the line is incomplete: its writer was killed
+            continue  # a killed process may have left an incomplete line
         if proof.result.plan == plan:
             return proof if proof.result.equal else None
     return None
 
 
 def launch_notes(launch: LaunchSpec, trainer: Trainer, parameters: int) -> Iterator[str]:
-    """Yields lines for the user about unexpected properties of a launch. `parameters`: the model's parameter count."""
+    """Yields warnings for the user: a wrong parameter count in the plan, and options that have no effect under the
+    plan. `parameters`: the number of parameters of the model."""
     if (expected := launch.parameters) and expected != parameters:
         yield Message(
             "the model has {parameters:,} parameters, but the planner counted {expected:,}: its estimates are wrong",
@@ -197,7 +199,8 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """The values of a step after the exchange between all ranks. `by_rank`: the `own` numbers of each rank."""
+    """The values of a step after the exchange between all ranks. `record` and `flags` have the maximum over the ranks.
+    `phases` is None without a process group. `by_rank[r]` has the numbers that rank r passed as `own`."""
 
     record: StepRecord
     flags: Sequence[float]
@@ -208,9 +211,12 @@ class StepAgreement(NamedTuple):
 def agree_on_step(
     record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()
 ) -> StepAgreement:
-    """Combines the values of `record`'s step over all ranks. It takes the maximum of each time, of each size and of
-    each of `flags`, such as the request to stop. It also gathers the phases and the `own` numbers of each rank; these
-    must not be negative. All ranks call it."""
+    """Exchanges the values of one step between all ranks, with one all-reduce. All ranks call it.
+
+    The result has the maximum of each time and each size in `record`, and of each of `flags` (such as the request to
+    stop). It also has every rank's phase durations and `own` numbers, which must not be negative. `group`: None for one
+    rank.
+    """
     phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
@@ -239,10 +245,9 @@ def agree_on_step(
 
 
 class RecordWriter:
-    """Writes RUN/records.jsonl, and TensorBoard events under RUN/tb where TensorBoard is installed. Only rank 0 has
-    one.
+    """Writes records.jsonl and, if TensorBoard is installed, events under tb/ in the run folder. Rank 0 uses it.
 
-    A full disk does not stop the run: a line reports it, and the records are buffered in memory until there is space.
+    A full disk does not stop the run. The user gets a note, and records are buffered in memory until there is space.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
@@ -255,11 +260,11 @@ class RecordWriter:
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with contextlib.suppress(OSError):  # if the disk is full, the next record reports it
+            with contextlib.suppress(OSError):  # a full disk is reported when the next record is written
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
-        """Appends a record, or buffers it where the disk is full."""
+        """Appends a record, or buffers it if the disk is full."""
         error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
         if error is not None and not self._waits_since:
             self.say(
@@ -274,7 +279,7 @@ class RecordWriter:
             self.say(Message("the records from step {waits_since} on are written", waits_since=self._waits_since))
         self._waits_since = (self._waits_since or record.step) if error is not None else 0
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # a full disk also loses TensorBoard events; the record reports it
+            with contextlib.suppress(OSError):  # TensorBoard events are lost if the disk is full
                 self._events(record)
 
     def _events(self, record: StepRecord) -> None:
@@ -305,7 +310,7 @@ class RecordWriter:
 
 
 def last_reported_step(folder: Path) -> int:
-    """Returns the last step in the records of a run folder, or -1 if there are none. Raises StorageFailed where the
+    """Returns the last step in the records of a run folder, or -1 if there are no records. Raises StorageFailed if the
     file cannot be read."""
     try:
         return last_recorded_step(read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True))

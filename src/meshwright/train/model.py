@@ -1,14 +1,17 @@
-"""The model of a launch: a reference model from its sizes, a Hugging Face folder, or the result of a user's function.
+"""Builds the model, the dataset and the batch loader of a job on every rank. The training loop, trials, verification
+and text samples use it.
 
-Guarantees: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded, and no code
-of a model folder runs. A user's function is named `package.module:function` and is imported from the current folder or
-from an installed package.
+The model comes from one of three sources: the sizes of a reference model, a Hugging Face folder, or a user's function.
+The function is named `package.module:function`. It is imported from the current folder or from an installed package.
 
-LoRA fine-tuning: peft wraps the target layers. Only the low-rank matrices A and B are trained; all else is frozen.
+LoRA fine-tuning: peft wraps the target layers. Only the low-rank matrices A and B are trained. All other parameters are
+frozen: they have no gradient and no optimizer state, and no reduction includes them (runtime/zero/param_group.py). For
+the sharding of adapters see analysis/lora.py.
 
-Guarantees: the initial adapters depend only on the seed and the order of layers, also for a model on the meta device.
-Frozen parameters have no gradient and no optimizer state, and no reduction includes them (runtime/zero/param_group.py).
-For the sharding of adapters see analysis/lora.py.
+Guarantees:
+- One seed gives equal weights on every rank and under every plan.
+- Nothing is downloaded, and no code of a model folder runs.
+- The initial adapters depend only on the seed and the order of layers, even if the model is on the meta device.
 """
 
 from __future__ import annotations
@@ -49,8 +52,11 @@ from meshwright.train.meta_init import init_on_meta
 
 
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
-    """Imports and returns the user's function `name`. Raises InputError if it does not exist; the error mentions
-    `what`, the purpose of the function."""
+    """Imports and returns the user's function `name` (`package.module:function`).
+
+    `what` is the purpose of the function; the error messages mention it. Raises InputError if the module or the
+    function does not exist.
+    """
     module_name, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -83,8 +89,9 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
-    """Wraps the target layers of `model` with LoRA adapters and freezes everything else. Raises InputError if peft or a
-    target is missing."""
+    """Wraps the layers `lora.target` of `model` (default: all linear layers) with LoRA adapters, and freezes all other
+    parameters. `seed`: of the initial adapters. Raises InputError if peft is not installed or a target does not
+    exist."""
     try:
         import peft
     except ImportError:
@@ -114,7 +121,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns about the orientation of a weight, which it detects itself
+            warnings.simplefilter("ignore")  # peft warns about transposed weights (Conv1D), although it supports them
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise InputError(Message("lora: {error}", error=str(error).partition(chr(10))[0][:200])) from error
@@ -125,22 +132,22 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
                 adapter.to_empty(device="cpu")
                 with torch.no_grad():
                     weight = adapter.get_parameter("weight")
-                    drawn = torch.zeros(weight.shape)  # float32, so that the values do not depend on the weight's dtype
+                    drawn = torch.zeros(weight.shape)  # float32: the values must not depend on the weight's dtype
                     weight.copy_(
                         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn
                     )
 
 
 def _has_stacked_experts(model: nn.Module) -> bool:
-    """Returns whether a module has stacked weight matrices, as experts do. peft would treat them as linear layers and
-    nest one wrapper inside another."""
+    """Returns whether the model stores the weights of its experts in three-dimensional parameters. For such models,
+    peft's "all-linear" would nest one wrapper inside another."""
     return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
         "expert" in name.lower() for name, _ in model.named_modules()
     )
 
 
 def _linear_targets(model: nn.Module, layers: list[str]) -> list[str]:
-    """Returns the targets of "all-linear": every linear layer except the output head."""
+    """Returns the layers that peft's "all-linear" denotes: every linear layer except the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return [path for path in layers if model.get_submodule(path) is not head]
 
@@ -153,12 +160,14 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """Builds the whole model in float32 on the meta device. Sharding materializes it, from the weights in its folder
-    (meta_init.py) or by its own initialization (runtime/deferred_init.py).
+    """Builds the unsharded model in float32 on the meta device.
 
-    Without `weights`, the model is built on the host and initialized by its own code, even if its folder has weights.
-    With `lora`, everything but the adapters is frozen. `capacity` (factor) and `bias_rate` configure the router of its
-    experts.
+    Each rank later materializes its shards: from the weights in the model folder (meta_init.py), or with the model's
+    own initialization code (runtime/deferred_init.py). With `weights=False`, the model is built in host memory and
+    initialized by its own code, even if its folder has weights.
+
+    With `lora`, everything but the adapters is frozen. `capacity` is the capacity factor of the experts and `bias_rate`
+    the update rate of the router bias (runtime/expert_parallel/load_balancing.py); None leaves the model's setting.
     """
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
@@ -183,8 +192,8 @@ def build_model(
 
 
 def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
-    """Returns the function that builds the model of the folder's configuration. `filled`: whether weights will be
-    loaded into the model."""
+    """Returns a function that builds the model from the configuration in `folder`. `filled`: whether weights will be
+    loaded into the model; quantized weights are then an InputError."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
@@ -244,8 +253,9 @@ def _user_model(name: str) -> nn.Module:
 
 
 def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
-    """Returns the training objective of the model: the next token, masked tokens, a target sequence, or image classes.
-    Raises InputError if the inputs of the model fit none of these."""
+    """Returns what the model learns to predict: the next token ("causal"), masked tokens ("masked"), a target sequence
+    ("pairs"), or image classes ("images"). Raises InputError if the model needs inputs other than token ids or images.
+    """
     others = extra_inputs(make_example(model))
     if others:
         raise InputError(
@@ -271,10 +281,8 @@ def open_training_data(
     note: Callable[[str], None],
     report_corruption: Callable[[str], None],
 ) -> Dataset:
-    """Opens the dataset of a launch. `note` gets lines for the user, `report_corruption` lines about damaged data.
-
-    Raises: InputError if the model cannot use the dataset.
-    """
+    """Opens the dataset of a launch. Calls `note` with lines for the user, and `report_corruption` with lines about
+    damaged data. Raises InputError if the model cannot use the dataset."""
     positions = accepts_packed_documents(model)
     if launch.data.documents == "apart" and not positions:
         raise InputError(
@@ -290,24 +298,24 @@ def open_training_data(
 
 
 def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:
-    """Returns the loader of a job's batches.
-
-    A causal loss compares the logits at position t with token t + 1. If the model's loss does not shift the labels by
-    one position, the loader shifts them. Without a shift the model would learn to copy its input.
-    """
+    """Returns the loader of a job's batches. A causal loss must compare the logits at position t with token t + 1. If
+    the model's loss does not shift the labels by one position, the loader does."""
     return BatchLoader(
         dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model)
     )
 
 
 def accepts_packed_documents(model: nn.Module) -> bool:
-    """Returns whether a row may contain several documents. In such a row, position ids restart at each document, and
-    attention must not cross the boundary.
+    """Returns whether a row of a batch may contain several documents. In such a row, position ids restart at 0 at each
+    document, and attention must not cross the boundary between documents.
 
-    Rule: the model's forward takes position ids, and tokens before a restart do not affect tokens after it. For a model
-    on the meta device, the second condition is read from its code: it must pass positions to a mask function. For other
-    models it is tested with temporary random weights, unless the model is too large. Models that fail the rule get one
-    conversation per row.
+    The model must meet two conditions:
+    1. Its forward has the argument `position_ids`.
+    2. Tokens before a restart do not affect tokens after the restart.
+
+    A model with real weights is run to test condition 2. A model on the meta device meets it if its code passes
+    position ids to a mask function. Otherwise it is run with temporary random weights, unless it has more than
+    MAX_RANDOM_PARAMS parameters. If the result is False, each row has one conversation.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -335,8 +343,8 @@ def _masks_by_positions(kind: type) -> bool:
 
 @torch.no_grad()
 def _isolates_documents(model: nn.Module) -> bool:
-    """Returns whether documents in a row are independent. The test runs two rows that differ only in the first
-    document. The logits of this document must differ, and no others may."""
+    """Returns whether the model keeps documents in a row independent. It runs two rows that differ only in the first of
+    two documents. Between the rows, the logits of the first document must differ, and those of the second must not."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
@@ -354,7 +362,7 @@ def _isolates_documents(model: nn.Module) -> bool:
 
 
 def vocabulary_size(source: ModelSource, model: nn.Module) -> int:
-    """Returns the number of tokens (or classes) of the model, or 0 when it is unknown."""
+    """Returns the size of the model's vocabulary (or its number of image classes), or 0 if it is unknown."""
     sizes = source.sizes
     if sizes:
         return int(sizes.get("classes") or sizes.get("vocab") or 0)

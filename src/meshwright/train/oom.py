@@ -1,8 +1,8 @@
-"""Out-of-memory errors in one line: the requested bytes, the bytes in use by kind, and the kind of memory that exceeds
-its prediction the most.
+"""Explains out-of-memory (OOM) errors of a rank in one line: the requested bytes, the bytes in use by category, and the
+category that exceeds its prediction the most. The trainer wraps all its calls in `explain_oom`.
 
-A rank has no planner, and no memory to run one. The process that started the rank reports which plan would fit
-(cli/replanning.py). If this report fails, the error still says that memory ran out.
+A rank cannot run the planner, for lack of memory. The process that started the rank reports which plan would fit
+(cli/replanning.py). If the explanation itself fails, the error still says that memory ran out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
 RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for storage of size 0")
-"""Parts of torch's error messages about a tensor whose storage is empty."""
+"""Substrings of torch's error messages about a tensor whose storage is empty."""
 INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
-"""A pattern of torch's error message about a tensor that backward needs and that was overwritten in place."""
+"""A pattern of torch's error message about an in-place change of a tensor that backward needs."""
 OOM_ERRORS = ("can't allocate memory", "out of memory")
-"""Parts of the messages of OOM errors that have no exception type: torch's on a CPU, the driver's for pinned memory."""
+"""Substrings of OOM errors without a separate exception class: torch's on a CPU, the driver's for pinned memory."""
 
 
 class OutOfMemory(MeshwrightError):
-    """An allocation of this rank has failed."""
+    """Raised if an allocation of this rank has failed."""
 
 
 class MemoryReport(NamedTuple):
-    """The data of an OOM report. `resident`: bytes in use, by kind. `predicted`: the planner's estimate, if there is
-    one."""
+    """The data of an OOM report. `resident`: returns the bytes in use by category. `predicted`: the planner's estimate
+    for this rank, or None."""
 
     rank: int
     plan: Plan
@@ -47,8 +47,9 @@ class MemoryReport(NamedTuple):
 
 @contextmanager
 def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
-    """Turns an OOM error inside the context into one line. It also explains two other errors: a read of a weight that
-    ZeRO 3 has resharded, and an in-place change of a tensor that backward needs."""
+    """A context that turns OOM errors into OutOfMemory with one line. `doing` says in this line when it occurred. Two
+    other errors of torch become InputError: a read of a weight that ZeRO 3 has resharded, and an in-place change of a
+    tensor that backward needs."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -77,10 +78,10 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
 
 
 def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
-    """Returns the error line. `doing`: what the rank was doing; `error`: the original message."""
+    """Returns the line about an OOM error. `doing`: when it occurred. `error`: torch's message."""
     try:
         return _memory_breakdown(holder, doing, error)
-    except Exception:  # the report itself can run out of memory
+    except Exception:  # the explanation may run out of memory itself
         return Message(
             "rank {rank} is out of memory {doing}, and too little is left to report what uses it",
             rank=holder.rank,
@@ -124,12 +125,13 @@ def _memory_breakdown(holder: MemoryReport, doing: str, error: str) -> str:
 
 
 def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
-    """Describes the kind of memory in `wanted` whose bytes exceed the prediction the most."""
+    """Describes the category in `wanted` (bytes by category) that exceeds its prediction the most. `rest`: the category
+    of all memory that has no other category. Without a prediction, returns a remedy."""
     if (predicted := holder.predicted) is None:
         return Message(
             "ZeRO (z1 to z3), rc-full and off-optimizer need less memory, and `meshwright plan` finds a plan that fits"
         )
-    # In host memory, the code and libraries of a process take space in addition to its allocations.
+    # The RSS of a process contains its code and libraries, in addition to its allocations.
     whole = predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())

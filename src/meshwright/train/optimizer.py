@@ -1,13 +1,15 @@
-"""The optimizer of a workload as a torch optimizer, and the learning rate of each step.
+"""Builds the torch optimizer of a workload and computes the learning rate of each step. The training loop, trials and
+verification use it.
 
-The trainer passes flat ranges of matrices and of vectors to the optimizer. If the update rule needs full tensors, it
-passes these (runtime/optim/rule_probe.py). By default weight decay applies to matrices only; the config may extend it
-to all parameters. The fused kernels of torch are used. On a CPU they take a quarter of the time of torch's for-loop
+The optimizer receives flat slices of parameters, or full tensors if its update rule needs them
+(runtime/optim/rule_probe.py). By default weight decay applies only to matrices; the workload may extend it to all
+parameters. The optimizers use torch's fused kernels, which on a CPU take a quarter of the time of torch's for-loop
 implementation.
 
-Muon is torch's implementation and updates the matrices of blocks. AdamW updates embeddings, heads, vectors and stacked
-experts. By default Muon's updates have the RMS of AdamW's updates, so that `lr` suits both (`match_rms_adamw`: a factor
-of 0.2 times the square root of the matrix's larger side). With a `matrix_lr`, they are scaled as in Jordan et al.
+With `muon`, torch's Muon updates the matrices of blocks. AdamW updates embeddings, heads, vectors and stacked experts.
+By default, Muon's updates are scaled to the RMS of AdamW's updates, so that one `lr` suits both. The factor is 0.2
+times the square root of the matrix's larger side (option `match_rms_adamw` of torch). If `matrix_lr` is set, the
+updates are scaled as in Jordan et al. (option `original` of torch).
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from meshwright.train.model import load_user_function
 
 
 def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
-    """Returns the precision recipe of `workload`. An exact workload fixes the micro-batches whose gradients are summed.
-    If `plan` has different micro-batches, it raises InputError."""
+    """Returns the precision recipe of `workload`. Raises InputError if `plan` does not fit an exact workload (which
+    fixes the micro-batches) or a DiLoCo workload."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
     return workload.recipe
 
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Returns the function that makes the optimizer of `rule` from parameters. If `rule` names a user's function, that
-    function receives only the parameters. The job sets the learning rate and keeps the ratios between the rates of
-    parameter groups."""
+    """Returns a function that builds the optimizer of `rule` from an iterable of parameters. If `rule` names a user's
+    function, this function is returned. The trainer later sets the learning rate of every step. It keeps the ratios
+    between the rates of parameter groups."""
     if rule.live:
         return load_user_function(rule.name, "optimizer")
 
@@ -90,7 +92,8 @@ def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optim
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers over disjoint parameters, combined into one optimizer with all their groups and states."""
+    """Combines optimizers over disjoint parameters into one optimizer, which has all parameter groups and states. `lr`:
+    the default learning rate."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         super().__init__([group for each in optimizers for group in each.param_groups], {"lr": lr})
@@ -99,15 +102,17 @@ class CombinedOptimizer(torch.optim.Optimizer):
             each.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Runs a step of every optimizer."""
+        """Runs a step of every optimizer. `closure` is ignored."""
         for each in self.optimizers:
             each.step()
 
 
 def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
-    """Returns the learning rate of `step` (from 0) of `steps`. The rate rises linearly over `warmup` steps, but over at
-    most half of all steps. Then it follows the schedule down to `final_lr` times `lr` at the last step. Source of
-    warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
+    """Returns the learning rate of the step with index `step` (from 0) in a run of `steps` steps.
+
+    The rate rises linearly over `warmup` steps, but at most over half of the run. Then it follows the schedule down to
+    `final_lr` times `lr` at the last step. A constant schedule stays at `lr`. Source of warmup-stable-decay: Hu et al.,
+    MiniCPM, arXiv 2404.06395.
 
     >>> rule = OptimizerConfig(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
@@ -123,7 +128,7 @@ def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
         return rule.lr * (step + 1) / warmup
     if rule.schedule == "constant":
         return rule.lr
-    first = warmup  # the last step at the full rate
+    first = warmup  # the index of the last step at the full rate
     if rule.schedule == "warmup-stable-decay":
         first = max(warmup, steps - 1 - round(rule.cooldown * steps))
     done = min(max(step - first, 0) / max(1, steps - 1 - first), 1.0)

@@ -1,9 +1,8 @@
-"""The process of one rank. It dies with its parent, follows the commands of its supervisor, reports failures, and joins
-the process group.
+"""Sets up the process of one rank: log, environment, signals, messages to and from the supervisor, and process groups.
+The fork server (forkserver.py) and the commands of `meshwright` use it.
 
-A rank is either forked by the fork server of `meshwright train`, or started by torchrun, Slurm or Kubernetes. In the
-second case there is no supervisor, and the rank handles signals itself. In both cases the function that the rank runs
-gets a `RankControl`.
+The fork server of a supervisor forks the ranks. Alternatively, torchrun, Slurm or Kubernetes starts them. Such ranks
+have no supervisor and handle signals themselves. In both cases the function that the rank runs gets a `RankControl`.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ HEAP_THRESHOLD_BYTES = 2**30
 
 
 def retain_heap() -> None:
-    """Makes malloc take large blocks from the heap and never return memory to the system. The first access to a new
-    page costs ten times as much as reusing a page.
+    """Asks malloc to take large blocks from the heap and to keep freed memory up to 1 GiB, instead of returning it to
+    the system. The first access to a new page takes ten times as long as the reuse of a page.
 
-    It must run before torch allocates. It does nothing where the C library has no mallopt.
+    It must run before torch allocates memory. It has no effect if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
@@ -51,7 +50,8 @@ def retain_heap() -> None:
 
 
 def die_with_parent(parent: int, name: str) -> None:
-    """Makes the kernel kill this process when `parent` dies. Exits at once if `parent` is already dead."""
+    """Makes the kernel kill this process when its parent dies (Linux only). Exits at once if the parent's pid is not
+    `parent`, since the parent is then already dead. `name` becomes the name of this process."""
     if sys.platform.startswith("linux"):
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -61,30 +61,29 @@ def die_with_parent(parent: int, name: str) -> None:
 
 
 def local_address() -> str:
-    """Returns the address of the ranks of this machine: loopback, or the address at which the other machines of the job
-    reach them."""
+    """Returns the network address of this machine in the job: 127.0.0.1 if the job has only one machine."""
     return os.environ.get("MESHWRIGHT_ADDRESS", "127.0.0.1")
 
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """Memory files that the supervisor keeps open. Without a supervisor all fields are empty. `pulse`: the heartbeat
-    rows of all ranks (core/ipc.py). `own`: this rank's in-memory checkpoints. `sources`: the in-memory
-    checkpoints, of all ranks, from which the run resumes."""
+    """The paths of memory files that the supervisor keeps open. Without a supervisor the paths are empty. `pulse`: the
+    heartbeat rows of all ranks (core/ipc.py). `own`: the file for this rank's in-memory checkpoints. `sources`: the
+    in-memory checkpoints of all ranks, from which the run resumes."""
 
     pulse: str = ""
     own: str = ""
     sources: tuple[str, ...] = ()
     single_node: bool = True
-    """Whether all in-memory checkpoints are on this machine, where one process can write them to disk."""
+    """Whether all in-memory checkpoints are on this machine. Only then can one process write them to disk."""
     history: int = 0
-    """The first history of the in-memory checkpoints of this generation (core/snapshots.py)."""
+    """The first history number of this generation's in-memory checkpoints ([Note: history] in core/snapshots.py)."""
 
 
 @dataclass
 class RankControl:
-    """The messages that a rank sends and receives. `stop` is the reason to end at the next step boundary, or '' while
-    the rank should continue."""
+    """The connection between a rank and its supervisor. `hear` receives the messages that the rank sends. `stop` is the
+    reason to stop after the current step (a signal name, or the supervisor's reason), or ''."""
 
     rank: int
     world: int
@@ -94,19 +93,17 @@ class RankControl:
 
     @property
     def row(self) -> tuple[memoryview, int]:
-        """Returns the heartbeat buffer and the row of this rank in it (core/ipc.py)."""
+        """Returns the heartbeat buffer of all ranks, and the index of this rank's row in it (core/ipc.py)."""
         return open_heartbeats(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
 
     def say(self, kind: str, **message: Any) -> None:
-        """Sends a message to the supervisor."""
+        """Sends a message of `kind` with the fields `message`."""
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """Makes SIGTERM request the end after the current step. With `keyboard`, which ranks without a supervisor use,
-        Ctrl-C and SIGHUP do the same.
-
-        A second signal ends the process at once.
-        """
+        """Installs handlers: SIGTERM sets `stop`, so that the rank stops after the current step. A second SIGTERM ends
+        the process at once. Ranks without a supervisor use `keyboard`: then SIGINT (Ctrl-C) and SIGHUP act like
+        SIGTERM. Otherwise SIGINT is ignored."""
         if keyboard:
             install_stop_handler(self._at_keyboard)
             return
@@ -133,7 +130,8 @@ class RankControl:
         self.stop = self.stop or reason
 
     def heed(self, inbox: MessageReader) -> None:
-        """Receives messages in a background thread. When the pipe ends, the thread ends this process."""
+        """Starts a background thread that receives the supervisor's messages. If the supervisor's pipe closes, the
+        thread ends this process."""
         start_background_thread("inbox", lambda: self._listen(inbox), lambda line: self.say("degraded", line=line))
 
     def _listen(self, inbox: MessageReader) -> None:
@@ -150,7 +148,7 @@ class RankControl:
 
 
 class RankLog(FileIO):
-    """The log of a rank. If the disk is full, lines are lost, but the code that prints them gets no error."""
+    """The log file of a rank. A full disk loses lines but raises no error, so that printing cannot end training."""
 
     def write(self, data: Any) -> int:
         """Writes `data` and ignores disk errors."""
@@ -166,7 +164,7 @@ class RankLog(FileIO):
 
 
 def _open_log(path: Path) -> int:
-    """Opens the log of a rank. If this fails, the rank continues to write to the log of its parent process."""
+    """Opens the log of a rank and returns the descriptor. If this fails, returns 2, the log of the parent process."""
     try:
         return storage.open_for_append(path)
     except OSError as error:
@@ -175,8 +173,13 @@ def _open_log(path: Path) -> int:
 
 
 def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
-    """Turns a forked child into a rank. It sets up log and environment, runs `target(channel, payload)`, and exits with
-    the status of `target`. `store`: the address, port and key prefix to use if the message has none."""
+    """Turns a forked child into a rank: sets up log and environment, runs the target function, and exits with its
+    status.
+
+    `message` is the command `start` of the fork server. `parent`: the pid of the fork server. `store`: the address,
+    port and key prefix of the rendezvous store, unless `message` has other ones. `inbox` and `outbox`: descriptors of
+    the pipes from and to the supervisor.
+    """
     code = 1
     try:
         memory = message.get("memory") or {}
@@ -219,8 +222,8 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
 
 
 def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
-    """Runs `module:function` and returns its exit code. If it fails, the supervisor gets the error, its location and
-    the exit code of the error class."""
+    """Runs the function `target` (`module:function`) and returns its exit code. If the function raises, the supervisor
+    gets a message `failed` with the error, the source location and the exit code of the error's class."""
     module, _, name = target.partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
@@ -238,12 +241,13 @@ def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
 
 
 ATTEMPT_VARIABLE, STORE_PREFIX_VARIABLE = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
-"""The environment variables with the index of the start of the ranks, and with the prefix of its keys in the store
-(core/rendezvous_store.py)."""
+"""The environment variables of a rank. One has its generation, the index of the start of all ranks. The other has the
+prefix of this generation's keys in the rendezvous store (core/rendezvous_store.py)."""
 
 
 class ExternalLaunch(NamedTuple):
-    """The rank and the world size that another launcher assigned to this process."""
+    """The rank and the world size that a launcher such as torchrun assigned to this process. `by`: the names of the
+    environment variables."""
 
     rank: int
     world: int
@@ -251,9 +255,10 @@ class ExternalLaunch(NamedTuple):
 
 
 def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
-    """Returns the rank that torchrun, Kubernetes or Slurm assigned to this process, or None.
+    """Returns the rank that torchrun, Kubernetes or Slurm assigned to this process, or None if `environment` has none.
 
-    A Slurm job of several tasks without MASTER_ADDR is an error: otherwise each task would silently train alone.
+    Raises InputError if the rank is invalid, or if MASTER_ADDR is missing in a world of several ranks. (Without this
+    error, each task of a Slurm job would silently train alone.)
 
     >>> read_external_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     ExternalLaunch(rank=1, world=4, by='RANK and WORLD_SIZE')
@@ -291,12 +296,12 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of a rank, until `close`. The group `control` exchanges small host tensors, such as stop
-    requests and measured times.
+    """The process groups of a rank. `control` is a gloo group that exchanges small host tensors, such as stop requests
+    and measured times. It is None for one rank.
 
-    As a context manager it closes the groups only after success. After an exception they stay open, and the process
-    ends. Destroying an NCCL group waits for the other ranks, and these wait for the failed rank. So the failure would
-    never be reported.
+    The context manager destroys the groups only after success. After an exception they stay open, and the process
+    ends. To destroy an NCCL group would wait for the other ranks, while these wait for the failed rank: a deadlock, and
+    the failure would never be reported.
     """
 
     rank: int
@@ -335,9 +340,11 @@ class ProcessGroups:
 
 
 def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> ProcessGroups:
-    """Joins the default process group: NCCL for CUDA tensors, gloo for host tensors. A world of one has none.
+    """Joins the default process group (NCCL for CUDA devices, gloo for CPU ranks) and returns it with a gloo group for
+    host tensors. `world` = 1 needs no groups. `timeout`: of collectives, in seconds. Raises InputError if MASTER_PORT
+    is in use.
 
-    Sets the number of threads: the ranks of this machine divide its cores, unless OMP_NUM_THREADS is set.
+    Unless OMP_NUM_THREADS is set, it also sets torch's number of threads: the ranks of this machine divide its cores.
     """
     import torch
     import torch.distributed as dist

@@ -1,13 +1,14 @@
-"""Recovery: what a run saves, and from where it resumes.
+"""Decides when a training run saves checkpoints, and restores the run after a restart or a loss spike. The training
+loop (loop.py) calls it.
 
 A run resumes from the first of these sources that exists:
-- In-memory checkpoints: the newest step of which all ranks have an intact one. They are skipped if a checkpoint on disk
-  is of a later step.
-- The newest valid checkpoint of the run folder.
+- In-memory checkpoints of the newest step for which all ranks have an intact checkpoint. They are skipped if the newest
+  valid checkpoint on disk is of a later step.
+- The newest valid checkpoint in the run folder.
 - The model's initial or pretrained weights.
 
-If the event log of a run records a durable checkpoint, the run never restarts silently at step 0. If none of its
-checkpoints can be read, the run ends with an error.
+If the event log records a saved checkpoint, the run never restarts silently at step 0. If no checkpoint can be read,
+the run ends with an error.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_checkpoint import rank_exchange
 
 FIRST_AUTO_SAVE_STEP = 10
-"""The step after which `checkpoint_every: auto` saves for the first time, to measure how long a save takes."""
+"""With `checkpoint_every: auto`, the first save is after this step. Its duration determines the interval of later
+saves."""
 
 MAX_WRITER_WAIT_SECONDS = 10.0
-"""When a save is due and the previous save is still in progress, training waits at most this long, in seconds. Then it
-continues, and the due save starts when the previous save has ended."""
+"""If a save is due while the previous save is in progress, training waits at most this long for the previous save. Then
+training continues, and the due save starts when the previous save has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
-"""Seconds before a failed save of the last checkpoint is tried again. The wait doubles with each further try."""
+"""If the save of the last checkpoint fails, it is retried after this time. The time doubles with each retry."""
 
 MAX_SAVE_FRACTION = 0.1
-"""The largest fraction of the training time during which saves may be in progress."""
+"""With `checkpoint_every: auto`, saves are in progress during at most this fraction of the training time."""
 
 
 class Recovery:
-    """Saves and restores the run on one rank. `identity` describes data and model; a checkpoint of this run must
-    contain an equal description."""
+    """Saves and restores the run on one rank. `identity` has the digest of the data and the number of parameters. Every
+    checkpoint contains it, and a checkpoint with another data digest is refused."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
@@ -70,11 +72,13 @@ class Recovery:
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
-        """The record of the step that this rank resumed from, if it resumed from an in-memory checkpoint."""
+        """The record of the last step before an in-memory checkpoint, if the run was resumed from it. Otherwise
+        None."""
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self._steps = (0, 0.0, 0.0)
-        """The number of measured steps, their duration, and how long they waited for copies, both in seconds."""
+        """The number of measured steps, their seconds in total, and the seconds that they waited for in-memory
+        checkpoints."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
@@ -86,8 +90,8 @@ class Recovery:
     # --- resuming ---------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Restores the newest state and returns the number of completed steps. It sets `source` to 'memory', 'disk' or
-        ''."""
+        """Restores the run from the first source that exists (module docstring). Returns the number of completed steps.
+        Sets `source` to 'memory', 'disk' or '' (initial weights). All ranks call it."""
         saved = memory_checkpointer.newest_memory_checkpoint(
             self.channel.memory.sources, rank_exchange(self.trainer.mesh)
         )
@@ -110,8 +114,8 @@ class Recovery:
         return self.trainer.steps
 
     def _is_passed(self, step: int) -> bool:
-        """Returns whether the newest valid checkpoint on disk is later than `step`, the step of the in-memory
-        checkpoints. This is so if later in-memory checkpoints did not fit. All ranks call it."""
+        """Returns whether the newest valid checkpoint on disk is of a later step than `step`. This is possible if later
+        in-memory checkpoints did not fit in memory. All ranks call it."""
         passed = False
         if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
             with contextlib.suppress(CorruptCheckpoint):
@@ -120,7 +124,7 @@ class Recovery:
         return rank_exchange(self.trainer.mesh).all_gather(str(passed))[0] == "True"
 
     def _forget(self) -> None:
-        """Discards in-memory checkpoints of later steps, since these steps will be run again."""
+        """Discards this rank's in-memory checkpoints of steps after the resumed one, since these steps are repeated."""
         if self.copies is not None:
             self.copies.memory.head.forget(after=self.trainer.steps)
 
@@ -140,16 +144,16 @@ class Recovery:
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
-        """Returns the record of the step that this rank has resumed from if a fault prevented its report, else None.
-        `reported`: the last reported step; the value of rank 0 counts. All ranks call it."""
+        """Returns the record of the last step before the in-memory checkpoint if a fault prevented its report, else
+        None. `reported`: the last reported step, which only rank 0 needs to know. All ranks call it."""
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
-        # If later steps were already reported, the run was rolled back to this step.
+        # If later steps were reported, the run was rolled back to this step, whose report is not missing.
         return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
     def catch_up(self) -> None:
-        """Saves now if a save was due at the resumed step and a fault prevented it. All ranks call it."""
+        """Saves a checkpoint of the resumed step if it was due and a fault prevented it. All ranks call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(
                 bool(self.pulse.read(HeartbeatField.busy))
@@ -160,8 +164,8 @@ class Recovery:
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """If the rank resumed from in-memory checkpoints of another plan, makes its own one under this plan. An
-        overlapped save reads it. All ranks call it."""
+        """Makes this rank's in-memory checkpoint of the resumed step if it is missing. It is missing if the checkpoints
+        were made under another plan. An overlapped save reads it. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
@@ -169,8 +173,8 @@ class Recovery:
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
-        """Rolls back from a loss spike to the newest checkpoint before the spike. Returns the number of completed
-        steps. All ranks call it."""
+        """Rolls back to the newest valid checkpoint from before the loss spike (loss_spike.py). Returns the number of
+        completed steps, which is unchanged if no checkpoint is old enough. All ranks call it."""
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
@@ -191,7 +195,7 @@ class Recovery:
         self._fill(Path(path))
         batches = (batch_index(untouched, left_out), batch_index(step - 1, left_out) + 1)
         line = guard.goes_back(self.trainer.steps, step, left_out, batches)
-        ranks.all_gather("")  # a barrier: all ranks have read the checkpoint
+        ranks.all_gather("")  # barrier: rank 0 must not remove checkpoints while a rank reads
         if first:
             for later in list_checkpoints(self.folder):
                 if (parse_step(later) or 0) > self.trainer.steps:
@@ -203,7 +207,7 @@ class Recovery:
     # --- saving -----------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
-        """Makes the in-memory checkpoint of the step of `record`. Called after each step."""
+        """Starts the in-memory checkpoint of the step of `record`. The loop calls it after each step."""
         self.guard.heed(record)
         if self.copies is not None:
             self._time(record.seconds, self.copies.waited)
@@ -213,7 +217,8 @@ class Recovery:
                 self._note(self.copies.refused)
 
     def _time(self, seconds: float, waited: float) -> None:
-        """Measures how long training waits for copies over its first steps. If the wait is long, prints one warning."""
+        """Measures during the first steps how long training waits for in-memory checkpoints. If the waits are long,
+        prints a warning."""
         steps, whole, stood = self._steps
         if steps < memory_checkpointer.MIN_MEASURED_STEPS:
             self._steps = (steps + 1, whole + seconds, stood + waited)
@@ -223,14 +228,16 @@ class Recovery:
                 self._note(line)
 
     def finish(self) -> None:
-        """Waits for the copy in flight. Called before the last reduction of the next step, and before the end."""
+        """Waits until the started in-memory checkpoint is complete. The loop calls it before the last reduction of the
+        next step, and after the last step."""
         if self.copies is not None:
             self.copies.finish()
 
     @property
     def flags(self) -> tuple[float, float, float]:
-        """Returns three values for the exchange between ranks: whether a checkpoint is being written (1.0 or 0.0), the
-        seconds of the last save, and whether the in-memory checkpoints did not fit (1.0 or 0.0)."""
+        """Returns this rank's values for the exchange between ranks. The first is 1.0 if a checkpoint is being written,
+        else 0.0. The second is the duration of the last save in seconds. The third is 1.0 if this rank's in-memory
+        checkpoint did not fit in memory, else 0.0."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
@@ -238,9 +245,10 @@ class Recovery:
         )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
-        """Applies `flags`, the maximum of each flag over all ranks. `record`: the record of the step that has ended."""
+        """Applies `flags`, the maxima over all ranks of the values of the property `flags`. `record`: that of the step
+        that has ended."""
         busy, self._save_seconds, refused = flags
-        if refused and self.copies is not None:  # if the copy of one rank does not fit, no rank makes copies
+        if refused and self.copies is not None:  # in-memory checkpoints are useless unless every rank has one
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
         self._since += record.seconds
         if self.copies is not None and self._busy and not busy:
@@ -248,8 +256,7 @@ class Recovery:
         self._busy = busy > 0
 
     def due(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after `step`. The decision uses only values that are identical on every
-        rank."""
+        """Returns whether a checkpoint on disk is due after `step`. All ranks return an equal result."""
         if self._owed and not self._busy:
             return True
         every = self.launch.run.checkpoint_every
@@ -261,15 +268,17 @@ class Recovery:
         return step == self.launch.workload.steps or (every > 0 and step % every == 0)
 
     def save(self, must: bool) -> None:
-        """Saves a checkpoint. `must`: this is the last chance to save, so a failure ends the run. Otherwise, a writer
-        process saves while training continues, if all in-memory checkpoints are on this machine
-        (memory_checkpointer.py)."""
+        """Saves a checkpoint to disk. All ranks call it.
+
+        With `must`, the ranks write it and wait. A failed save is retried; if all retries fail, SaveFailed ends the
+        run. Without `must`, a writer process saves while training continues, if the in-memory checkpoints of all ranks
+        are on this machine (memory_checkpointer.py). Otherwise the ranks write, and a failure is only reported.
+        """
         step = self.trainer.steps
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.single_node:
-            # The previous save may take longer than the interval between saves. A save that is due meanwhile is not
-            # dropped: it starts when the previous save has ended.
+            # A save may take longer than the interval between saves. The next save is then delayed, not dropped.
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):
                 self._owed = True
                 return
@@ -294,7 +303,7 @@ class Recovery:
                 if not must:
                     return
                 if not left:
-                    rank_exchange(self.trainer.mesh).all_gather("")  # rank 0 reports before any rank ends
+                    rank_exchange(self.trainer.mesh).all_gather("")  # barrier: rank 0 must report before any rank ends
                     raise
             began = time.perf_counter()
             if self.channel.rank == 0:
@@ -305,7 +314,8 @@ class Recovery:
             self._waited += time.perf_counter() - began
 
     def _save_here(self, step: int) -> None:
-        """Writes the checkpoint from the ranks themselves, which wait for it. All ranks call it. Raises SaveFailed."""
+        """Writes the checkpoint in the processes of the ranks, while training waits. All ranks call it. Raises
+        SaveFailed."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         try:
@@ -320,8 +330,8 @@ class Recovery:
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
-        """Waits at most `most` seconds for the end of the overlapped save. Returns rank 0's answer whether it has
-        ended. All ranks call it. The supervisor ends a writer that makes no progress, so this wait always ends."""
+        """Waits at most `most` seconds for the end of the overlapped save. Returns whether it has ended, as rank 0 sees
+        it. All ranks call it. An infinite wait ends too, since the supervisor kills a writer without progress."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         while self.pulse.read(HeartbeatField.busy) and time.perf_counter() < began + most:
@@ -338,8 +348,9 @@ class Recovery:
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
-    """Raises InputError if the event log of the run records a durable checkpoint: such a run must not restart at step
-    0. A run that was killed before its first checkpoint may restart. All ranks call it; only rank 0 reads the log."""
+    """Raises InputError if the event log of the run records a saved checkpoint: such a run must not restart at step 0.
+    A run that was killed before its first checkpoint may restart; `say` gets a line about the lost steps. All ranks
+    call it. Only rank 0 reads the log."""
     folder, found = Path(launch.run.folder), [False, 0]
     if ranks.rank == 0:
         text = storage.read_text(folder / EVENTS_FILE_NAME) or ""
@@ -359,8 +370,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
-    """Frees disk space before the last possible save is tried again. It removes all checkpoints except the newest valid
-    one. Then it waits `pause` seconds, in which the user can free more space."""
+    """Frees disk space before a retry of the last save. It removes all checkpoints except the newest valid one. Then it
+    waits `pause` seconds, in which the user can free more space. Only rank 0 calls it."""
     removed = prune_checkpoints(folder, 1, say=say)
     if removed:
         say(
@@ -378,9 +389,10 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 def daly_interval(save: float, failures: float) -> float:
     """Returns the interval between checkpoints, in seconds, that minimizes the time lost to saves and repeated steps.
-    `save` is the time of a save, `failures` the mean time between failures, both in seconds. Saves are in progress at
-    most MAX_SAVE_FRACTION of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS
-    2006.
+    The interval is at least `save` / MAX_SAVE_FRACTION.
+
+    `save` is the duration of a save, `failures` the mean time between failures, both in seconds. Source: Daly, A higher
+    order estimate of the optimum checkpoint interval, FGCS 2006.
 
     >>> round(daly_interval(60.0, 3.09 * 3600)), round(daly_interval(1.0, 100.0), 1)
     (1116, 13.5)

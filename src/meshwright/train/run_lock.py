@@ -1,9 +1,8 @@
-"""The lock of a run folder: only one launch at a time writes into the folder. The kernel releases the lock when its
-process ends, whatever the cause.
+"""Locks a run folder, so that only one launch of `meshwright train` writes into it. The lock is an `flock`, which the
+kernel releases when the process ends, whatever the cause.
 
 Guarantees: the lock counts as free only if the lock file is missing or the kernel reports no lock. If the file system
-fails, StorageFailed is raised. A finished run does not fail if its lock cannot be released: the end of the process
-releases it.
+fails, StorageFailed is raised. An error during release is ignored, since the end of the process releases the lock.
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from meshwright.core.messages import Message
 
 LOCK_FILE = "lease"
 LOCK_TIMEOUT_SECONDS = 0.5
-"""Taking the lock is retried for this long, in seconds. A process that only checks the lock (`is_locked`) has it for
-less time."""
+"""`RunLock` retries for this long. `is_locked` takes the lock too, but for a much shorter time."""
 
 MAX_HOLDER_BYTES = 200
 
 
 class RunLocked(InputError):
-    """Another process has the lock."""
+    """Raised if another process has the lock."""
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a process has the lock of this run folder now. Any number of processes may call it at once.
+    """Returns whether a process has the lock of this run folder. Concurrent calls do not disturb each other.
 
     Raises: StorageFailed if the file system cannot answer.
     """
@@ -51,8 +49,8 @@ def is_locked(folder: Path) -> bool:
 
 
 def locking_node(folder: Path) -> int | None:
-    """Returns the index of the node that has the lock. Returns None if no process has the lock, or if the run has no
-    node indices.
+    """Returns the index of the node that has the lock. Returns None if no process has the lock, or if the launch that
+    has it uses only one node.
 
     Raises: StorageFailed if the file system cannot answer.
     """
@@ -65,8 +63,8 @@ def locking_node(folder: Path) -> int | None:
 
 
 def _take(handle: int, kind: int, path: Path) -> bool:
-    """Takes the lock and returns True, or returns False if another process has it. Raises OSError if the file system
-    fails."""
+    """Takes the lock of the open file `handle` and returns True, or returns False if another process has it. `kind`:
+    fcntl.LOCK_SH or LOCK_EX. Raises OSError if the file system fails."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -77,8 +75,10 @@ def _take(handle: int, kind: int, path: Path) -> bool:
 
 
 class RunLock:
-    """Locks the folder while the context is open. `number`: the index of this node in a job of several nodes. Raises
-    RunLocked if another process has the lock, and StorageFailed if the file system has no locks or fails."""
+    """A context manager that locks `folder`. `number`: the index of this node in a job of several nodes.
+
+    Raises on entry: RunLocked if another process has the lock, StorageFailed if the file system has no locks or fails.
+    """
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self.folder, self.number = folder, number

@@ -1,9 +1,9 @@
-"""Text samples of a trained model under any plan: rank 0 gathers the full weights and runs the plain model, token by
-token and without a cache.
+"""Generates a text sample from the trained model at the end of a training run. Rank 0 gathers the full weights and runs
+the unsharded model without a key-value cache, so a sample is possible under every plan.
 
-Rule: at temperature 0 the most likely token is taken. Otherwise a token is drawn from softmax(logits / temperature)
-over the `top` most likely tokens. In both cases REPETITION_PENALTY first makes the last PENALTY_WINDOW_TOKENS tokens
-less likely, since small models repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
+At temperature 0 the most likely token is chosen. Otherwise REPETITION_PENALTY first makes the last
+PENALTY_WINDOW_TOKENS tokens less likely, since small models repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
+Then a token is drawn from softmax(logits / temperature) over the `top` most likely tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.train.trainer import Trainer
 SAMPLE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
 REPETITION_PENALTY = 1.1
 PENALTY_WINDOW_TOKENS = 64
-MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # the largest weights, in bytes, that one host gathers for a sample
+MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # if the float32 weights of the model are larger, there is no sample
 
 
 @torch.no_grad()
@@ -37,8 +37,8 @@ def generate_tokens(
     seed: int = 1,
     context: int = 0,
 ) -> list[int]:
-    """Returns `prompt` and up to `count` tokens after it. `context`: the model's largest number of input tokens, or 0
-    if there is no limit. `top`: the number of most likely tokens from which one is drawn."""
+    """Returns `prompt` followed by `count` new token ids. `context`: the model's largest number of input tokens, or 0
+    if there is no limit. `top`: the number of most likely tokens from which a token is drawn."""
     random = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(count):
@@ -68,8 +68,11 @@ def sample_text(
     context: int,
     seed: int,
 ) -> str:
-    """Returns the prompt and its continuation by `model`, a plain module with the architecture of the trained model.
-    Its parameters are loaded from `weights`, which contains tied weights only once."""
+    """Loads `weights` into `model` and returns `prompt` with up to `count` generated tokens, as text.
+
+    `model` is an unsharded module with the architecture of the trained model. `weights` needs a tied weight under
+    only one of its names. `context`: as for `generate_tokens`. The text ends before the first end-of-text token.
+    """
     missing, unexpected = model.load_state_dict(weights, strict=False)
     own = {name for name, _ in model.named_parameters()}
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"
@@ -82,8 +85,11 @@ def sample_text(
 def sample_of_run(
     trainer: Trainer, launch: LaunchSpec, objective: DataObjective, tokenizer: Tokenizer | None, parameters: int
 ) -> dict[str, str] | None:
-    """Returns the fields of a message on rank 0, None on other ranks. The fields are the sample, or the reason why
-    there is none. All ranks call it. `parameters`: the number of parameters of the model."""
+    """Returns the fields of the message `sample`: the generated text, or the reason (`why`) for its absence.
+
+    All ranks call it, since it gathers the weights. Ranks other than 0 get None unless there is a reason. `parameters`:
+    the number of parameters of the model.
+    """
     why = no_sample_reason(objective, tokenizer, 4.0 * parameters)
     if why:
         return {"why": why}
@@ -98,7 +104,7 @@ def sample_of_run(
 
 
 def no_sample_reason(objective: DataObjective, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
-    """Returns why this run ends without a sample, or ''."""
+    """Returns why no sample is possible, as a line for the user, or ''."""
     if objective == "pairs":
         return Message(
             "samples of encoder-decoder models are not supported: export the checkpoint and generate with transformers"

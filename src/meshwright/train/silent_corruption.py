@@ -1,27 +1,21 @@
-"""Detects silent data corruption: compares replicas of states, and computes suspicious gradients once more.
+"""Detects silent data corruption (SDC), such as flipped bits. It compares replicas of states and computes suspicious
+gradients once more. The training loop and the trainer use it.
 
-Replica check: ranks compare the digests of replicated states. A replica with a flipped bit is outvoted by the majority
-and repaired in place.
+Replica check. Ranks that store replicas of states (main weights and optimizer states) exchange digests of these. Below
+ZeRO 3, ranks that store the same full weights also exchange digests of the weights. If digests differ, the digest that
+more than half of the ranks have is taken as right. The other ranks receive the tensors from the first rank with this
+digest. Without a majority, the run ends with an error. Then it can resume from the last checkpoint, which was saved
+while the replicas agreed. A state that only one rank stores cannot be checked.
 
-Rule: ranks that store replicas of the same states exchange one digest each. At ZeRO 1 and 2, ranks with the same full
-weights also exchange digests of these. If digests differ, the digest of more than half of the ranks is taken as right.
-The other ranks receive the tensors from the first rank with this digest. Without a majority the run ends. It resumes
-from the last checkpoint that was saved while the replicas agreed. States without a replica (ZeRO shards of a single
-replica) cannot be compared.
+`SdcRecompute`. A gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the
+median of recent norms. Before the update, a suspicious gradient is computed a second time from equal rows and random
+states. So is the gradient of every step whose index is a multiple of `every`. The computation is deterministic, so
+without corruption both gradients are bit-identical. If they differ, the gradient is computed a third time, and the
+result that occurs twice is used.
 
-Source on the damage of silent corruption: Dixit et al., Silent Data Corruptions at Scale, 2021.
-
-`SdcRecompute` computes a suspicious gradient once more before the update uses it.
-
-Rule: a gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the median of
-recent norms. A step with a suspicious gradient computes the gradient again, with the same rows and random states. A
-step whose index is a multiple of `every` also does this. The computation is deterministic, so without corruption the
-two gradients are equal bit for bit, and the update follows. If they differ, the gradient is computed a third time, and
-the result that occurs twice is used.
-
-In a step that is computed twice, every bit flip that changes the gradient is detected. In other steps, only flips that
-make the gradient large are detected. Errors that a device repeats each time are not detected. Memory contains one
-gradient at a time, and digests of the earlier gradients of the step.
+In a step that is computed twice, every bit flip that changes the gradient is detected. In other steps, a flip is
+detected only if it makes the gradient large. Errors that a device repeats in each computation are not detected. Only
+one gradient is in memory at a time; of the earlier gradients of the step, only digests are stored.
 
 Sources: Dixit et al., Silent Data Corruptions at Scale, 2021. On recomputing suspicious gradients: He et al.,
 Understanding and Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. In that study, most lasting
@@ -52,11 +46,11 @@ from meshwright.train.trainer_checkpoint import rank_exchange
 
 INTEGER_DTYPE_BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 22
-"""The number of elements that a device processes at a time. Processing them takes about 100 MiB of extra memory."""
+"""`bit_sums` processes this number of elements at a time, which needs about 100 MiB of extra memory."""
 
 
 class ReplicaRepair(NamedTuple):
-    """A repair: the replica of `what` on the `ranks` was wrong and has been replaced."""
+    """A repair after step `step`: the values of `what` on `ranks` were wrong and have been replaced."""
 
     what: str
     ranks: tuple[int, ...]
@@ -64,7 +58,7 @@ class ReplicaRepair(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Returns the line for the user."""
+        """Returns the line about the repair for the user."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return Message(
             "step {step}: the {what} differed: {who} had wrong values, which are now repaired",
@@ -81,13 +75,13 @@ class _ReplicatedState(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a key of the states that is unique over all ranks."""
+        """Returns a key that is unique over all process groups, and equal on the ranks of one group."""
         return Message("{what} of ranks {ranks}", what=self.what, ranks=", ".join(map(str, self.group.ranks)))
 
 
 def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
-    """Compares the replicas between two steps and repairs them by majority. Every rank calls it. If there is no
-    majority, it raises ReplicaMismatch on all ranks."""
+    """Compares the replicas of states and repairs wrong ones by majority. All ranks call it between two steps. Without
+    a majority it raises ReplicaMismatch on all ranks."""
     state.engine.zero.quiesce()
     stored = list(_replicated_states(state))
     ranks = rank_exchange(state.mesh)
@@ -122,12 +116,13 @@ def compare_replicas(state: TrainState) -> list[ReplicaRepair]:
     if mended:
         for unit in state.engine.zero.units:
             unit.copy_to_params()
-            unit.weights.all_gather().wait()  # a wrong shard may already have reached other ranks by an all-gather
+            unit.weights.all_gather().wait()  # an earlier all-gather may have spread the wrong weights of a shard
     return mended
 
 
 def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> bool:
-    """Compares the replicas and reports each repair to `say` (line, step, rank). Returns whether it repaired any."""
+    """Compares and repairs replicas (`compare_replicas`). Calls `say` for each repair, with the line for the user, the
+    step and the first repaired rank. Returns whether any replica was repaired."""
     found = compare_replicas(state)
     for each in found:
         say(each.line, each.step, each.ranks[0])
@@ -135,8 +130,8 @@ def repair_replicas(state: TrainState, say: Callable[[str, int, int], None]) -> 
 
 
 def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
-    """Yields the states that other ranks also store: main weights and optimizer states (replica groups), and full
-    weights (shard groups)."""
+    """Yields the states that other ranks also store. Main weights and optimizer states are replicated over replica
+    groups, full weights over shard groups."""
     units = state.engine.zero.units
     for sharing in {id(unit.placement): unit.placement for unit in units}.values():
         own = [unit for unit in units if unit.placement is sharing]
@@ -149,9 +144,9 @@ def _replicated_states(state: TrainState) -> Iterator[_ReplicatedState]:
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:
-    """Returns one hexadecimal digest of all tensors. It covers the bytes of a tensor in host memory. For a tensor on an
-    accelerator, it covers the two `bit_sums`, which the accelerator computes; a transfer of 16 GB to the host would
-    take seconds."""
+    """Returns one hexadecimal digest of all tensors. Tensors in host memory are hashed. For a tensor on an accelerator,
+    its two `bit_sums` are hashed, which the accelerator computes: a transfer of 16 GB to the host would take
+    seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(tensor_bytes(tensor if backend_of(tensor.device).memory_is_host else bit_sums(tensor)))
@@ -159,9 +154,9 @@ def tensors_digest(tensors: list[torch.Tensor]) -> str:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns two int64 sums modulo 2^64, which do not depend on the order of summation. The first sum adds the bits of
-    each element as an integer. The second sum multiplies each integer by an odd number that depends on its position.
-    One flipped bit changes the first sum. If several flips cancel in the first sum, the second sum changes.
+    """Returns two int64 sums modulo 2^64 over the elements of `tensor`, whose bits are read as integers. The first sum
+    adds the integers. The second sum first multiplies the integer at index i by 2 i + 1. One flipped bit changes the
+    first sum. The second sum reveals two flips that cancel in the first.
     """
     words = tensor.detach().reshape(-1).view(INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -173,8 +168,8 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repair_tensors(state: _ReplicatedState, wrong: bool, source: bool) -> None:
-    """Overwrites the tensors of the wrong ranks with those of the source rank, by an all-reduce to which all other
-    ranks contribute zeros. Every rank of the group calls it."""
+    """Overwrites the tensors of wrong ranks with those of the source rank. All ranks of the group call it. `wrong` and
+    `source` describe this rank. It uses an all-reduce to which all ranks except the source contribute zeros."""
     for tensor in state.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)
@@ -187,12 +182,14 @@ SUSPICIOUS_NORM_RATIO = 8.0
 """A gradient is suspicious if its norm exceeds the median of recent norms times this ratio."""
 
 NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
-"""The number of norms in the median, and the smallest number of norms for which the median is used."""
+"""The median covers the last NORM_HISTORY_STEPS finite norms. It is used only if there are at least
+MIN_NORM_HISTORY_STEPS norms."""
 
 
 class SdcRecompute:
-    """Recomputes suspicious gradients on one rank. All ranks see the same norm and make the same decision. `every`: the
-    number of steps between unconditional recomputes; 0 means none. `say` receives the step and a line for the user."""
+    """Recomputes suspicious gradients on one rank. The norm is equal on all ranks, so all ranks make one decision.
+    `every`: the number of steps between unconditional recomputes; 0 means none. `say` receives a step and a line for
+    the user."""
 
     def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
         self.every, self.say = every, say
@@ -200,8 +197,9 @@ class SdcRecompute:
         self._off = False
 
     def settled(self, state: TrainState, compute: Callable[[], GradientSums]) -> GradientSums:
-        """Returns the verified result of `compute`, the step's passes. The verified gradients are in the flat
-        buffers."""
+        """Runs `compute` (forward and backward of the step) as often as needed, and returns its verified result. The
+        gradients of this result are in the flat buffers. If three computations differ, the last result is used and
+        later gradients are not checked."""
         if self._off or recompute_obstacle(state):
             return compute()
         random = _random_states(state)
@@ -243,8 +241,8 @@ class SdcRecompute:
         return found
 
     def _asks(self, step: int, norm: float, overflows: bool) -> bool:
-        """Returns whether the step is recomputed. `overflows`: whether the loss scale may overflow. Gradients that are
-        not finite are then expected, and all ranks skip such steps."""
+        """Returns whether the gradient of the step must be recomputed. `overflows`: whether the loss scale is dynamic.
+        It may then overflow, so a gradient that is not finite is expected."""
         if not math.isfinite(norm):
             return not overflows
         return (self.every > 0 and step % self.every == 0) or (
@@ -253,7 +251,8 @@ class SdcRecompute:
 
 
 def recompute_obstacle(state: TrainState) -> str:
-    """Returns why gradients cannot be computed twice (the first pass changes some state), or '' where they can."""
+    """Returns why the gradient of a step cannot be computed twice, or ''. The reason is some state that the first
+    computation changes."""
     engine = state.engine
     if engine.statistics:
         return Message("{statistics} is a norm with batch statistics", statistics=engine.statistics)
@@ -275,7 +274,8 @@ def _gradient_digest(state: TrainState) -> str:
 
 
 def _matches_earlier(tries: list[str], state: TrainState) -> bool:
-    """Returns whether the last result equals the same earlier result on every rank. All ranks call it."""
+    """Returns whether an earlier result has the digest of the last result, on every rank. All ranks call it. `tries`:
+    this rank's digests."""
     differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=state.mesh.device)
     all_reduce(differs, state.mesh.world).wait()
     return bool((differs == 0).any())

@@ -1,45 +1,50 @@
-"""Straggler detection: a diagnosis from the times that every rank measures, and new numbers of micro-batches per
-replica that compensate for a straggler.
+"""Detects stragglers from the times that every rank measures, and computes numbers of micro-batches per replica that
+compensate for them. The training loop (loop.py) uses it.
 
-    computing      The time of a step without waits for data or other ranks. A slow device computes longer than its
-    peers.
-    data           The wait for the batch, due to a slow reader or disk. If all ranks wait, the shortest wait counts.
-    communication  All ranks wait longer for others but do not compute longer, so a link is slow. A measurement then
-    finds the link.
+A diagnosis names one of three phases:
 
-Rule: all values are medians over MEDIAN_WINDOW_STEPS steps. The peers of a rank are the ranks of its pipeline stage. A
-rank is a straggler if all of these hold:
+    computing      A device computes longer than its peers. Computing is the time of a step without waits for data or
+                   for other ranks.
+    data           A rank waits longer for its batch than its peers, due to a slow data loader or disk. If all ranks
+                   wait, the shortest wait counts.
+    communication  All ranks wait longer for others but do not compute longer, so a link is slow. Then the bandwidths of
+                   the links are measured to find it.
+
+All values are medians over a window of MEDIAN_WINDOW_STEPS steps. The peers of a rank are the other ranks of its
+pipeline stage. The excess of a rank is its time minus the median time of its peers. The spread of a rank is the median
+distance of its times from their median. A rank is a straggler if all of these hold:
 - It takes more than MIN_SLOWDOWN_RATIO times the median of its peers.
-- The excess is more than MIN_STEP_FRACTION of the step.
-- The excess is more than MIN_SPREAD_RATIO times the spread of its own steps and of its peers' steps. The spread is the
-  median distance from the median.
-- In at least MIN_SLOW_STEPS_FRACTION of the steps, it exceeds its peers by half of its median excess.
+- Its excess is more than MIN_STEP_FRACTION of the step.
+- Its excess is more than MIN_SPREAD_RATIO times the largest spread among the rank and its peers.
+- In at least MIN_SLOW_STEPS_FRACTION of the steps, it takes more than (1 + MIN_SLOWDOWN_RATIO) / 2 times the median of
+  its peers.
 
-Other programs may take CPU cores from one rank after another. Then the steps of one rank differ as much as ranks do,
-and there is no diagnosis.
+The last two conditions prevent a diagnosis if other programs take CPU cores from one rank after another: the steps of
+one rank then differ as much as ranks do.
 
-Computing time is per sequence, since peers may have different numbers of micro-batches. A diagnosis is reported when
-the result is unchanged for CONFIRMATION_STEPS steps in a row, and again when all ranks are healthy. If the plan has
-uneven gradient accumulation, its devices are heterogeneous. Then the times of the first window are the reference. All
-ranks see the same values and reach the same diagnosis without an extra message. If a stage has only one rank, its time
-is compared with its own earlier time, relative to the change of the other stages.
+Computing times are compared per sequence, since peers may have different numbers of micro-batches. A diagnosis is
+reported when it has been unchanged for CONFIRMATION_STEPS steps, and again when all ranks are healthy. If the plan has
+uneven gradient accumulation, its devices are heterogeneous, and computing times are relative to the first window. If a
+stage has only one rank, the change of its time since the first window is compared with that of the other stages. All
+ranks have equal values, so they reach an equal diagnosis without an exchange.
 
-[Note: adjusted shares] If replicas synchronise once per step, the numbers of micro-batches per replica are adjusted to
-the speeds of the replicas, at a step boundary. Only the assignment of rows to ranks changes. The loss stays that of one
-device. The order of its sums changes, so such a run is not reproducible bit for bit. The user must request it.
+[Note: adjusted shares] Replicas synchronize once per step, so they may have different numbers of micro-batches. If the
+user sets `run.balance`, these numbers are adapted to the speeds of the replicas at a step boundary. Only the assignment
+of rows to ranks changes, so the loss stays that of one device. But the order of its sums changes, so such a run is not
+reproducible bit for bit.
 
 Whole micro-batches may be too coarse. For example, four replicas have 16 micro-batches, and one replica takes 1.5 times
-as long. The best division is 5-4-4-3, and the step is 15 % longer than the speeds allow. If half micro-batches save
-more than MIN_GAIN_FRACTION, the new plan uses half micro-batches. The new micro-batch size of a replica is the largest
-divisor of its number of sequences that does not exceed its micro-batch size in the first plan.
+as long as the others. The best division is 5-4-4-3, with which a step takes 15 % longer than the speeds allow. If half
+micro-batches save more than MIN_GAIN_FRACTION of the step, the new plan uses half micro-batches. The micro-batch size
+of a replica is the largest divisor of its number of sequences that does not exceed its size in the first plan.
 
-The update of a rank takes the same time for few and for many sequences. So a rank with few sequences seems slow per
-sequence. When no straggler is left, the first plan is therefore predicted to reach the step time of the first window
-again. This does not hold if a rank's current speed would clearly delay the others under the first plan.
+The optimizer update takes equally long for few and for many sequences, so a rank with few sequences seems slow per
+sequence. Therefore, when no straggler is left, the first plan is predicted to reach the step time of the first window
+again. This prediction is not used if the measured speeds would clearly delay the first plan.
 
-[Note: ranks that are left out] If no assignment helps, an `ExclusionRequest` is sent after EXCLUSION_DELAY_STEPS slow
-steps, and then once per window. It contains the current step time, and the predicted step time if the rank computed as
-fast as its peers. The supervisor decides (elastic/devices.py).
+[Note: ranks that are left out] If no division of the batch helps, the monitor sends an `ExclusionRequest`. It does so
+after EXCLUSION_DELAY_STEPS slow steps, and then once per window. The request has the current step time, and the
+predicted step time if the slow ranks computed as fast as their peers. The supervisor decides (elastic/devices.py).
 """
 
 from __future__ import annotations
@@ -61,13 +66,13 @@ MEDIAN_WINDOW_STEPS = 10
 MIN_SLOWDOWN_RATIO, MIN_STEP_FRACTION = 1.3, 0.1
 MIN_SPREAD_RATIO, MIN_SLOW_STEPS_FRACTION, CONFIRMATION_STEPS = 4.0, 0.9, 8
 MIN_GAIN_FRACTION = 0.05
-"""The smallest saving, as a fraction of the step, that new micro-batches per replica must promise."""
+"""A new division of the batch must be predicted to save at least this fraction of the step time."""
 
 EXCLUSION_DELAY_STEPS = 20
-"""The number of steps for which a rank must stay slow after the diagnosis before its exclusion is requested."""
+"""A rank must stay slow for this number of steps after the diagnosis before its exclusion is requested."""
 
 WARMUP_STEPS = 2
-"""The first steps of a launch, which are not measured: they set up new shapes and fill caches."""
+"""The first steps of a launch are not measured, since they allocate buffers and fill caches."""
 
 MEASURED_GAIN_TEXT = mark_msgid("step {step}: {plan} made steps {found:.2f} times as fast, {times:.2f} predicted")
 CHANGED_PLAN_TEXT = mark_msgid("step {step}: the run uses {plan} from here on, {times:.2f} times as fast predicted")
@@ -75,7 +80,7 @@ ALL_HEALTHY_TEXT = Message("no rank delays the others any more")
 
 
 class SlowPhase(StrEnum):
-    """The phase that is longer than normal."""
+    """The phase of a step in which a rank is slow."""
 
     computing = "computing"
     data = "data"
@@ -83,7 +88,7 @@ class SlowPhase(StrEnum):
 
 
 class PhaseSeconds(NamedTuple):
-    """The seconds of one step that each rank spends in each phase."""
+    """The seconds of one step by phase and rank. `waiting`: for other ranks."""
 
     computing: tuple[float, ...]
     data: tuple[float, ...]
@@ -91,8 +96,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A slow rank (-1: all ranks). `times` is the ratio of its time to that of its peers, or to its time in the first
-    window. For a data wait of all ranks, `times` is the fraction of a step."""
+    """A slow rank, or all ranks if `rank` is -1. `times` is the ratio of its time to that of its peers, or to its
+    earlier time; `than` says which. If all ranks wait for data, `times` is the fraction of a step."""
 
     rank: int
     phase: SlowPhase
@@ -101,7 +106,7 @@ class Straggler(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Returns the diagnosis as one English sentence without a full stop."""
+        """Returns the diagnosis as one line for the user."""
         if self.rank < 0 and self.phase == SlowPhase.data:
             return Message(
                 "every rank waits for its data for {share:.0f} % of a step: the data loaders are slow",
@@ -122,8 +127,9 @@ class Straggler(NamedTuple):
 
 
 class ExclusionRequest(NamedTuple):
-    """The ranks that compute slowly. `times` is the largest ratio of their time to that of their peers. `seconds` is
-    the current step time, and `without` is the step time without their excess computing time."""
+    """A request to exclude slow ranks. `times`: the largest ratio of their computing time to that of their peers.
+    `seconds`: the current step time. `without`: the predicted step time if these ranks computed as fast as their
+    peers."""
 
     ranks: tuple[int, ...]
     times: float
@@ -133,22 +139,22 @@ class ExclusionRequest(NamedTuple):
 
 @dataclass
 class HealthyTimes:
-    """The reference times of this start, with which later times are compared. They are empty until they are
+    """Times of this launch in seconds, with which later times are compared. Each has its default until it is
     measured."""
 
     step: float = 0.0
-    """The median step of the first window."""
+    """The median step time of the first window."""
     computing: list[float] = field(default_factory=list)
-    """The seconds of a sequence on each rank in the first window."""
+    """The computing time per sequence in the first window, by rank."""
     waiting: float | None = None
-    """The shortest wait for others while all ranks were healthy."""
+    """The shortest wait of any rank for others in the first window without a straggler."""
     waiting_spread: float = 0.0
-    """The spread of these waits."""
+    """The largest spread of any rank's waits in that window."""
 
 
 class StragglerMonitor:
-    """Receives the seconds of the phases of each step in one launch. `say` receives lines for the user. `tell` receives
-    messages for programs: a kind and its fields."""
+    """Diagnoses stragglers in one launch. All ranks construct it and make equal calls. `say` receives lines for the
+    user. `tell` receives messages for the supervisor: the kind of message and its fields."""
 
     def __init__(
         self,
@@ -159,9 +165,9 @@ class StragglerMonitor:
         halves: bool = True,
         links: Callable[[], Sequence[tuple[tuple[int, ...], str]]] = tuple,
     ) -> None:
-        """`halves`: micro-batches may become smaller. Exact sums, a load-balancing loss and compiled blocks exclude
-        this. `links`: measures the links on all ranks together, and returns the ranks and a description of each slow
-        link."""
+        """`batch`: the number of sequences in the global batch. `halves`: whether micro-batches may become smaller.
+        Exact sums, a load-balancing loss, batch statistics, DiLoCo and compiled blocks exclude this. `links`: measures
+        the links on all ranks together, and returns the ranks and a description of each slow link."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, SlowPhase]]()
         self.first, self.halves, self.links = plan, halves and not plan.compile, links
         self.grid = RankGrid(plan)
@@ -172,14 +178,15 @@ class StragglerMonitor:
         self._is_heterogeneous = len(set(self.counts)) > 1
 
     def follow(self, plan: Plan) -> None:
-        """Switches to `plan`, which differs only in the number and the sizes of micro-batches."""
+        """Starts a new window under `plan`, which may differ only in the numbers and the sizes of micro-batches."""
         self.plan, self._window = plan, deque[PhaseSeconds](maxlen=MEDIAN_WINDOW_STEPS)
         self._promised: tuple[float, float] | None = None
         rows = self._rows(plan)
         self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
     def heed(self, phases: PhaseSeconds, step: int, balance: bool) -> Plan | None:
-        """Reports a change of the diagnosis. With `balance`, returns a better plan to continue with, or None."""
+        """Processes the times of step `step` and reports a change of the diagnosis. With `balance`, returns a better
+        plan for the next steps, if there is one. Otherwise returns None."""
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
@@ -191,7 +198,7 @@ class StragglerMonitor:
                 self.say(Message("step {step}: {words}", step=step, words=words))
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first
-        # Also computes a new division if the speed of a known straggler has changed.
+        # The speed of a known straggler may change, so the division is computed again once per window.
         again = found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
@@ -207,8 +214,8 @@ class StragglerMonitor:
         return plan
 
     def _compare(self, step: int) -> None:
-        """Compares the measured gain of a new plan with the predicted gain, after a full window of steps under the new
-        plan."""
+        """Reports the measured and the predicted speed-up of a new plan, as soon as a window of steps under this plan
+        is complete."""
         if self._promised is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
             before, times = self._promised
             self._promised, found = None, before / self._seconds()
@@ -216,12 +223,12 @@ class StragglerMonitor:
             self.tell("rebalance_result", step=step, plan=self.plan.name, predicted=times, measured=found)
 
     def _seconds(self) -> float:
-        """Returns the median step time of the window, in seconds."""
+        """Returns the median over the window of the slowest rank's step time, in seconds."""
         return median(max(map(sum, zip(*each, strict=True))) for each in self._window)
 
     def hear(self, phases: PhaseSeconds) -> list[Straggler] | None:
-        """Returns the stragglers, the worst first, when the diagnosis has changed, else None. An empty list means that
-        all ranks are healthy again."""
+        """Adds the times of a step. Returns the new diagnosis if it has changed, else None. A diagnosis is a list of
+        stragglers, the worst first; it is empty if all ranks are healthy again."""
         self._seen += 1
         if self._seen <= WARMUP_STEPS:
             return None
@@ -238,8 +245,8 @@ class StragglerMonitor:
         return found
 
     def asks(self) -> ExclusionRequest | None:
-        """Returns a request to exclude the ranks that have computed slowly for long, or None ([Note: ranks that are
-        left out])."""
+        """Returns a request to exclude the ranks that have computed slowly for EXCLUSION_DELAY_STEPS steps, or None
+        ([Note: ranks that are left out])."""
         slow = {rank for rank, phase in self.slow if phase == SlowPhase.computing}
         now = {each.rank: each.times for each in self._slow() if each.phase == SlowPhase.computing}
         others = [rank for rank in range(self.plan.world) if rank not in slow]
@@ -259,8 +266,8 @@ class StragglerMonitor:
         return ExclusionRequest(tuple(sorted(slow)), max(now.values()), seconds, seconds - longer)
 
     def better(self) -> tuple[Plan, float] | None:
-        """Returns the plan whose micro-batches per replica follow the current speeds, and the predicted speed-up.
-        Returns None where the gain is too small or the plan is not legal."""
+        """Returns the plan with the shortest predicted step time and its predicted speed-up ([Note: adjusted shares]).
+        Returns None if the plan saves less than MIN_GAIN_FRACTION of the step."""
         if len(self._window) < MEDIAN_WINDOW_STEPS or self.plan.dp < 2:
             return None
         each = self._by_sequence()
@@ -293,19 +300,19 @@ class StragglerMonitor:
         return (plan, step / promised[plan]) if step - promised[plan] >= MIN_GAIN_FRACTION * step else None
 
     def _rows(self, plan: Plan) -> list[int]:
-        """Returns the number of sequences of each replica in a step."""
+        """Returns the number of sequences per step of each replica under `plan`."""
         return [sum(size for _, size in micro_batch_rows(plan, self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
-        """Returns the number of sequences per replica, divided by the replicas' seconds per sequence. Each number is a
-        multiple of the first plan's micro-batch size divided by `parts`, if that is an integer."""
+        """Returns the number of sequences of each replica, in inverse proportion to `seconds`, its seconds per
+        sequence. Each number is a multiple of the first plan's micro-batch size, divided by `parts` if possible."""
         unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in micro_batches_by_speed([1.0 / each for each in seconds], self.batch // unit)]
 
     def _of(self, rows: Sequence[int]) -> Plan | None:
-        """Returns the plan under which each replica reads `rows` sequences, or None where this plan is not legal. The
-        plan has as few micro-batches as possible; none is larger than in the first plan."""
+        """Returns a plan under which replica r reads `rows[r]` sequences, or None if such a plan is not valid. It has
+        as few micro-batches as possible, none of them larger than in the first plan."""
         most = [self.first.micro_batch_of(replica) for replica in range(self.first.dp)]
         sizes = [
             max(size for size in range(1, limit + 1) if stored % size == 0)
@@ -321,17 +328,18 @@ class StragglerMonitor:
             return None
 
     def _middle(self, phase: str) -> list[float]:
-        """Returns the median of a phase over the window, in seconds, by rank."""
+        """Returns the median over the window of the seconds in `phase`, by rank."""
         return [median(getattr(each, phase)[rank] for each in self._window) for rank in range(self.plan.world)]
 
     def _spread(self, phase: str, rank: int) -> float:
-        """Returns the median distance of a rank's times from their median, in seconds."""
+        """Returns the spread of a rank's times in `phase`: their median distance from their median, in seconds."""
         steps = [getattr(each, phase)[rank] for each in self._window]
         middle = median(steps)
         return median(abs(step - middle) for step in steps)
 
     def _often(self, phase: SlowPhase, rank: int, peers: Sequence[int]) -> bool:
-        """Returns whether `rank` takes longer than its peers in most steps."""
+        """Returns whether `rank` takes clearly longer than its peers in most steps of the window (the last condition in
+        the module docstring)."""
         units = (
             [count * usual for count, usual in zip(self.counts, self._usually(), strict=True)]
             if phase == SlowPhase.computing
@@ -351,7 +359,8 @@ class StragglerMonitor:
         ]
 
     def _usually(self) -> list[float]:
-        """Returns the expected seconds per sequence on each rank, or 1.0 for all ranks on homogeneous devices."""
+        """Returns the divisor of the computing times by rank. On heterogeneous devices it is the rank's seconds per
+        sequence in the first window, on homogeneous devices 1.0."""
         return (
             self._healthy.computing if self._is_heterogeneous and self._healthy.computing else [1.0] * self.plan.world
         )
@@ -404,9 +413,9 @@ class StragglerMonitor:
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
-        """Returns whether all ranks wait longer for others than while all were healthy, and the increase exceeds
-        `longer`, the increase of their computing time. Only the spread of the healthy waits is considered, since the
-        waits on a slow link vary."""
+        """Returns whether all ranks wait clearly longer for others than while all were healthy. `least`: the shortest
+        wait, `step`: the step time, both in seconds. `longer`: the growth of computing times, by which waits may grow
+        too. The excess is compared with the spread of the healthy waits, since waits on a slow link vary."""
         usual = (self._healthy.waiting or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window
@@ -418,8 +427,9 @@ class StragglerMonitor:
         )
 
     def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
-        """Returns the slowdown of ranks since the first window, relative to the change of the other ranks. This value
-        is used for ranks without peers. Only ranks that are slow in most steps are included."""
+        """Returns the slowdown of ranks since the first window, relative to the median change of all ranks. Only ranks
+        that are slow in most steps are included. It serves for ranks without peers. `each`: the current seconds per
+        sequence by rank."""
         changed = [now / before for now, before in zip(each, self._healthy.computing, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [
@@ -437,6 +447,6 @@ class StragglerMonitor:
         }
 
     def _peers(self, rank: int) -> Sequence[int]:
-        """Returns the ranks of the same pipeline stage, `rank` included."""
+        """Returns the ranks of the pipeline stage of `rank`, including `rank`."""
         place = self.grid.place(rank)
         return [other for other in range(self.plan.world) if self.grid.place(other).pp == place.pp]

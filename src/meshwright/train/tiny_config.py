@@ -1,6 +1,7 @@
-"""Reduced configurations of transformers models. The structure of the model does not change.
+"""Reduces the sizes in a configuration of the `transformers` library, so that `meshwright verify` can run the model
+with real weights. The structure of the model does not change.
 
-Rule: families name their sizes differently, so every integer attribute with a known size name is replaced. The ratio of
+Model families use different names for one size, so every integer attribute with a known name is replaced. The ratio of
 query heads to key-value heads does not change, and dropout rates become 0. No attributes are added.
 """
 
@@ -48,12 +49,16 @@ MAX_POSITION_KEYS = (
 )
 WINDOW_SIZE_KEYS = ("sliding_window", "window_size", "attention_window")
 DERIVED_SIZE_ERRORS = (AttributeError, NotImplementedError)
-"""The errors that a configuration raises if a size cannot be set because it is derived from other sizes."""
+"""A configuration raises one of these errors if a size cannot be set, since it is derived from other sizes."""
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> None:
-    """Changes `config` in place. `sizes`: hidden, heads, ffn, vocabulary, sequence, side (of an image), ep."""
+    """Reduces the sizes of `config`, a `PretrainedConfig`, in place.
+
+    `layers`: the new number of layers. `sizes` has the keys hidden, heads, ffn, vocabulary, sequence, side (of an image
+    in pixels) and ep (the number of expert-parallel ranks).
+    """
     hidden, heads = sizes["hidden"], sizes["heads"]
     given = next((value for name in HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), heads)
     fewer = next((value for name in KV_HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), given)
@@ -76,7 +81,7 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     }
     for name, value in small.items():
         if _integer_attribute(config, name):
-            with suppress(*DERIVED_SIZE_ERRORS):  # sizes that are derived from others cannot be set
+            with suppress(*DERIVED_SIZE_ERRORS):
                 setattr(config, name, value)
     room = max(2 * sizes["sequence"], 64)
     for name in MAX_POSITION_KEYS:
@@ -101,7 +106,7 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
 
 
 def reduced_expert_count(given: int, ep: int) -> int:
-    """Returns a small number of experts that the `ep` ranks can divide evenly.
+    """Returns a small multiple of `ep`, or `given` itself if it is at most 8 or not a multiple of `ep`.
 
     >>> reduced_expert_count(256, 2), reduced_expert_count(6, 3), reduced_expert_count(96, 6)
     (8, 6, 12)
@@ -110,8 +115,8 @@ def reduced_expert_count(given: int, ep: int) -> int:
 
 
 def _shrink_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
-    """Reduces the number and the width of experts. At least one expert remains. Experts use the eager implementation,
-    which supports every dtype."""
+    """Reduces the number and the width of experts. It selects the eager implementation of experts, which supports every
+    dtype."""
     found = next((value for name in EXPERT_COUNT_KEYS if (value := _integer_attribute(config, name))), None)
     if found is None:
         return

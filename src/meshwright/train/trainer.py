@@ -1,8 +1,9 @@
-"""The trainer: `step(batch)` makes one optimizer step on all ranks, under any plan.
+"""Trains a model under a plan: `parallelize` shards the model and returns a `Trainer`, whose `step(batch)` makes one
+optimizer step on all ranks. A user's script and the training loop (loop.py) call both.
 
-Guarantees: the loss and the update are those of one device on the same global batch, up to the order of floating-point
-sums. The loss is the sum over all valid labels of the batch divided by their number. So unequal numbers of labels per
-rank change nothing.
+Guarantees: the loss and the update equal those of one device on the global batch, up to the order of floating-point
+sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
+the labels are distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class ParallelizeOptions(ModelHints, total=False):
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). The default 'auto' runs a
-    proof at the start if it is cheap. Other values are 'start', 'never', and a number of steps between proofs."""
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py). The default 'auto' proves the
+    plan before the first update if this is cheap. Other values are 'start', 'never', and a number of steps between
+    proofs."""
     predicted: Sequence[MemoryBreakdown]
-    """The planner's memory estimate of each pipeline rank, if there is one. An OOM error reports which kind of memory
-    exceeds the estimate."""
+    """The planner's memory estimate of each pipeline rank, in order. An OOM error reports which category of memory
+    exceeds its estimate."""
 
 
 def parallelize(
@@ -76,23 +78,23 @@ def parallelize(
 ) -> Trainer:
     """Shards `model` over the ranks of the default process group as `plan` says, and returns its trainer.
 
-    `model` is an ordinary module with all layers, identical on every rank. `optimizer` makes a torch optimizer with one
-    or more groups, from the parameters that it receives or from those of the model. Each parameter has the attributes
-    `path`, `is_matrix` (neither bias nor norm) and `in_block` (part of a repeated block).
+    `model` is an ordinary module with all layers, identical on every rank. `optimizer` receives parameters and returns
+    a torch optimizer with one or more groups of them, or of the model's parameters. Each parameter has the attributes
+    `path`, `is_matrix` (neither bias nor norm) and `in_block` (it belongs to a repeated block).
 
     The groups are made once, from full tensors (runtime/optim/param_groups.py). If the update rule is elementwise
-    (AdamW, SGD, ...), the optimizer updates flat buffers. If the rule needs full tensors (Muon, Adafactor, ...), it
-    receives full tensors. A probe finds out which kind it is (runtime/optim/rule_probe.py).
+    (AdamW, SGD, ...), the optimizer updates flat buffers. Otherwise (Muon, Adafactor, ...) it updates full tensors. A
+    probe tests whether the rule is elementwise (runtime/optim/rule_probe.py).
 
-    `precision` is a name or a recipe of `meshwright.recipe`. `clip` is the largest norm of the whole gradient.
-    `loss(output, batch)` is needed only if the model returns no logits. It must return a mean over the rows of the
-    batch. `anatomy` describes the structure of the model, from `meshwright.analysis.analyze` or written by hand; by
-    default it is analysed here. `offload_to` is a folder on a local disk for states that the plan offloads to disk; the
-    default is the system's temporary folder. `example` is a batch of a few rows, as `step` takes it. Models whose
-    inputs cannot be inferred need it: it is used to analyse them before sharding.
+    `precision` is a name or a recipe of `meshwright.recipe`. `clip` is the maximum norm of the gradient of all
+    parameters. `loss(output, batch)` must return a mean over the rows of the batch; it is needed only if the model
+    returns no logits. `anatomy` describes the structure of the model, from `meshwright.analysis.analyze` or written by
+    hand; by default the model is analysed here. `offload_to` is a folder on a local disk for states that the plan
+    offloads to disk; the default is the system's temporary folder. `example` is a batch of a few rows in the form that
+    `step` takes. It is needed to analyse a model whose inputs cannot be inferred.
 
     Raises:
-        InputError: The world size is not that of the plan, or a size does not divide.
+        InputError: The world size is not that of the plan, or a dimension is not divisible as the plan requires.
     """
     calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
@@ -116,7 +118,7 @@ def parallelize(
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
             made = groups.build_optimizer(engine.updater.optimizer_params())
-            # Adagrad creates its states at once
+            # Adagrad creates its states at construction, other optimizers in their first step.
             engine.updater.set_stateless(() if made.state else engine.zero.param_names)
             enable_fused_kernels(made)
             prover.begin(engine)
@@ -124,7 +126,7 @@ def parallelize(
 
 
 class Trainer(TrainState):
-    """One rank's trainer, made by `parallelize`. It owns the run state: step, samples, loss scale."""
+    """The trainer of one rank, made by `parallelize`. It owns the run state: step, samples, loss scale."""
 
     def __init__(
         self,
@@ -135,24 +137,23 @@ class Trainer(TrainState):
         prover: ProofSchedule,
         predicted: MemoryBreakdown | None,
     ) -> None:
-        """`prover`: runs the proofs, which compare the plan with one device. `predicted`: the predicted memory of this
-        rank, if the plan was estimated."""
+        """`prover`: the schedule of proof runs. `predicted`: the planner's memory estimate of this rank, or None."""
         super().__init__(engine, optimizer, seed)
         self.clip, self.prover, self.predicted = clip, prover, predicted
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.recount: SdcRecompute | None = None
-        """Recomputes suspicious gradients."""
+        """Recomputes suspicious gradients if set (silent_corruption.py). The training loop sets it."""
         self.passes = StepPasses(StepInvariants(engine, optimizer, prover))
 
     # --- steps ------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | LocalBatch) -> StepRecord:
-        """Runs forward, backward, reduction, clipping and the update.
+        """Runs forward, backward, reduction, clipping and the update. All ranks call it.
 
-        `batch` is a dict of tensors with the whole batch on every rank, sequences first, or a `LocalBatch`. The last
-        batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite, all ranks skip
-        the step.
+        `batch` is the global batch on every rank, a dict of tensors (rows, ...), or a `LocalBatch` with this rank's
+        rows. The last batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite,
+        all ranks skip the update.
         """
         with _explain_errors(self, Message("in step {steps}", steps=self.steps + 1)):
             self.passes.check_around(self)
@@ -161,20 +162,20 @@ class Trainer(TrainState):
 
     def prove(self, batch: Batch | LocalBatch) -> ProofResult:
         """Compares the loss and every gradient of a few rows of `batch` under the plan with those of one device. All
-        ranks call it and get the same result.
+        ranks call it and get an equal result.
 
         Guarantees: weights, optimizer, buffers, random states and counters do not change.
 
         Raises:
-            InputError: One device's side cannot be computed.
+            InputError: The model cannot be run on one device, or the proof is disabled ('never').
         """
         with _explain_errors(self, Message("in the proof before step {steps}", steps=self.steps + 1)):
             self.passes.check_around(self)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
-        """Requires a proof before the next update, whatever the schedule. All ranks call it. The update is refused if
-        the proof finds a difference."""
+        """Schedules a proof before the next update, for `reason` (a line for the user). All ranks call it. If the proof
+        finds a difference, the next `step` raises PlanRefused."""
         self.prover.required = reason
 
     def _step(self, batch: Batch | LocalBatch) -> StepRecord:
@@ -223,15 +224,15 @@ class Trainer(TrainState):
         )
 
     def load_weights(self, path: str | Path) -> None:
-        """Fills a model that was built on the meta device from safetensors or a checkpoint. Every rank calls it and
-        reads its own shards."""
+        """Loads the weights of a model that was built on the meta device. `path`: a folder with safetensors files, or a
+        checkpoint. All ranks call it; each reads its own shards."""
         from meshwright.train.meta_init import load_sharded_weights
 
         with _explain_errors(self, Message("while weights are loaded")):
             load_sharded_weights(self.engine, path)
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
-        """Returns the mean loss over the valid labels of the whole batch, without gradients and without dropout."""
+        """Returns the mean loss over the valid labels of the global batch, in eval mode. All ranks call it."""
         with (
             _explain_errors(self, Message("in an evaluation after step {steps}", steps=self.steps)),
             in_eval_mode(self.engine.model),
@@ -242,8 +243,8 @@ class Trainer(TrainState):
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
-        """Returns the mean loss, the valid labels, and on rank 0 every full gradient by parameter name, except for
-        parameters that the loss does not reach. It updates nothing."""
+        """Returns the mean loss, the number of valid labels, and on rank 0 the full gradients by parameter name (None
+        on other ranks). Parameters without a gradient are left out. All ranks call it. It updates nothing."""
         with _explain_errors(self, Message("for the gradients of step {steps}", steps=self.steps + 1)):
             loss, tokens, _ = self.passes.backward(self, batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
@@ -253,34 +254,36 @@ class Trainer(TrainState):
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
-        """Waits until no other rank reads this rank's shared memory, so that its process may end. A script that ends
-        normally need not call it."""
+        """Waits until no other rank reads this rank's shared memory; afterwards this process may end. A script that
+        ends normally need not call it."""
         self.engine.zero.shutdown()
 
     # --- state ------------------------------------------------------------------------------------
 
     def learning_rate(self, lr: float) -> None:
-        """Sets the learning rate of the optimizer. Its groups keep their ratios to it."""
+        """Sets the learning rate. Each parameter group gets `lr` times the ratio of its initial rate to the default
+        rate of the optimizer."""
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
 
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """Gathers the full parameters of `module` (default: the model) on every rank, as a context that yields them by
-        name. They are read-only, unless `write` is set: then all ranks must write the same values. All ranks must call
-        it (runtime/parameter_access.py)."""
+        """Returns a context that yields the full parameters of `module` (default: the model) by name, on every rank.
+        All ranks must enter it. With `write`, changes are kept, and all ranks must write identical values; otherwise
+        the parameters are read-only (runtime/parameter_access.py)."""
         return self.mesh.error_propagator.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Returns the plain model's state dict with every full weight and buffer on rank 0 (CPU), and None on the other
-        ranks. All ranks must call it."""
+        """Returns the state dict of the unsharded model in host memory on rank 0, and None on other ranks. All ranks
+        must call it."""
         with self.mesh.error_propagator.call(nullcontext()):
             return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
-        """Returns this rank's bytes of weights, gradients and optimizer (states and main weights). `offloaded`: the
-        offloaded bytes of these, plus the peak of saved activations offloaded to disk."""
+        """Returns this rank's bytes of `parameters`, `gradients` and `optimizer` (states and main weights) that are not
+        offloaded. If the plan offloads, `offloaded` has the offloaded bytes, including the peak of saved activations on
+        disk."""
         stored = [(unit.weights.device_bytes(), unit.gradients.device_bytes()) for unit in self.engine.zero.units]
         optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
         optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
@@ -305,7 +308,7 @@ class Trainer(TrainState):
         }
 
     def resident_memory(self) -> dict[str, float]:
-        """Returns this rank's bytes as `bytes` does, but only those on its device."""
+        """Returns the entries of `bytes` without `offloaded`: the bytes on this rank's device."""
         return {kind: float(size) for kind, size in self.bytes().items() if kind != "offloaded"}
 
     @property
@@ -317,14 +320,16 @@ class Trainer(TrainState):
         )
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
-        """Writes a checkpoint of this step under `folder` and returns its path. All ranks must call it."""
+        """Writes a checkpoint of the current step below `folder` and returns its path. `extra`: JSON values to store in
+        it. All ranks must call it."""
         from meshwright.train.trainer_checkpoint import save_trainer
 
         with self.mesh.error_propagator.call(nullcontext()):
             return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
-        """Restores a checkpoint, written under any plan, and returns its `extra`. All ranks must call it."""
+        """Restores a checkpoint that was written under any plan. Returns the `extra` that was passed to `save`. All
+        ranks must call it."""
         from meshwright.train.trainer_checkpoint import load_trainer
 
         with _explain_errors(self, Message("while a checkpoint is loaded")):
@@ -332,8 +337,9 @@ class Trainer(TrainState):
 
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """Wraps a call that all ranks make. It propagates an exception to the other ranks, and turns an out-of-memory error
-    into one line. Writes to weights during the call are not attributed to the user."""
+    """Returns the context of a call that all ranks make. It propagates an exception to the other ranks, and explains an
+    out-of-memory error in one line. `doing` says in this line when it occurred. Writes to weights inside the context do
+    not count as writes of the user."""
     holder = MemoryReport(
         trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.resident_memory, trainer.predicted
     )

@@ -1,8 +1,9 @@
-"""Saving and restoring a trainer: weights, optimizer states, loss scale, position and random states.
+"""Saves and restores the state of a trainer: weights, optimizer states, loss scale, step and random states. The methods
+`save` and `load` of the trainer and the in-memory checkpoints (memory_checkpointer.py) use it.
 
-Guarantees: a run that resumes under its plan is bit-identical to a run that never stopped. A run that resumes under
-another plan is equal up to the order of sums. In that case random states restart from the seed, which matters only with
-dropout.
+Guarantees: a run that resumes under an unchanged plan is bit-identical to a run that never stopped. A run that resumes
+under another plan is equal up to the order of floating-point sums. Its random states then restart from the seed, which
+matters only with dropout.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from meshwright.train.step.state import TrainState
 
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
-    """Returns the object with which ranks exchange texts about checkpoints. Texts are sent as bytes in tensors; nothing
-    is pickled."""
+    """Returns an object with which all ranks exchange texts about checkpoints. Texts are sent as bytes in tensors;
+    nothing is pickled."""
 
     def share(text: str) -> list[str]:
         """Returns the texts of all ranks, by rank."""
@@ -56,7 +57,8 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
 
 
 def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path:
-    """Writes the checkpoint FOLDER/step-N (N: the step) durably, and reads it back."""
+    """Writes the checkpoint `folder`/step-N (N: the step) durably, reads it back and returns its path. `extra`: JSON
+    values to store in it. All ranks call it. Raises SaveFailed."""
     state.engine.zero.external_writes.sync(state.engine)
     ranks, mine = rank_exchange(state.mesh), scalar_state(state, extra)
     everyones = list(
@@ -75,7 +77,8 @@ def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path
 
 
 def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tensor]]:
-    """Returns the shards of a checkpoint that this rank writes. Every element is in the shards of exactly one rank."""
+    """Returns the shards that this rank writes to a checkpoint. Each element of a tensor is in a shard of exactly one
+    rank."""
     engine, optimizer = state.engine, state.optimizer
     stored = (
         *state_dict.weight_pieces(engine, saving=True),
@@ -87,7 +90,7 @@ def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tens
 
 
 def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns this rank's part of the state that is not stored in tensors."""
+    """Returns the part of this rank's state that is not in tensors, as JSON values."""
     scalars = state_dict.optimizer_scalars(state.engine, state.optimizer)
     return {
         "run": state.run_state.model_dump(),
@@ -99,8 +102,8 @@ def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the states of all ranks: rank 0's state, plus the optimizer and module entries that only other ranks
-    have."""
+    """Merges the results of `scalar_state` of all ranks, in order of rank. The result is the state of rank 0 with the
+    optimizer and module entries of all ranks."""
     modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
     return states[0] | {
         "optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]),
@@ -109,16 +112,16 @@ def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _encode_stateless(state: TrainState) -> str:
-    """Returns a hexadecimal number with one bit per trained parameter. A bit is set if every update has skipped the
-    parameter because the loss does not reach it."""
+    """Returns a hexadecimal number with one bit per trained parameter. The bit is 1 if the parameter has no optimizer
+    state, because it has not had a gradient in any update."""
     zero = state.engine.zero
     left = state.engine.updater.stateless
     return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
-    """Returns the names for which a checkpoint has no optimizer states. If the checkpoint has only weights, all names
-    are returned."""
+    """Returns those parameter names for which a checkpoint has no optimizer states. `names`: the trained parameters in
+    the order of the bits. `saved`: the merged scalar state. If the checkpoint has only weights, returns all names."""
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
     if len(bits) == len(names):
         return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
@@ -127,7 +130,7 @@ def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[
 
 
 def rank_local_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Returns the tensors that only this rank has: random states, and the residuals of compressed gradients."""
+    """Returns, by name, the tensors that only this rank has: random states and residuals of gradient compression."""
     local = {
         "random": torch.get_rng_state(),
         **{name: saved.clone() for name, saved in compression_residuals(state).items()},
@@ -139,7 +142,7 @@ def rank_local_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def compression_residuals(state: TrainState) -> dict[str, torch.Tensor]:
-    """Returns this rank's residuals of compressed gradients, which have not been sent yet
+    """Returns this rank's residuals of gradient compression: the error that was not sent yet
     (runtime/comm/compression.py)."""
     units = state.engine.zero.trainable
     reducers = {
@@ -151,8 +154,8 @@ def compression_residuals(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, Any]:
-    """Fills `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the `extra`
-    that was passed to `save_trainer`."""
+    """Restores `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the
+    `extra` of the checkpoint. All ranks call it."""
     engine, optimizer = state.engine, state.optimizer
     engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
@@ -183,7 +186,7 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == state.plan.digest:
-        engine.preflight.skip()  # the ranks that made these in-memory checkpoints have already passed preflight
+        engine.preflight.skip()  # ranks with an equal plan have passed preflight before they made this checkpoint
     run = validate_data(RunState, saved["run"], str(path))
     state.steps, state.samples = run.step, run.samples
     state.scale.factor, state.scale.good_steps = run.loss_scale, run.good_steps

@@ -1,15 +1,15 @@
-"""Verification of a plan: a reduced model under the plan on real ranks, compared with the plain model and torch's own
-loss on one device.
+"""Verifies a plan on real ranks for `meshwright verify`: it trains a reduced model under the plan for VERIFY_STEPS
+steps and compares the results with torch's own training on one device.
 
-In float64, casts to float32 inside the model become float64 too, on both sides (proof/reference_run.py). Verification
-compares the loss of every step, the gradients of the first step, the final weights, and the numbers of parameters and
-labels. Rows have unequal numbers of valid labels, which reveals a mean of means. Dropout is 0 on both sides, since the
-two sides would draw different random numbers.
+Verification compares the loss of every step, the gradients of the first step, the final weights, and the numbers of
+parameters and labels. Rows have unequal numbers of valid labels: a plan that averages the means of the rows fails.
+Dropout is 0 under the plan and on one device, since both would draw different random numbers. In float64, the model's
+own casts to float32 become casts to float64 (proof/reference_run.py).
 
-A relative difference is the norm of the difference divided by the norm on one device. If the norm of a parameter's
-gradient is below 10 eps times the norm of all gradients, it is only rounding. An example is the gradient of a key bias:
-the bias shifts all scores of a query equally and so changes no attention weight. Such gradients are counted but not
-compared. The weights of these parameters are not compared either, since AdamW turns the rounding into full steps.
+A relative difference is the norm of the difference divided by the norm on one device. A gradient is only rounding error
+if its norm is at most 10 eps times the norm of all gradients. An example is the gradient of a key bias: the bias shifts
+all scores of a query equally and so changes no attention weight. Such gradients are counted but not compared. The
+weights of these parameters are not compared either, since AdamW turns the rounding error into full steps.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZ
     16,
 )
 VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
-"""The largest relative differences of losses, of the gradients of the first step, and of the final weights."""
+"""By precision: the largest accepted relative differences of the losses, of the gradients of the first step, and of the
+final weights."""
 DTYPE_BY_PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
 InjectFault = Callable[[nn.Module], None]
 
 
 class VerifyRequest(StrictModel):
-    """What the ranks verify. `plan` has already been adapted to the reduced model."""
+    """The payload that starts a verification. `plan` has already been adapted to the reduced model."""
 
     model: ModelSource
     plan: Plan
@@ -83,7 +84,9 @@ class VerifyRequest(StrictModel):
 
 
 class VerifyResult(StrictModel):
-    """The result in one precision. `where` is the parameter with the largest gradient difference."""
+    """The result in one precision. `loss`, `gradient` and `weight` are the largest relative differences. `where` is the
+    parameter with the largest gradient difference, `weight_where` that with the largest weight difference. `missing`
+    has the parameters that have a gradient only under the plan or only on one device."""
 
     precision: str
     loss: float
@@ -103,14 +106,15 @@ class VerifyResult(StrictModel):
 
     @property
     def equal(self) -> bool:
-        """Returns whether all differences are within the tolerances and all counts agree."""
+        """Returns whether all differences are within the tolerances and all counts are equal."""
         loss, gradient, weight = VERIFY_TOLERANCES[self.precision]
         counts = self.parameters[0] == self.parameters[1] and self.labels[0] == self.labels[1] and not self.missing
         return counts and self.loss <= loss and self.gradient <= gradient and self.weight <= weight
 
 
 def verify(channel: RankControl, payload: IpcMessage) -> int:
-    """Verifies the plan on every rank. Rank 0 reports a result for each precision. Returns the exit status."""
+    """Runs on every rank of `meshwright verify`. `payload` is a VerifyRequest. Rank 0 sends a VerifyResult for each
+    precision. Returns the exit status of the rank."""
     question = validate_data(VerifyRequest, payload)
     with join_process_groups(channel.rank, channel.world):
         for precision in question.precisions:
@@ -131,8 +135,9 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
-    """Returns a source with reduced sizes and an unchanged structure. It has as many blocks as the stages need, an odd
-    vocabulary size, and an unchanged ratio of query heads to key-value heads."""
+    """Returns `source` with reduced sizes. It has as many blocks as the stages of `plan` need and an odd vocabulary
+    size. The ratio of query heads to key-value heads does not change, unless tensor parallelism needs more key-value
+    heads. A source without sizes is returned unchanged."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -156,8 +161,7 @@ def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
 
 
 def build_small_model(question: VerifyRequest) -> nn.Module:
-    """Builds the reduced model of the request, without dropout. A model that a user's function builds keeps its
-    sizes."""
+    """Builds the reduced model in host memory, without dropout. A model from a user's function keeps its sizes."""
     source = question.model
     model = (
         _build_small_hf_model(source, question)
@@ -177,7 +181,7 @@ def build_small_model(question: VerifyRequest) -> nn.Module:
 
 
 def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Module:
-    """Builds the architecture of the folder's configuration with small sizes. All its dropout rates are 0."""
+    """Builds the model of a Hugging Face folder with small sizes, random weights and dropout rates of 0."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source.folder)
@@ -206,8 +210,8 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
-    """Makes a random batch of `rows` rows. Rows have unequal numbers of valid labels, and so have replicas. `main`: the
-    name of the model's image input."""
+    """Makes a random batch of `rows` rows, which have unequal numbers of valid labels. `step` seeds it. `main` is the
+    name of the model's image input, `channels` the number of channels of an image."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
@@ -226,8 +230,12 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
 
 
 def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
-    """Makes a random batch for a model whose inputs `make_batch` does not support: noise in the shapes of the model's
-    example, and labels in the shape of its logits. Integer inputs of the user's example keep their values."""
+    """Makes a random batch for a model whose inputs `make_batch` does not support.
+
+    Floating-point inputs are noise in the shapes of the model's example inputs. Integer inputs repeat the rows of the
+    example, or are random if the example is on the meta device. Labels are random, one for each row or position of the
+    logits. Raises InputError if the model returns no such logits.
+    """
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
 
@@ -257,7 +265,7 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
     return {**batch, "labels": labels}
 
 
-# --- both sides -----------------------------------------------------------------------------------
+# --- under the plan and on one device -------------------------------------------------------------
 
 
 def _make_batches(question: VerifyRequest, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
@@ -304,8 +312,13 @@ def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, li
 
 
 def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
-    """Returns the losses of the steps, the labels, the first gradients and the final weights (rank 0). `spoil`, if
-    given, first injects a fault into the parallel model."""
+    """Trains under the plan. All ranks call it.
+
+    Returns a dictionary. `losses`: of the first batch before any update, then of every step. `labels`: the number of
+    valid labels of the first batch. `by_replica`: this number for each replica. `gradients`: of the first batch, on
+    rank 0. `weights`: after the last step, on rank 0. For tests, `spoil` injects a fault into the parallel model before
+    training.
+    """
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -328,7 +341,8 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
 
 
 def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
-    """Returns, on every rank, a description of the first module that differs from one device."""
+    """Returns a line that names the first module whose output or gradients under the plan differ from those on one
+    device. All ranks call it and get the same line. `spoil`: as for `_run_under_plan`."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -341,7 +355,8 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
     reference_loss(model, _make_batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
     recorder.end()
     if aux_loss_coefficient(model):
-        one.gradients.clear()  # with a load-balancing loss, these gradients come from a separate pass
+        # The load-balancing loss is computed in further forward passes, so the recorded gradients lack its part.
+        one.gradients.clear()
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     found = find_first_difference(trainer, batches[0], one, gradients, VERIFY_TOLERANCES[precision][1])
     trainer.close()
@@ -361,8 +376,8 @@ def _broadcast_flag(world: int, said: bool) -> bool:
 
 
 def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
-    """Returns the mean of torch's own loss over the valid labels, and their number. A load-balancing loss is computed
-    per micro-batch of `size` rows."""
+    """Returns torch's own cross-entropy of `batch`, as the mean over the valid labels, and the number of these labels.
+    If the model has a load-balancing loss, its mean over micro-batches of `size` rows is added."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = extract_logits(model(**inputs))
     assert logits is not None
@@ -379,8 +394,8 @@ def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Ten
 
 
 def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]:
-    """Trains on one device with torch's own loss, clipping and optimizer. Only the model is shared with the plan's
-    side."""
+    """Trains on one device with torch's own loss, gradient clipping and optimizer. Returns the fields of
+    `_run_under_plan` except `by_replica`."""
     dtype = DTYPE_BY_PRECISION[precision]
     model = build_small_model(question)
     batches = _make_batches(question, model, dtype)
@@ -410,14 +425,15 @@ def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]
 
 
 def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns torch's own optimizer over full parameters."""
+    """Returns the optimizer of `rule` over full parameters. It is built from torch's own classes. For a user's
+    optimizer, Muon and Adafactor it comes from `optimizer_factory`, as under the plan."""
     if rule.whole or rule.live:
         in_block = {
             name: layer.startswith("block.")
             for layer, names in params_by_layer(model, analyze_model(model))
             for name in names
         }
-        for name, parameter in model.named_parameters():  # the attributes that a trainer sets on its parameters
+        for name, parameter in model.named_parameters():  # the trainer otherwise sets what the optimizer reads
             vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
         return optimizer_factory(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
@@ -433,7 +449,7 @@ def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim
 
 
 def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any]) -> VerifyResult:
-    """Returns the largest differences between one device and the plan, with the parameters where they occur."""
+    """Trains on one device and compares the results with `ours`, the results under the plan. Rank 0 calls it."""
     theirs = run_single_device(question, precision)
     eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
@@ -467,8 +483,8 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
 
 
 def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
-    """Returns the norm of the difference divided by the norm of `other`. It is infinite if `mine` is missing or the
-    shapes differ."""
+    """Returns the norm of `mine` - `other` divided by the norm of `other`. It is infinite if `mine` is missing, has
+    another shape, or has elements that are not finite."""
     if mine is None or mine.shape != other.shape:
         return math.inf
     mine, other = mine.double(), other.double()

@@ -1,4 +1,4 @@
-"""The rule of convolutions: they are split by channels."""
+"""Defines the tensor-parallel rule of convolutions: they are split by channels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class ConvolutionRule(LayerRule):
-    """The rule of torch's own convolutions, with a weight (out, in, ...) and an output (B, out, ...)."""
+    """The rule of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`: weight (out, in, ...), output (rows, out, ...)."""
 
     adds_bias_last = True
 
@@ -20,7 +20,7 @@ class ConvolutionRule(LayerRule):
         return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the names of the attributes for output and input channels."""
+        """Returns the names of the attributes with the numbers of output and of input channels."""
         return "out_channels", "in_channels"
 
     def forward_without_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:

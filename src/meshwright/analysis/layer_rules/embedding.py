@@ -1,4 +1,4 @@
-"""The rule of `nn.Embedding`: the table (ids, features) is split by ids or by features."""
+"""Defines the tensor-parallel rule of `nn.Embedding`: the table (ids, features) is split by ids or by features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EmbeddingRule(LayerRule):
         return isinstance(module, nn.Embedding)
 
     def size_attributes(self, module: nn.Module) -> tuple[str, str]:
-        """Returns the names of the attributes for the number of ids and of features."""
+        """Returns the names of the attributes with the number of ids and the number of features."""
         return "num_embeddings", "embedding_dim"
 
 

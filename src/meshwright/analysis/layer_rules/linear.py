@@ -1,4 +1,4 @@
-"""The rule of `nn.Linear`, and of subclasses whose forward computes the same linear map."""
+"""Defines the tensor-parallel rule of `nn.Linear`, and of subclasses whose forward computes the same linear map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class LinearRule(LayerRule):
     adds_bias_last = True
 
     def matches(self, module: nn.Module) -> bool:
-        """Returns whether `module` is a Linear without submodules whose forward computes a linear map."""
+        """Returns whether `module` runs the forward of `nn.Linear`, or is a subclass without submodules that computes
+        the same linear map.
+        """
         kind = type(module)
         if kind.forward is nn.Linear.forward:
             return True
@@ -27,7 +29,7 @@ class LinearRule(LayerRule):
 
 @functools.cache
 def computes_linear(kind: type[nn.Linear]) -> bool:
-    """Returns whether a small layer of class `kind` computes a linear map, tested on random input."""
+    """Returns whether the class `kind` computes x W^T + b, tested on a small layer with random input."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
             small = kind(3, 5, bias=True).double()

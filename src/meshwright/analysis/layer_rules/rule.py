@@ -1,4 +1,4 @@
-"""The tensor-parallel rule of a layer type: everything that the analysis and the runtime need to split its weight."""
+"""Defines the tensor-parallel rule of a layer type: what the analysis and the runtime need to split its weight."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ import meshwright.analysis.layer_rules as rules
 
 
 class LayerRule:
-    """How layers of one type are split over tensor ranks, by output features (column) or by input features (row).
+    """Defines how layers of one type are split over tensor ranks: by output features (column layer) or by input
+    features (row layer).
 
     The defaults apply to layers without a rule. Such a layer runs its own forward on a local weight. It can be a row
-    layer only without a bias.
+    layer only if it has no bias.
     """
 
     is_matmul: bool = False
-    """Whether the forward is y = x W + b. If so, the runtime replaces the forward by that of a fused column or row
-    layer.
+    """Whether the forward is a product with W or W^T, plus b. If so, the runtime replaces it by the forward of a fused
+    column or row layer.
     """
     adds_bias_last: bool = False
-    """Whether the bias is added after the product. If so, a row layer adds it once, after the sum over ranks."""
+    """Whether the layer adds its bias after the product. If so, a row layer adds the bias once, after the sum over
+    ranks.
+    """
     output_dim: int = 0
     """The dimension of the weight that indexes the output features."""
 
@@ -65,5 +68,7 @@ def rule_of(module: nn.Module) -> LayerRule:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Returns whether the forward of `module` is y = x W + b, so that the runtime may replace it."""
+    """Returns whether the forward of `module` is a product with its weight plus a bias, so that the runtime may replace
+    it.
+    """
     return rule_of(module).is_matmul

@@ -1,4 +1,4 @@
-"""The rule of `Conv1D` of transformers (GPT-2): a linear layer with a transposed weight."""
+"""Defines the tensor-parallel rule of `Conv1D` of transformers (GPT-2): a linear layer with a transposed weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class TransposedLinearRule(LayerRule):
-    """The rule of y = x W + b with a weight (in, out). It matches the class by name, so that transformers need not be
+    """The rule of y = x W + b with a weight (in, out). It matches the class by name, because transformers may not be
     installed.
     """
 

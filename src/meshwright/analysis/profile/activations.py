@@ -1,24 +1,23 @@
-"""Profiles one forward and backward on fake tensors. Assigns every operation and every saved byte to the layer that is
-running.
+"""Profiles one forward and backward on fake tensors and assigns every operation and every saved byte to the layer that
+is running. fake_step.py runs the step, and model_spec.py derives the costs per token for the planner.
 
-[Note: saved bytes] A saved-tensor hook sees what autograd saves. A storage counts once, for the layer that saves it
+[Note: saved bytes] Saved-tensor hooks record what autograd saves. A storage counts once, for the layer that saves it
 first. A storage that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not
 count. Elements in the compute dtype and bytes in fixed dtypes are counted separately. A cast to float32 makes a new
 storage only if the compute dtype is narrower. The profile runs in the job's compute dtype on CPU tensors. Shapes, saved
-tensors and dtypes are those of a device, with three exceptions that the profile corrects. On a device dropout saves a
-mask of one byte per element, attention applies dropout inside its kernel (as on CUDA), and statistics of norms take 4
-bytes. On the CPU torch computes full score matrices if attention has dropout, or if values and queries have different
-widths (multi-head latent attention). CUDA kernels recompute dropout from its seed, and the memory-efficient kernel
-supports any width.
+tensors and dtypes are those of a GPU, with three exceptions that the profile corrects. On a GPU dropout saves a mask of
+one byte per element. Attention applies dropout inside its kernel. Statistics of norms take 4 bytes each. On the CPU
+torch computes full score matrices if attention has dropout, or if values and queries have different widths (multi-head
+latent attention). CUDA kernels recompute dropout from its seed, and the memory-efficient kernel supports any width.
 
-[Note: sharded activations] The output of a column-parallel weight is sharded over tensor ranks. So is everything
-computed from it, until a row-parallel weight sums it. The size of saved sharded tensors is divided by tp. The size of
-all others is not.
+[Note: sharded activations] The output of a column-parallel weight is sharded over tensor ranks. So is everything that
+is computed from this output, until a row-parallel weight reads it. The size of saved sharded tensors is divided by tp.
+The size of all others is not.
 
-[Note: compiled] A compiled block saves less (runtime/compile.py). It drops a tensor that is saved only for recomputable
-functions and can itself be recomputed. An exception is a reduction whose result is at most a quarter of its inputs,
-such as a norm's 1/rms, because torch does not recompute reductions. The tape that finds what selective recompute drops
-also records for which functions a tensor is saved.
+[Note: compiled] A compiled block saves fewer tensors (runtime/compile.py). It drops a tensor that is saved only for
+recomputable functions and can itself be recomputed. Exceptions are reductions whose result is less than a quarter of
+their inputs, such as the 1/rms of a norm. torch does not recompute them. `RematTape`, which finds what selective
+recompute drops, also records for which functions a tensor is saved.
 
 [Note: transient] The transient bytes of a layer are measured while backward runs this layer. They are the live bytes in
 addition to what this layer and all earlier layers have saved. The saved tensor that backward requests shows which layer
@@ -56,8 +55,8 @@ def fused_attention(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Computes attention without score matrices, as a fused kernel without dropout does. Takes the arguments of
-    `scaled_dot_product_attention`. Returns the result of attention.
+    """Computes attention without dropout and without score matrices, as a fused kernel does. Takes the arguments of
+    `scaled_dot_product_attention` and returns its output.
     """
     causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
     scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
@@ -79,18 +78,18 @@ MHA_DROPOUT_INDEX = 10
 """Position of `dropout_p` among the arguments of `multi_head_attention_forward`."""
 
 REDUCTION_FACTOR = 4
-"""A compiler treats a function as a reduction if its inputs have at least this many times as many elements as its
-output.
-"""
+"""A function counts as a reduction if its inputs have more than this many times the bytes of its output."""
 
 STATISTIC_BYTES = 4
-"""Bytes of a mean or 1/std on a device, for any dtype of the input."""
+"""Bytes of one mean or 1/std on a GPU, for any dtype of the input."""
 
 
 @dataclass
 class DroppedBytes:
-    """Bytes of a layer's saved tensors that are dropped: `derived` under selective recompute, `fused` in compiled
-    blocks.
+    """What a layer does not save: `derived_*` under selective recompute, `fused_*` in compiled blocks.
+
+    The suffixes are those of `LayerStats`. `fused_gates` are elements that a block compiled in pieces saves.
+    `derived_moved` are bytes that the recompute reads and writes.
     """
 
     derived_split: float = 0.0
@@ -107,7 +106,12 @@ class DroppedBytes:
 
 @dataclass
 class LayerStats:
-    """Totals of one layer in one profiled step, over the whole batch."""
+    """Totals of one layer in one profiled step, over the whole batch.
+
+    `saved_*` count elements in the compute dtype, `fixed_*` bytes in fixed dtypes. `*_split` is sharded over tensor
+    ranks, `*_whole` is not. `core_fixed` are the bytes of `fixed_split` that fused attention saves. `moved` and
+    `transient` are bytes. `routed`, `output` and the widths are elements (see `LayerSpec`).
+    """
 
     flops: float = 0.0
     attention: float = 0.0
@@ -130,11 +134,11 @@ class LayerStats:
 
 
 class StorageOrigin(NamedTuple):
-    """Describes where a storage comes from: the layer that made it, the weight if it is computed from one weight alone,
-    and whether it is sharded.
+    """Describes where a storage comes from.
 
-    `is_statistic`: it is the mean or 1/std of a norm. `is_core`: fused attention saves it in addition to its operands
-    and output.
+    `layer` made the storage. `weight` is set if the storage is computed from weights alone. `is_sharded`: tensor ranks
+    have shards of it. `is_statistic`: it is the mean or 1/std of a norm. `is_core`: fused attention saves it in
+    addition to its operands and output. `from_input`: it is an input of the model, or is computed from one.
     """
 
     layer: str
@@ -147,7 +151,7 @@ class StorageOrigin(NamedTuple):
 
 @dataclass
 class SavedStorage:
-    """A storage that autograd saves."""
+    """A storage that autograd saves: the layers that save it in forward order, and its size in bytes."""
 
     layers: dict[str, None]
     dtype: torch.dtype
@@ -172,20 +176,20 @@ class ActivationProfiler:
     dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
         default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
     )
-    """For selective recompute and for compiled blocks: the dropped storages, with the block that would save each of
-    them.
+    """Maps the storages that selective recompute ('derived') or compilation ('fused') drops to the block that would
+    save them.
     """
     gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Dropped storages that a block does save if it is compiled in pieces between products."""
+    """Maps dropped storages to their block, if this block saves them when it is compiled in pieces between products."""
     tape: RematTape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     """Saved tensors of the running block, and for each whether it is saved for a recomputable function."""
     before: dict[str, float] | None = None
-    """During backward: for each layer, the bytes that this layer and all earlier layers have saved."""
+    """Maps each layer to the bytes that this layer and all earlier layers have saved. None before backward."""
 
     def register_inputs(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
-        """Registers parameters, which do not count, and the inputs of the model. The runtime casts floating-point
-        inputs, so these belong to the layer that saves them.
+        """Registers parameters, which do not count, and the inputs of the model. Floating-point inputs count for the
+        layer that saves them, because the runtime casts them. Integer inputs do not count.
         """
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
@@ -199,8 +203,8 @@ class ActivationProfiler:
             yield
 
     def backward(self, outputs: list[torch.Tensor], order: list[str]) -> None:
-        """Runs backward from `outputs`, and assigns the saved bytes and transient bytes to layers. The layers ran in
-        `order`.
+        """Runs backward from `outputs`, and assigns the saved bytes and transient bytes to layers. `order` has the
+        layers in forward order.
         """
         self._book()
         total, self.before = 0.0, {}
@@ -217,7 +221,7 @@ class ActivationProfiler:
     # --- saved tensors
 
     def begin_block(self, given: Any) -> None:
-        """Records the start of a block."""
+        """Records the start of a block with the arguments `given`."""
         self.tape = RematTape(tree_leaves(given), plain=(FakeTensor,))
         self.tape.__enter__()
 
@@ -246,10 +250,10 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Returns those of `requested` that are saved for a function that runs after a product, if this product ran
-        after their inputs were saved.
+        """Returns the values of `requested` that are saved only after a product that ran after their inputs were saved.
 
-        See [Note: in pieces] in planner/cost/activations.py.
+        If products separate the compiled graphs of a block, such a value crosses from one graph to the next, so it is
+        saved. See [Note: in pieces] in planner/cost/activations.py.
         """
         first: dict[int, int] = {}
         products = [at for at, (_, is_cheap) in enumerate(self.packed) if not is_cheap]
@@ -320,7 +324,7 @@ class ActivationProfiler:
                 self.layers[place].dropped.fused_gates += entry.size / entry.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
-        """Adds `size` bytes to the total `what` of the layer `place`: `saved`, `derived` or `fused`."""
+        """Adds `size` bytes of `dtype` to a total of the layer `place`. `what` is 'saved', 'derived' or 'fused'."""
         tally, origin = self.layers[place], self.origins.get(storage, StorageOrigin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
         amount = (
@@ -334,7 +338,7 @@ class ActivationProfiler:
 
     # --- operations
     def record(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one operation: the origin of its results, and the FLOPs and bytes of the running layer."""
+        """Records one operation: the origins of its results, and its FLOPs and bytes for the running layer."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             return
@@ -382,7 +386,7 @@ class ActivationProfiler:
             return StorageOrigin(self.layer, weights[0])
         is_share = any(origin.is_sharded for origin in origins)
         if is_product and any(weight in self.splits for weight in weights):
-            is_share = not is_share  # column weights start sharding, row weights end it
+            is_share = not is_share  # the output of a column weight is sharded, the sum after a row weight is not
         return StorageOrigin(self.layer, None, is_share, from_input=any(origin.from_input for origin in origins))
 
     def _track(self, storages: list[Any], origin: StorageOrigin) -> None:
@@ -413,8 +417,8 @@ class _ProfilerMode(TorchDispatchMode):
 
 
 class _CudaLikeFunctions(TorchFunctionMode):
-    """Runs dropout and attention as a CUDA device does. A key-value cache stores nothing, because training does not use
-    it.
+    """Makes dropout and attention save what they save on a CUDA device. An append to an empty key-value cache returns
+    the appended tensor, because training stores no cache.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,8 @@
-"""Runs one training step of a model on fake tensors. Returns the statistics of every layer for one batch.
+"""Runs one training step of a model on fake tensors and returns the statistics of every layer. model_spec.py runs two
+steps and derives the costs per token. A stack is a list of blocks that pipeline stages cut (block_lists.py).
 
 For a model that reads token ids, a token of the profile is a token id. For any other model, a row of the batch counts
-as one token and `Workload.sequence` is 1. Parameters, FLOPs and saved bytes are then those of a row. As in the runtime,
+as one token, and `Workload.sequence` is 1. FLOPs and saved bytes per token are then those of a row. As in the runtime,
 parameters have the compute dtype of the job and buffers have their own dtypes. These dtypes decide what norms and
 attention cast to float32. Fake tensors replace the tensors of the model, so the model does not change.
 """
@@ -31,8 +32,8 @@ DEFAULT_IMAGE_PIXELS = 224
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """The shapes and dtypes of the inputs by name. The first dimension is rows. The input named '' is passed by
-    position. `tokens` is the number of tokens per row.
+    """The shapes and dtypes of the inputs by name. The shapes are those of one row of the batch. The input named '' is
+    passed by position. `tokens` is the number of tokens per row.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -55,7 +56,9 @@ class TraceInputs:
 
 
 def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
-    """Returns the inputs with which `model` is traced."""
+    """Returns the inputs with which `model` is traced. `batch` is the user's example. Without it, a row has `sequence`
+    token ids.
+    """
     example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
     shapes = {
         name: (tuple(value.shape[1:]), value.dtype)
@@ -74,8 +77,9 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 class FakeStepResult:
     """The result of a step over `rows` rows.
 
-    It contains the bytes per element, the statistics of the layers in forward order, the number and the width of the
-    logits, and the number of learned positions.
+    `itemsize` are the bytes per element of the compute dtype. `layers` has the statistics of each layer in forward
+    order. `logits` is the number of elements of the logits, and `width` the size of their last dimension. `positions`
+    is the longest sequence that learned positions allow, 0 without a limit.
     """
 
     rows: int
@@ -91,8 +95,9 @@ def trace_step(
 ) -> FakeStepResult:
     """Returns the result of one step over `rows` rows in the dtype `compute`. Exceptions of the model propagate.
 
-    Without a key-value cache, Hugging Face models check whether a batch is packed, for which they need values. With a
-    cache they do not check. The caches of some models do not work in training.
+    The step runs with a key-value cache first, because without one Hugging Face models read values to check whether a
+    batch is packed. It is repeated without a cache if it fails, because the caches of some models do not work in
+    training.
     """
     try:
         return _trace_step(model, graph, inputs, compute, rows, cache=True)
@@ -130,7 +135,9 @@ def _trace_step(
 
 
 def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Returns a fake tensor that replaces the parameter or buffer `tensor`."""
+    """Returns a fake tensor that replaces the parameter or buffer `tensor`. Floating-point parameters get the dtype
+    `compute`.
+    """
     is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     made = torch.empty(tensor.shape, dtype=compute if is_weight else tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
@@ -138,7 +145,9 @@ def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
-    """Sets training mode and the configuration's `use_cache` (if it exists) to `cache`. Restores both on exit."""
+    """Sets training mode, and sets `use_cache` of the model's configuration (if it exists) to `cache`. Restores both on
+    exit.
+    """
     modes = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
@@ -156,8 +165,8 @@ def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
 
 @contextmanager
 def silence_fake_tensor_log() -> Iterator[None]:
-    """Suppresses torch's log of tracebacks for failures on fake tensors. This package reports such a failure in one
-    line.
+    """Suppresses the tracebacks that torch logs for failures on fake tensors, because `describe` reports such a failure
+    in one line.
     """
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
@@ -175,7 +184,9 @@ def layer_order(place: str) -> tuple[int, int]:
 
 
 def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """Returns (layer, module) of the modules whose forward is that of a layer."""
+    """Returns (layer, module) pairs of the modules whose forward counts for a layer: blocks, embedding and head. For a
+    model without blocks, these are its children with parameters.
+    """
     if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     stacks = [path for path, _ in graph.stacks] if graph.spans_stacks else [graph.blocks]
@@ -194,8 +205,8 @@ def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
-    """Reports the running layer to the profiler. Code outside of layers counts as one of three layers: before the
-    blocks, after the blocks of a stack, or after the last block.
+    """Reports the running layer to the profiler. Code outside of blocks, embedding and head counts for the layer FRONT
+    (before the blocks), BETWEEN (between two stacks), or BACK (after the last block).
     """
     stack: list[str] = []
     handles = []
@@ -207,7 +218,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
     def follow(module: nn.Module, place: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             stack.append(profiler.layer)
-            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks up its tokens where it begins
+            if place != EMBEDDING or profiler.layer == FRONT:  # lookups of later stacks count for the code around them
                 profiler.layer = place
             if place in behind:
                 profiler.begin_block((args, kwargs))
@@ -236,7 +247,11 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:
-    """Returns the logits in `result` if it has any, otherwise every tensor that has a gradient."""
+    """Returns the logits in the model output `result` if it has any, otherwise every tensor that requires a gradient.
+
+    Raises:
+        ValueError: no such tensor requires a gradient.
+    """
     if isinstance(result, dict) and "logits" in result:
         result = result["logits"]
     result = getattr(result, "logits", result)

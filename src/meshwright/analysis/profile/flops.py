@@ -1,8 +1,9 @@
-"""The cost of one operation: FLOPs of matrix products, FLOPs of attention, and bytes that all other operations move.
+"""Computes the cost of one operation: FLOPs of matrix products, FLOPs of attention, and bytes that other operations
+move. activations.py adds up the costs of each layer.
 
 FLOPs of products and convolutions follow torch's own formulas (`torch.utils.flop_counter`). Attention executes two
-products over the context. A causal mask halves them. (Korthikanti et al., arXiv 2205.05198, count the full products.)
-Views cost nothing.
+products over the context. A causal mask halves their FLOPs. (Korthikanti et al., arXiv 2205.05198, count the full
+products.) Views cost nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GROUPED_MM = "_grouped_mm"
 
 
 class OperationCost(NamedTuple):
-    """The forward cost of one operation. `is_product`: it is a matrix product or convolution, even without a weight."""
+    """The forward cost of one operation: `flops` of a product with a weight, `attention` FLOPs of any other product,
+    bytes `moved` by any other operation. `is_product`: it is a matrix product or convolution.
+    """
 
     flops: float = 0.0
     attention: float = 0.0
@@ -68,7 +71,7 @@ def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the number of bytes that are read when all of `tensor` is read. An expanded element is read once."""
+    """Returns the number of bytes that reading `tensor` moves. Elements along expanded dimensions count once."""
     elements = (
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         if tensor.numel()

@@ -1,11 +1,11 @@
-"""Makes a `ModelSpec` of a module. The analysis gives its structure. Two steps on fake tensors give costs and saved
-bytes.
+"""Makes a `ModelSpec` of a module for the planner. The analysis determines the structure of the model, and two steps on
+fake tensors determine costs and saved bytes.
 
 The second step has twice as many rows as the first. The cost of a layer per token is the difference between the two
 steps, divided by the number of added tokens. So tables that do not grow with the batch do not count, and neither do
 gradients of weights. Saved bytes and attention are valid for the traced sequence length. They include terms that grow
-with its square (probabilities of unfused attention, masks). The tensors that the loss saves are added to the layer that
-makes the logits. Adjacent blocks with equal costs become one layer with a repeat count.
+with the square of this length (probabilities of unfused attention, masks). The tensors that the loss saves are added to
+the layer that makes the logits. Adjacent blocks with equal costs become one layer with a repeat count.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Minimum number of tokens of the smaller batch, and maximum number of its rows. With this many tokens, activations
-exceed gradients of weights at a layer's memory peak.
+"""Minimum number of tokens, and maximum number of rows, of the smaller batch. With this many tokens, the peak of the
+transient bytes of a layer comes from activations and not from gradients of weights.
 """
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
-"""Number of times that the loss reads or writes all logits. It saves the softmax of each logit in float32. For each
-label it saves its index and whether it is valid.
+"""Number of times that the loss reads or writes all logits. The loss saves the softmax of each logit in float32. For
+each label it saves the index of the label and whether the label is valid.
 """
 
 
@@ -54,11 +54,12 @@ def describe(
     name: str = "",
     precision: str = "bf16",
 ) -> ModelSpec:
-    """Returns the `ModelSpec` of `model`, or of the model that `model` builds if it is a function. Nothing is allocated
-    or computed.
+    """Returns the `ModelSpec` of `model`, or of the model that `model` builds if it is a function. The profiled steps
+    run on fake tensors.
 
-    `batch` is an example batch, if the model does not describe its inputs. `precision` is that of the job. It
-    determines which tensors are cast to float32.
+    `sequence` is the number of token ids per row. `batch` is an example batch, if the model does not describe its
+    inputs. `precision` is the precision recipe of the job. It determines which tensors are cast to float32. `name` is
+    the name of the model, by default that of its class.
 
     Raises:
         InputError: the model cannot be built or traced.
@@ -70,7 +71,7 @@ def describe(
     compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
         graph = analyze_model(module, example=batch)
-        if graph.embedding and len(graph.stacks) > 1:  # number blocks as the runtime does
+        if graph.embedding and len(graph.stacks) > 1:  # the runtime numbers blocks over all stacks too
             graph = graph.across_stacks()
         inputs = make_trace_inputs(module, sequence, batch)
         tried = f" with {inputs}"
@@ -94,10 +95,11 @@ def describe(
 def _trace_rows(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Returns the result of a traced step in the dtype `compute`, or in bfloat16 if it fails.
+    """Returns the result of a traced step in the dtype `compute`. If this fails because an operation supports only
+    bfloat16, the step runs in bfloat16.
 
-    torch implements the shapes of grouped expert products only for bfloat16. The float32 tensors of the bfloat16 step
-    have as many bytes as in a float32 step.
+    torch implements the shapes of grouped expert products only for bfloat16. Tensors that the bfloat16 step casts to
+    float32 have the same size as in a step in `compute`.
     """
     try:
         return trace_step(model, graph, inputs, compute, rows)
@@ -142,7 +144,9 @@ def _error_line(error: Exception) -> str:
 def spec_from_runs(
     name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
-    """Returns the spec from the results `runs` of the two steps. Its layers are in forward order."""
+    """Returns the `ModelSpec` from the results `runs` of the two steps. `tokens` is the number of tokens per row. The
+    layers of the spec are in forward order.
+    """
     few, many = runs
     accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
     _add_loss(accounts, few, tokens)
@@ -202,8 +206,8 @@ def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: i
 
 
 def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
-    """Adds the costs of the loss to the layer that makes the logits. Each rank with a shard of the vocabulary also
-    saves the softmax of its logits. The logits are live until the loss has read them.
+    """Adds the costs of the loss to the layer that makes the logits. The saved softmax is sharded over tensor ranks if
+    the model has a vocabulary head. The logits are live until the loss has read them.
     """
     each = run.logits / (run.rows * tokens)
     account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
@@ -214,8 +218,8 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens
 
 
 def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary weight is also the first
-    parameter of the head.
+    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary weight belongs to the
+    embedding and is also the first parameter of the head.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stacked = {f"{experts.path}.{name}": experts.count for experts in graph.experts for name in experts.names}
@@ -242,7 +246,7 @@ def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[Pa
 
 
 def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
-    """Returns whether two blocks are equal, except for their transient bytes."""
+    """Returns whether two layers are blocks that are equal, except for repeat count and transient bytes."""
     if first.name != second.name or first.name != "block":
         return False
     return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
@@ -255,7 +259,8 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
     """
     if path := find_batch_norm(model):
         return Message("{path} is a norm with batch statistics", path=path)
-    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # all pairs of rows, as in a contrastive loss
+    # A contrastive model returns one logit for each pair of rows.
+    pairs = many.logits * few.rows**2 == few.logits * many.rows**2
     return Message("its output grows with the square of the number of rows") if pairs else ""
 
 

@@ -1,1 +1,1 @@
-"""Translation of messages with gettext catalogues."""
+"""Contains the gettext catalogues that translate messages, and the names of terms. core/messages.py uses them."""

@@ -1,7 +1,8 @@
-"""Reads the gettext catalogues, `LANGUAGE.po` in this folder, with Python's `gettext`.
+"""Reads the gettext catalogues in this folder (`zh_CN.po`) with Python's `gettext`. core/messages.py imports it for
+output in another language than English.
 
 The module reads the text form and not a compiled `.mo` file. So a wheel needs no build step, and a changed message is
-one line of a diff. For English output, this module is not used.
+one line of a diff.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class PoTranslations(gettext.NullTranslations):
     """The translations of a `.po` file without plural forms."""
 
     entries: dict[tuple[str, str], str]
-    """The translations by context (empty if an entry has no context) and msgid."""
+    """Maps (context, msgid) to the translation. The context is '' if an entry has none."""
 
     def _parse(self, fp: Any) -> None:
         self.entries = {}
@@ -51,6 +52,6 @@ class PoTranslations(gettext.NullTranslations):
 
 @cache
 def read_catalogue(language: str) -> PoTranslations:
-    """Returns the catalogue of `language`, which is not English."""
+    """Returns the catalogue of `language`, a key of CATALOGUE_FILES."""
     with (files(__package__) / CATALOGUE_FILES[language]).open(encoding="utf-8") as file:
         return PoTranslations(file)  # type: ignore[arg-type]

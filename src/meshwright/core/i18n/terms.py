@@ -1,7 +1,8 @@
-"""Defines the names that tables and sentences show: kinds of memory, parts of a step, columns.
+"""Defines the English names that tables and sentences show for words in the code. `messages.term` looks them up.
+Examples are categories of memory, terms of the step time, and columns of a table.
 
-In each group, a key is the word in the code, and its value is the English name. Each group is a gettext context,
-because a word can have several translations.
+In each group, a key is the word in the code, and the value is the English name. Each group is a gettext context,
+because the translation of a name depends on where it is shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Generates the files with which torchrun, Slurm and Kubernetes start a job on several machines.
+"""Generates the files with which torchrun, Slurm and Kubernetes start a job on several machines, for `meshwright
+launch`.
 
-Each node runs one process, the supervisor of the node. The node with RANK 0 leads. MESHWRIGHT_NODE=1 marks the process
-as a node supervisor and not as a rank. The supervisors start and restart the ranks and handle changes of the number of
-nodes ([Note: generations] in elastic/supervisor.py).
+The launcher starts one process on each node. The environment variable MESHWRIGHT_NODE=1 says that this process is not a
+rank but manages the ranks of its node. The node with RANK 0 leads: its supervisor starts and restarts the ranks of all
+nodes, and handles changes of the number of nodes ([Note: generations] in elastic/supervisor.py).
 """

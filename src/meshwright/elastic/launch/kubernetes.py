@@ -1,10 +1,11 @@
-"""Kubernetes objects: a JobSet with one indexed job for each set of equal nodes, and one pod for each node. The objects
-include the job file and the token with which nodes authenticate.
+"""Generates the Kubernetes objects that start a run, for `meshwright launch`: a JobSet with an indexed job for each set
+of equal nodes, and a pod for each node. A ConfigMap has the job file, and a Secret has the token with which nodes
+authenticate.
 
-A pod that ends is recreated with the same index and rejoins. Until then the other pods continue without it, if the job
-allows fewer nodes. A recreated pod counts as a failure, unless it was disrupted or ended with exit code 75 (the run can
-continue). /dev/shm is a memory volume, since the ranks of a pod communicate through it. Source:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+Kubernetes recreates a pod that has ended, with an unchanged index, and the pod rejoins the run. Meanwhile the other
+pods continue without it, if the job allows fewer nodes. The end of a pod counts as a failure, unless the pod was
+disrupted or its exit code was 75 (the run can continue). /dev/shm is a memory volume, since the ranks of a pod
+communicate through it. Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
 
@@ -32,11 +33,11 @@ from meshwright.elastic.launch.submission import (
 
 REPLICATED_JOB_NAME, RUN_MOUNT_PATH, CONFIG_MOUNT_PATH = "nodes", "/run/meshwright", "/etc/meshwright"
 BACKOFF_LIMIT = 100
-"""The number of pods that may fail before the job fails."""
+"""A job fails after this number of failed pods."""
 
 GRACE_MARGIN_SECONDS = 30
 MEMORY_REQUEST_FRACTION = 0.8
-"""The default memory request, as a fraction of a node's host memory. The system and its daemons use the rest."""
+"""By default a pod requests this fraction of a node's host memory, since the system and its daemons need memory too."""
 
 IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -50,12 +51,10 @@ _LABEL_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """The settings of a pod.
-
-    `claim`: the volume with runs, data and models that all nodes mount at `mount`. `resource`: the device resource,
-    where the vendor does not determine it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
-    KEY[=VALUE][:EFFECT].
-    """
+    """The settings of a pod. `image`: the container image. `claim`: the name of the volume claim with runs, data and
+    models, which all pods mount at `mount`. `resource`: the name of the device resource, if the vendor is unknown.
+    `rdma`: NAME=COUNT, a resource of an RDMA device plugin. `tolerate`: taints, each KEY[=VALUE][:EFFECT]. Raises
+    InputError for invalid values."""
 
     image: str
     claim: str
@@ -86,7 +85,8 @@ class PodTemplate:
             )
 
     def resources(self, nodes: NodeSet) -> dict[str, str]:
-        """Returns the resource requests and limits of a pod of `nodes`: quantities by resource name."""
+        """Returns the quantities by resource name that a pod of `nodes` requests. They are also its limits. Raises
+        InputError if `rdma` is invalid or the device resource is unknown."""
         found: dict[str, str] = {}
         if not nodes.accelerator:
             found["cpu"] = str(nodes.devices)
@@ -105,10 +105,7 @@ class PodTemplate:
         return found
 
     def device_resource(self, nodes: NodeSet) -> str:
-        """Returns the name of the Kubernetes resource of the devices.
-
-        Raises: InputError if it is not known.
-        """
+        """Returns the Kubernetes resource name of the devices of `nodes`. Raises InputError if it is unknown."""
         if self.resource:
             return check_resource_name("--resource", self.resource, "nvidia.com/gpu")
         if not nodes.vendor:
@@ -122,8 +119,8 @@ class PodTemplate:
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
     def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
-        """Returns the tolerations of a pod: the one for the taint of nodes with accelerators, and those that the user
-        requests."""
+        """Returns the tolerations of a pod of `nodes`: those that the user requests and, with accelerators, a
+        toleration of the taint with the name of the device resource. Raises InputError if `tolerate` is invalid."""
         found = (
             [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}]
             if nodes.accelerator
@@ -145,10 +142,8 @@ class PodTemplate:
 
 
 def build_objects(start: JobSubmission, job: str, pods: PodTemplate) -> list[dict[str, Any]]:
-    """Returns the Kubernetes objects of a job. `job` is the text of the job file.
-
-    Raises: InputError if the scheduler cannot distinguish heterogeneous nodes.
-    """
+    """Returns the Kubernetes objects of a run. `job`: the text of the job file. Raises InputError if nodes have
+    different devices but no selectors, or if a setting of `pods` is invalid."""
     check_distinguishable(start.sets)
     name = start.label
     token = {
@@ -208,7 +203,7 @@ def _job_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
 def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[str, Any]:
     name, resources = start.label, pods.resources(nodes)
     command = start.command(f"{CONFIG_MOUNT_PATH}/{JOB_FILE}")
-    if nodes.first:  # Kubernetes numbers the pods of each set from 0
+    if nodes.first:  # Kubernetes numbers the pods of each set from 0, so RANK must be computed
         command = [
             "/bin/sh",
             "-c",
@@ -229,7 +224,7 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
             {"name": "shared", "mountPath": pods.mount},
         ],
         "resources": {"requests": resources, "limits": resources},
-        # RDMA network adapters need pinned memory.
+        # RDMA needs pinned memory, which a container may lock only with this capability.
         **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),
     }
     tolerations = pods.tolerations(nodes)
@@ -266,8 +261,8 @@ def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
 
 
 def _escape_variables(text: str) -> str:
-    """Returns `text` with doubled dollar signs, which Kubernetes turns into single ones. Otherwise it would expand
-    $(NAME) in commands and values."""
+    """Returns `text` with doubled dollar signs. Kubernetes turns them into single ones, but expands $(NAME) in commands
+    and values."""
     return text.replace("$", "$$")
 
 
@@ -285,7 +280,7 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
 
 
 def _pod_anti_affinity(name: str) -> dict[str, Any]:
-    """Returns the affinity term that places any two pods of a run on different machines."""
+    """Returns the anti-affinity term with which each pod of the run `name` gets a machine without another such pod."""
     return {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}},
         "topologyKey": "kubernetes.io/hostname",

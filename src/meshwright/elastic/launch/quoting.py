@@ -1,4 +1,5 @@
-"""Writes text into generated files. Each context has a quoting function, and every text passes through one.
+"""Quotes text for the generated files of a launch: shell scripts, sbatch options, comments and YAML. Every text passes
+through the function for its context.
 
 Guarantees, for any text:
 - A shell reads the result of `shell_word` as one word and executes no part of it.
@@ -22,12 +23,12 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
-"""The pattern of an option that sbatch reads without quotes. Other options are refused, since sbatch has its own
-quoting rules."""
+"""The pattern of an option that needs no quotes. Other options are refused, since sbatch has its own quoting rules."""
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
-"""The pattern of keys that have the same meaning with and without quotes in YAML 1.1 and 1.2."""
+"""The pattern of keys that need no quotes in YAML 1.1 and 1.2. Except "true", "null" and "false", they are strings in
+both versions."""
 
 
 def shell_word(text: str) -> str:
@@ -41,22 +42,20 @@ def shell_command(words: Sequence[str]) -> str:
 
 
 def comment_line(text: str) -> str:
-    """Returns `text` as one comment line. The space after the `#` prevents sbatch from taking the line as an option
+    """Returns `text` as one comment line. The space after the `#` prevents sbatch from reading the line as an option
     (#SBATCH)."""
     return f"# {escape_unprintable(text)}"
 
 
 def sbatch_option(option: str) -> str:
-    """Returns an option line for sbatch. User input must have passed `check_token` before."""
+    """Returns `option` as a line of a batch script. Text from the user must have passed `check_token`."""
     assert SBATCH_OPTION_PATTERN.fullmatch(option), option
     return f"#SBATCH {option}"
 
 
 def check_token(option: str, text: str, example: str) -> str:
-    """Returns `text`, the value of the command-line option `option`.
-
-    Raises: InputError if `text` is not a plain word.
-    """
+    """Returns `text`, the value of the command-line option `option`. Raises InputError if it is neither empty nor a
+    word of TOKEN_PATTERN. `example`: a valid word for the error message."""
     if text and not TOKEN_PATTERN.fullmatch(text):
         raise InputError(
             Message(
@@ -70,10 +69,7 @@ def check_token(option: str, text: str, example: str) -> str:
 
 
 def check_single_line(option: str, text: str) -> str:
-    """Returns `text`, the value of the command-line option `option`.
-
-    Raises: InputError if `text` has more than one line.
-    """
+    """Returns `text`, the value of the command-line option `option`. Raises InputError if it has several lines."""
     try:
         return check_one_line(text)
     except ValueError as error:
@@ -81,23 +77,23 @@ def check_single_line(option: str, text: str) -> str:
 
 
 def path_argument(path: str) -> str:
-    """Returns `path` in a form that no command mistakes for an option."""
+    """Returns `path`, with the prefix ./ if a command would read it as an option."""
     return f"./{path}" if path.startswith("-") else path
 
 
 def to_yaml(data: Any) -> str:
-    """Returns `data` (dictionaries, lists, strings, integers, booleans) as a YAML document without the separator
-    `---`."""
+    """Returns `data` as a YAML document without the separator `---`. `data` consists of dictionaries, lists, strings,
+    integers and booleans."""
     return "\n".join(_block_lines(data, "")) + "\n"
 
 
 def _block_lines(data: Any, indent: str) -> Iterator[str]:
-    """Yields the lines of a dictionary or list that is not empty."""
+    """Yields the YAML lines of `data`, a dictionary or list that is not empty."""
     for key, value in data.items() if isinstance(data, dict) else ((None, value) for value in data):
         head = f"{indent}-" if key is None else f"{indent}{_yaml_key(key)}:"
         if isinstance(value, dict | list) and value:
             inner = list(_block_lines(value, f"{indent}  "))
-            if key is None:  # the first line of a list item follows its dash
+            if key is None:  # in YAML, the first line of a list item begins after its dash
                 yield f"{head} {inner[0].removeprefix(f'{indent}  ')}"
                 inner = inner[1:]
             else:
@@ -111,8 +107,8 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Returns whether a literal block reads back as `text`: it is printable ASCII, does not begin with a space, and
-    ends with exactly one line break."""
+    """Returns whether YAML reads a literal block (`|`) as `text`. The text must be printable ASCII, not begin with a
+    space or line break, and end with exactly one line break."""
     return (
         text.endswith("\n")
         and not text.endswith("\n\n")
@@ -131,8 +127,8 @@ def _yaml_key(key: str) -> str:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns `value` as JSON, which YAML accepts, except for characters beyond the basic plane. For such a character,
-    JSON has two escapes (a surrogate pair) and YAML has one."""
+    """Returns `value` as JSON, which is valid YAML. Only unprintable characters are escaped separately: beyond the
+    basic plane, JSON would use two escapes (a surrogate pair), but YAML has one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

@@ -1,13 +1,13 @@
-"""A batch script for Slurm: it runs one task per node, may use more nodes than the minimum if available, and requeues
-the job after preemption.
+"""Generates the batch script that starts a run with Slurm, for `meshwright launch`. The script runs one task per node
+and requeues the job after preemption. If fewer nodes are allowed, it requests a range of node counts.
 
-The script requests that on preemption every task gets SIGTERM `grace` seconds before the end. In this time the current
-step ends and the state is saved. Exit code 75 means that the next start of the script resumes the run. A failed node
-does not end the others (--kill-on-bad-exit=0, --no-kill).
+Slurm sends SIGTERM to every task `grace` seconds (plus a margin) before it ends the job. In this time the current step
+ends and the state is saved. Then the tasks exit with code 75, and the script requeues the job, so that its next start
+resumes the run. A failed node does not end the others (--kill-on-bad-exit=0, --no-kill).
 
-[Note: heterogeneous nodes] Each set of equal nodes is one component of a heterogeneous job. Each component has its own
-step, in which Slurm numbers tasks from 0. The index of a node among all nodes is the first index of its set plus its
-task number.
+[Note: heterogeneous nodes] Each set of equal nodes is a component of a heterogeneous job. Each component has its own
+job step, in which Slurm numbers tasks from 0. The index of a node among all nodes is the first index of its set plus
+its task number.
 
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/heterogeneous_jobs.html,
 https://github.com/NVIDIA/pyxis
@@ -26,16 +26,17 @@ from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmissio
 
 MAX_HOURS = 365 * 24
 GRACE_MARGIN_SECONDS = 30
-"""Seconds that are added to the grace period of the run, since Slurm checks the time only at such intervals."""
+"""Slurm checks the time only at intervals of about this length, so the signal is requested earlier by this time."""
 
 _IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
-"""The pattern of an image in the notation of enroot: REGISTRY#IMAGE:TAG, or a path."""
+"""The pattern of a container image in the notation of enroot: REGISTRY#IMAGE:TAG, or a path."""
 
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The request to Slurm. `hours` is the time limit; 0 means the limit of the partition. `image` and `mounts` are the
-    image and the mounted folders of a container (pyxis)."""
+    """The user's request to Slurm. `hours`: the time limit; 0 means the limit of the partition. `image`: a container
+    image, run with pyxis, or ''. `mounts`: the folders that are mounted in the container. Raises InputError for invalid
+    values."""
 
     partition: str = ""
     hours: float = 0.0
@@ -75,10 +76,8 @@ class SlurmRequest:
 
 
 def batch_script(start: JobSubmission, job: str, queue: SlurmRequest = SlurmRequest()) -> str:
-    """Returns the batch script. `job` is the path of the job file.
-
-    Raises: InputError if the scheduler cannot distinguish heterogeneous nodes.
-    """
+    """Returns the batch script. `job`: the path of the job file. Raises InputError if nodes have different devices but
+    no selectors, or if a selector is not a word."""
     check_distinguishable(start.sets)
     several = len(start.sets) > 1
     lines = ["#!/bin/bash", *start.comments()]
@@ -142,9 +141,10 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
 
 
 def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str]:
-    """Returns the lines that run the command on every node and store the exit code in the shell variable `code`."""
+    """Returns the lines that run the command on every node. They set the shell variable `code` to the exit code of the
+    job step with the leading node."""
     container = ""
-    if queue.image:  # always mount the working folder, since relative paths start in it
+    if queue.image:  # the working folder is always mounted, since relative paths start there
         mounts = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{"," + shell_word(queue.mounts) if queue.mounts else ""}'
         container = (
             f" --container-image={shell_word(queue.image)} --container-mounts={mounts} "

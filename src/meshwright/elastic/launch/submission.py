@@ -1,19 +1,20 @@
-"""What a launcher starts: the sets of equal nodes, the network environment of the ranks, and the command of each node.
+"""Describes the job that a launcher starts: the sets of equal nodes, the environment variables of the ranks, and the
+command of each node. The generators for torchrun, Slurm and Kubernetes use it.
 
-Training runs on CPUs and on devices that torch exposes as CUDA: NVIDIA, and AMD with torch's ROCm build. The catalogue
-contains other devices only for planning. A job for such devices is refused here, because its ranks would train on the
-CPUs of those machines. Sources: the Kubernetes device plugins of each vendor (k8s-device-plugin, k8s-device-plugin of
-ROCm).
+Training runs on CPUs and on devices that torch exposes as CUDA: NVIDIA, and AMD with torch's ROCm build. Other devices
+are in the catalogue only for planning. A job for such devices is refused here, because its ranks would train on the
+CPUs of those machines. Sources: the Kubernetes device plugins of NVIDIA (k8s-device-plugin) and AMD (k8s-device-plugin
+of ROCm).
 
 `network_settings` derives environment variables of NCCL and gloo from the links of a cluster, so that ranks use the
 right network. Each variable has a reason. If a variable is left unset, the reason says what sets it instead.
 
-[Note: rate without kind] The link `@ethernet-100` is Ethernet with TCP; `@100Gb` states only the rate. Variables that
-affect only sockets are set for both. NCCL_IB_DISABLE is set only for `@ethernet-100`. If a link of unknown kind is
-InfiniBand or RoCE, this variable would cost most of its rate. If it is neither, NCCL uses sockets without the variable.
+[Note: rate without kind] The link `@ethernet-100` is Ethernet with TCP, while `@100Gb` states only a rate. For both,
+variables that affect only sockets are set. NCCL_IB_DISABLE is set only for `@ethernet-100`: a link that is known only
+by its rate may be InfiniBand or RoCE, which would lose most of its rate. If it is neither, NCCL uses sockets anyway.
 
-Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s
-Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
+Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads with 4 sockets each, from 100
+Gbit/s Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from meshwright.elastic.launch.quoting import check_single_line, comment_line, p
 from meshwright.spec.cluster import Cluster, Device, NodeGroup
 
 DEVICE_PLUGIN_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
-"""The Kubernetes resource of the device plugin, for each vendor whose devices can train."""
+"""The Kubernetes resource name of the device plugin, by vendor. Devices of other vendors cannot train."""
 
 _NODE_SELECTOR_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9._-]*)?")
 _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""The pattern of a qualified name of a Kubernetes resource."""
+"""The pattern of a Kubernetes resource name with a domain, such as nvidia.com/gpu."""
 
 
 class NodeSet(NamedTuple):
-    """A set of equal nodes. `first` is the index of its first node among all nodes. `vendor` is "cpu" for CPUs, and ''
-    if it is unknown.
+    """A set of consecutive equal nodes. `first`: the index of its first node among all nodes. `devices`: the number of
+    devices per node. `device`: their name. `vendor`: "cpu" for CPUs, '' if it is unknown.
 
-    `memory`: the requested bytes of host memory per node; 0: no request. `host_memory`: the bytes of host memory per
-    node in the cluster description; 0: unknown. `select`: the selector of these nodes, in the launcher's syntax.
+    `memory`: the bytes of host memory per node that the user requests, or 0. `host_memory`: those in the cluster
+    description, or 0 if they are unknown. `select`: the selector of these nodes in the launcher's syntax, or ''.
     """
 
     first: int
@@ -58,29 +59,27 @@ class NodeSet(NamedTuple):
 
     @property
     def accelerator(self) -> bool:
-        """Whether the devices are accelerators."""
+        """Returns whether the devices are accelerators."""
         return self.vendor != "cpu"
 
     @property
     def words(self) -> str:
-        """The number and name of the devices of a node, as text."""
+        """Returns the number and the name of the devices of a node, such as "8 x h100"."""
         return f"{self.devices} x {self.device}"
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What the user requests of every node. `memory` is a size with a unit; if it is empty, the launcher's default
-    applies. `select` has one selector for each node set, joined by +."""
+    """The user's request for nodes. `memory`: host memory per node, a size with a unit; if it is empty, the launcher's
+    default applies. `select`: a selector for each node set, joined by +, or ''."""
 
     memory: str = ""
     select: str = ""
 
 
 def device_vendor(device: Device) -> str:
-    """Returns the vendor of `device`, looked up by its name: "cpu" for a CPU, '' if the device is not in the catalogue.
-
-    Raises: InputError for a device that supports planning but not training.
-    """
+    """Returns the vendor of `device` by its name: "cpu" for a CPU, '' if the device is not in the catalogue. Raises
+    InputError for a device that supports planning but not training."""
     if device.name.lower().startswith("cpu"):
         return "cpu"
     word = device.name.strip().lower()
@@ -99,9 +98,8 @@ def device_vendor(device: Device) -> str:
 
 
 def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
-    """Returns the nodes of `cluster` in order, with equal neighbours merged into one set.
-
-    Raises: InputError for devices that one job cannot combine, and for a request that does not match the sets.
+    """Returns the nodes of `cluster` in order, as sets. Consecutive nodes with equal devices are in one set. Raises
+    InputError if devices are of several vendors, or if `request` does not match the sets.
 
     >>> from meshwright.planner.inputs.clusters import read_cluster
     >>> sets = node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())
@@ -174,11 +172,7 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
 
 
 def check_distinguishable(sets: Sequence[NodeSet]) -> None:
-    """Checks that a scheduler can distinguish nodes with different devices.
-
-    Raises: InputError if nodes are heterogeneous and have no selectors, because a scheduler would assign any of the
-    nodes.
-    """
+    """Raises InputError if nodes have different devices but no selectors: the scheduler could not distinguish them."""
     if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
         kinds = ", ".join(each.words for each in sets)
         raise InputError(
@@ -203,10 +197,8 @@ def _parse_memory(text: str) -> float:
 
 
 def check_resource_name(option: str, text: str, example: str) -> str:
-    """Returns `text` if it can be the name of a Kubernetes resource.
-
-    Raises: InputError otherwise.
-    """
+    """Returns `text`, the value of the command-line option `option`. Raises InputError if it cannot be the name of a
+    Kubernetes resource. `example`: a valid name for the error message."""
     if len(text) > 200 or not _RESOURCE_NAME_PATTERN.fullmatch(text):
         raise InputError(
             Message(
@@ -221,12 +213,12 @@ def check_resource_name(option: str, text: str, example: str) -> str:
 
 _INTERFACE_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
 FAST_ETHERNET_BYTES_PER_SECOND = 10e9
-"""The network bandwidth of a node, in bytes/s, from which one socket cannot saturate the Ethernet link."""
+"""If the network bandwidth of a node is at least this, one socket cannot saturate its Ethernet link."""
 
 
 class EnvironmentSetting(NamedTuple):
-    """An environment variable, its value and the reason for the value. Without a value the variable is left unset, and
-    the reason says what sets it."""
+    """An environment variable, its value and the reason for the value. If the value is '', the variable is left unset,
+    and the reason says what sets it instead."""
 
     name: str
     value: str
@@ -234,15 +226,15 @@ class EnvironmentSetting(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The setting as a line of a shell script."""
+        """Returns the setting as a line of a shell script: an `export`, or a comment if it has no value."""
         if not self.value:
             return comment_line(f"{self.name}: {self.reason}")
         return f"export {self.name}={shell_word(self.value)}  {comment_line(self.reason)}"
 
 
 def network_settings(cluster: Cluster, interface: str = "") -> tuple[EnvironmentSetting, ...]:
-    """Returns the environment of the ranks of `cluster`. `interface` is the name of the network interface between
-    nodes, if known (`ip route get ADDRESS` prints it).
+    """Returns the environment variables of the ranks of `cluster`. `interface`: the name of the network interface
+    between nodes (`ip route get ADDRESS` prints it), or ''. Raises InputError if it is not a valid name.
 
     >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
     >>> device = Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9})
@@ -325,7 +317,7 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
 
 
 def is_rate_name(link: str) -> bool:
-    """Returns whether the name of a link states only its rate and not its kind.
+    """Returns whether the name of a link states only its rate and not its type ([Note: rate without kind]).
 
     >>> [is_rate_name(name) for name in ("100Gb", "4x200Gb", "25GB/s", "25", "ethernet-100", "ib-ndr")]
     [True, True, True, True, False, False]
@@ -340,17 +332,18 @@ def is_rate_name(link: str) -> bool:
 JOB_FILE = "job.json"
 DEFAULT_PORT = 29400
 NODE_RANK_COMMAND = 'exec env "RANK=$(({first} + {number}))" "$@"'
-"""The shell command of one node, for a launcher that numbers the nodes of each set from 0. It executes its arguments
-with RANK set to the index of the node among all nodes."""
+"""The shell command of a node, for a launcher that numbers the nodes of each set from 0. It sets RANK to the index of
+the node among all nodes, and executes its arguments."""
 
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """The nodes of a run, as sets of equal nodes. The run continues with as few as `min_nodes` nodes. `grace` is the
-    time in seconds between a stop request and the end, for the last save.
+    """The description of a run for a launcher. `sets`: its nodes. `min_nodes`: the run continues with at least this
+    number of nodes. `folder`: the run folder, under an equal path on every node. `grace`: the seconds from a stop
+    request to the end of the run, for the last save.
 
-    `folder` is the run folder, which has the same path on every node. `settings` contains environment variables with
-    their reasons, including unset ones. `about` contains comment lines that describe the job.
+    `settings`: the environment variables with their reasons, including unset ones. `about`: lines that describe the
+    job. Raises InputError if `min_nodes` does not fit the nodes, or if `folder` has several lines.
     """
 
     name: str
@@ -383,17 +376,19 @@ class JobSubmission:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """Returns the number of nodes."""
         return sum(each.nodes for each in self.sets)
 
     @property
     def is_several(self) -> bool:
-        """Whether there are several nodes. A single node starts its ranks as `meshwright train` does."""
+        """Returns whether there are several nodes. A single node needs no launcher: `meshwright train` starts its
+        ranks."""
         return self.nodes > 1
 
     @property
     def label(self) -> str:
-        """The run's name as a host name or label: at most 40 lower-case letters, digits and dashes.
+        """Returns the run's name in a form that is valid as a host name: at most 40 lower-case letters, digits and
+        dashes.
 
         >>> JobSubmission("Llama_7B v2", (NodeSet(0, 2, 8, "h100", "nvidia"),), 1, "runs/x", 30.0).label
         'llama-7b-v2'
@@ -401,14 +396,14 @@ class JobSubmission:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
 
     def command(self, job: str) -> list[str]:
-        """Returns the words of the command that each node runs. A run folder without a slash gets the prefix ./,
-        because `meshwright train` would otherwise place it under runs/."""
+        """Returns the words of the command that each node runs. `job`: the path of the job file. A run folder without a
+        slash gets the prefix ./, because `meshwright train` would otherwise place it under runs/."""
         folder = self.folder if "/" in self.folder else f"./{self.folder}"
         return ["meshwright", "train", path_argument(job), "--folder", path_argument(folder), *self.ranks]
 
     @property
     def ranks(self) -> list[str]:
-        """The command-line option for the minimum number of ranks, if fewer nodes are allowed."""
+        """Returns the command-line option for the minimum number of ranks, or no words if all nodes are required."""
         return (
             ["--set", f"run.min_ranks={self.min_nodes * self.sets[0].devices}"] if self.min_nodes < self.nodes else []
         )
@@ -418,9 +413,9 @@ class JobSubmission:
         return [comment_line(each) for each in self.about]
 
     def reasons(self) -> list[str]:
-        """Returns the reason of every setting as comment lines, for formats that cannot have it next to the setting."""
+        """Returns comment lines with the settings and their reasons, for formats without comments at the settings."""
         return [comment_line(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
 
     def exports(self) -> list[str]:
-        """Returns the settings as `export` lines of a shell script."""
+        """Returns the lines of a shell script that export the settings."""
         return [setting.line for setting in self.settings]

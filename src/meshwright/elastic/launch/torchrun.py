@@ -1,7 +1,9 @@
-"""A script that starts one node with torchrun. The command is the same on every machine except for the node index.
+"""Generates the script that starts a node of a run with torchrun, for `meshwright launch`. All machines run this
+script; only the node index in its arguments differs.
 
-torchrun starts and watches only the supervisor of the node. Its restarts are off, because it would end all nodes when
-one rank fails. A run on one node does not need torchrun. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+torchrun starts and watches only the process that manages the ranks of the node. Its restarts are off, because it would
+end all nodes when one rank fails. A run on one node does not need torchrun. Source:
+https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from meshwright.elastic.launch.submission import DEFAULT_PORT, JobSubmission
 
 
 def node_script(start: JobSubmission, job: str) -> str:
-    """Returns the script of a node. `job` is the path of the job file."""
+    """Returns the script. `job`: the path of the job file, which is equal on all machines."""
     command, head = shell_command(start.command(job)), ["#!/bin/bash", *start.comments()]
     if not start.is_several:
         return "\n".join([*head, "set -euo pipefail", *start.exports(), f"exec {command}"]) + "\n"
@@ -38,7 +40,7 @@ def node_script(start: JobSubmission, job: str) -> str:
 
 
 def _node_number_comments(start: JobSubmission) -> list[str]:
-    """Returns comment lines with the node indices of each set, for heterogeneous machines."""
+    """Returns comment lines that state the node indices of each set, for machines with different devices."""
     return [
         comment_line(f"NUMBER {each.first} to {each.first + each.nodes - 1}: machines of {each.words}")
         for each in start.sets

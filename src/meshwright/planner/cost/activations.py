@@ -1,17 +1,17 @@
-"""Computes the memory of activations: of one layer, and at the peak of each class of pipeline ranks.
+"""Computes the memory of activations for memory.py and cost_model.py: the bytes of one layer, and the peak on each
+class of equal pipeline ranks.
 
 `activation_bytes` computes the activations that a layer saves for backward, and the transient memory of its backward.
 
 [Note: in pieces] torch.compile does not trace into some layers of this project: tensor-parallel layers, expert layers,
 and layers with a deferred weight gradient. So torch.compile produces several graphs per block, with these layers
-between them. The activation function of a gated feed-forward and the matrix product after it are then in different
+between the graphs. The activation function of a gated feed-forward and the next matrix product are then in different
 graphs, so the result of the activation function is saved.
 
 `activation_peak` computes the peak of saved activations on each class of pipeline ranks, with recompute and offload.
-
-The schedule of a rank determines the points of a step at which its memory can peak, called moments, and the layers with
-saved activations at each moment (rank_contents.py). The bytes of a layer come from activations.py. The peak is the
-moment with the most bytes.
+The points of a step at which the memory of a rank can peak are called moments. The schedule determines the moments, and
+the number of layers of each layer run with saved activations at each moment (rank_contents.py). The peak is the moment
+with the most bytes.
 
 Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
 """
@@ -39,10 +39,10 @@ class ActivationBytes(NamedTuple):
     """The activation bytes of one layer for one micro-batch, over axes (b, s) of GRID_AXES.
 
     `whole` is saved for backward without recompute, `entering` with full recompute. `core` is the part of `whole` that
-    belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save; `at_once` is
-    the peak of this part during its recompute. `passing` is the additional transient memory of backward. `gates` is
-    saved in addition if weight gradients are deferred. `put_off` is stored from the backward of inputs (B) until the
-    weight gradient (W).
+    belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save, and
+    `at_once` is the peak of the recomputed tensors in backward. `passing` is the additional transient memory of
+    backward. A compiled block also saves `gates` if weight gradients are deferred. `put_off` is stored from B (the
+    gradients of inputs) until W (the weight gradients).
     """
 
     whole: Array
@@ -55,16 +55,16 @@ class ActivationBytes(NamedTuple):
     put_off: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
-        """Returns the bytes that a layer stores between B (gradients of inputs) and W (gradients of weights), for each
-        recompute kind in `kinds` (axis c), over axes (b, s, c) of GRID_AXES. They are the inputs of matrix products and
-        the gradients of their outputs."""
+        """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (axis c), over axes
+        (b, s, c) of GRID_AXES. The stored tensors are the inputs of matrix products and the gradients of the outputs.
+        Recomputed blocks store nothing until W."""
         return np.stack(
             [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
         )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
-        """Returns two arrays over axes (b, s, c) of GRID_AXES, where c are the recompute kinds `kinds`: the saved
-        bytes, and the additional transient bytes of backward."""
+        """Returns the saved bytes and the additional transient bytes of backward, as two arrays over axes (b, s, c) of
+        GRID_AXES. The axis c has the recompute kinds `kinds`."""
         none = 0.0 * self.whole
         of = {
             Recompute.none: (self.whole, none),
@@ -77,8 +77,8 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:
-    """Returns the activation bytes of one layer of the run `entry` for one micro-batch. `tokens`: the tokens of a
-    micro-batch."""
+    """Returns the activation bytes of one layer of the run `entry` for one micro-batch. `tokens` is the tokens of a
+    micro-batch on one rank (b)."""
     layer, size = entry.layer, setting.recipe.size
     shape = (len(tokens), len(box.sequence_parallel))
     if entry.copy:
@@ -89,7 +89,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     routed = layer.routed_saved * (setting.imbalance - 1.0) if box.layout.ep > 1 else 0.0
     split = ((layer.saved_split + routed) * size + layer.fixed_split + layer.core_context * sequence) / box.tp
     split += layer.key_value_width * size * replicated_kv_fraction(layer, box.tp)
-    # Recomputed bytes of the feed-forward, the part of a block with which backward begins.
+    # Backward of a block begins with the feed-forward, so the recomputed bytes of the feed-forward are the peak.
     at_once = tokens[:, None] * ((layer.derived_split * size + layer.derived_fixed_split) / box.tp)
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
@@ -98,17 +98,17 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # one kernel fuses the element-wise operations of a function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
-    # The outputs of attention exist twice: before and after the all-to-all.
+    # Both the input and the output of the all-to-all after attention are saved.
     copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[:, None]
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
-        # A kernel writes one of the two gradients with the inner width over the other.
+        # A fused kernel writes one of the two gradients with the feed-forward's inner width over the other gradient.
         alive = (layer.transient + layer.output) / 2.0
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
-    # The activations of the feed-forward (`2.0 * own`) are already freed.
+    # When attention runs backward, the activations of the feed-forward (`2.0 * own`) are already freed.
     passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
@@ -134,15 +134,15 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the saved bytes per token that no matrix product reads, so that they are freed before W. Outputs of
-    matrix products are not included, since gradients of equal size replace them."""
+    """Returns the saved bytes per token that B frees, because no matrix product reads them in W. Outputs of matrix
+    products are not included, since gradients of equal size replace them."""
     return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
         layer.fused_whole * size + layer.fused_fixed_whole
     ) / divided
 
 
 def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the bytes per token that a compiled block does not save; see [Note: in pieces]."""
+    """Returns the bytes per token that an eager block saves and a compiled block does not save ([Note: in pieces])."""
     split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
     fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
@@ -151,11 +151,11 @@ def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array
 def deferred_wgrad_bytes(
     box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
 ) -> Array | float:
-    """Returns the additional bytes at each moment (possible peak) if the schedule defers weight gradients. `table` (b,
-    o, r, moments, columns) has the layers that are stored until W.
+    """Returns the bytes that compiled blocks save in addition at each moment if the schedule splits backward. `table`
+    (b, o, r, moments, columns) is the number of layers of each column.
 
-    Only columns that `put_off` marks count. The result is over (b, o, r, moments, s x c), where `each` is the length of
-    c.
+    Only the columns that `put_off` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
+    the axis c.
     """
     split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and split_backward.any() and put_off.any()):
@@ -167,8 +167,8 @@ def deferred_wgrad_bytes(
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
-    """Returns the fraction of keys and values that a tensor rank stores beyond an even shard. It is above 0 if there
-    are fewer key-value heads than tensor ranks."""
+    """Returns the fraction of all keys and values that a tensor rank stores in addition to an even shard. The result is
+    above 0 only if there are fewer key-value heads than tensor ranks."""
     heads = layer.key_value_heads
     return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
@@ -176,9 +176,9 @@ def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
 def _chunked_loss_bytes(
     setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array, whole: float | Array
 ) -> ActivationBytes:
-    """Returns the bytes of a head with a chunked loss.
+    """Returns the activation bytes of a head with a chunked loss. `whole` is the bytes per token of the head's input.
 
-    The head saves the gradient of its input instead of the input, and the gradient of its weight. The logits and
+    The head saves the gradient of its weight, and instead of its input the gradient of its input. The logits and
     probabilities of one chunk are transient. Source: runtime/loss.py, [Note: gradients at once].
     """
     layer, size = entry.layer, setting.recipe.size
@@ -195,19 +195,21 @@ def _chunked_loss_bytes(
 
 
 def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Array) -> Array:
-    """Returns the bytes of the float32 copy of low-precision logits that torch makes on a CPU, over axes (b, s) of
-    GRID_AXES."""
+    """Returns the bytes of the float32 copy of low-precision logits that torch creates on a CPU, over axes (b, s) of
+    GRID_AXES. Returns 0 on other devices and for float32 logits."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]
 
 
 ABSENT_MOMENT_BYTES = -1e30
-"""Bytes at a moment that a rank does not have. The value is so negative that such a moment is never the peak."""
+"""Placeholder for the bytes at a moment that does not count for a peak. The value is so negative that such a moment is
+never the peak."""
 
 
 class ActivationPeak(NamedTuple):
-    """The peak bytes of saved activations on the device: during the backward of the head (negative on ranks without a
-    head), and during any other backward. Also the bytes in host memory and in files."""
+    """The peak bytes of saved activations of a rank. On the device there are two peaks: during the backward of the head
+    (`at_head`, negative on ranks without a head), and during any other backward (the next field). `on_host` and
+    `in_files` are the offloaded bytes."""
 
     at_head: Array
     elsewhere: Array
@@ -216,13 +218,14 @@ class ActivationPeak(NamedTuple):
 
 
 class MomentBytes(NamedTuple):
-    """The saved bytes at the moments (points of a step) at which the memory of ranks can peak.
+    """The activation bytes at the moments, the points of a step at which the memory of ranks can peak.
 
-    `saved` is the bytes of saved activations (b, o, r, moments, s x c). `layers` is the number of layers of each column
-    (b, o, r, moments, columns). The columns are the saved layers, the running layer, and, if the schedule defers weight
-    gradients, the layers that wait for W. `weights` is the bytes of one layer (b, columns, s x c). `at_head` marks the
-    moments at which the head runs backward. For each column of saved layers, `blocks` marks whether offload of
-    activations applies to it. `waiting` marks whether it is stored until W, the action that computes weight gradients.
+    `layers` is the number of layers of each column (b, o, r, moments, columns), `weights` the bytes of one layer (b,
+    columns, s x c). `saved` is the product, the total bytes (b, o, r, moments, s x c). There are up to three groups of
+    columns: layers with saved activations, the layer that runs backward, and, if the schedule defers weight gradients,
+    layers with data stored until W (the weight gradients). `at_head` marks the moments at which the head runs backward.
+    `blocks` and `waiting` mark columns of the first group: offload of activations applies to `blocks`, and the layers
+    in `waiting` store data until W.
     """
 
     saved: Array
@@ -234,12 +237,11 @@ class MomentBytes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Returns the number of columns for saved layers."""
+        """Returns the number of columns of a group."""
         return len(self.blocks)
 
     def bytes_of(self, layers: Array, first: int = 0) -> Array:
-        """Returns the bytes of `layers` at each moment. `first` is the column at which the columns of `layers`
-        begin."""
+        """Returns the bytes of `layers`, numbers of layers in the columns from `first` on, at each moment."""
         weights = self.weights[:, first : first + layers.shape[4]]
         return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
 
@@ -247,8 +249,9 @@ class MomentBytes(NamedTuple):
 def activation_peak(
     setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
 ) -> ActivationPeak:
-    """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). Recompute choices that
-    treat all blocks equally are computed together, other choices one by one."""
+    """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). `ranks` has the
+    contents for each schedule. Recompute choices that treat all blocks equally are computed together, other choices one
+    by one."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
     # With a split backward, recomputed blocks save nothing until W (runtime/weight_gradients.py).
@@ -283,8 +286,9 @@ def _uniform_activation_peak(
     chosen: Sequence[RecomputeChoice],
     ranks: Sequence[RankContents],
 ) -> ActivationPeak:
-    """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that does not.
-    In the second case each run of layers has two columns: the first blocks of a stage, and the other blocks."""
+    """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that treats the
+    first blocks of a stage differently. For such a choice each layer run has two columns: the first blocks of a stage,
+    and the other blocks."""
     moments = _moment_bytes(setting, box, layers, chosen, ranks)
     parts = len(box.sequence_parallel), len(chosen)
     every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))
@@ -352,7 +356,8 @@ def _offloaded_activation_peak(
     resident: Array,
     parts: tuple[int, int],
 ) -> ActivationPeak:
-    """Computes the peak with offload of saved activations. `resident` is the bytes at each moment without offload."""
+    """Computes the peak for all offload choices. Where a choice does not offload activations, the bytes are `resident`,
+    the bytes at each moment without offload."""
     columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
     stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     stored = moments.layers[..., :columns] * blocks
@@ -370,9 +375,9 @@ def _offloaded_activation_peak(
     copied, passing, removed = (
         _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
     )
-    # The last block of a forward pass is offloaded only if another action precedes its backward.
+    # With one stage, backward follows the last forward directly, so the runtime does not offload the last blocks.
     removed = removed if box.pp == 1 else copied
-    # Data for a file passes through host memory. This is counted if the size of the host memory is known.
+    # Data for a file passes through host memory. These bytes count only if the size of the host memory is known.
     by_host = not setting.on_host and setting.host_memory > 0
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)

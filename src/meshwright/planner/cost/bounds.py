@@ -1,19 +1,20 @@
 """Computes lower bounds on the memory and the step time of a plan over all choices of recompute and offload. The search
-uses the bounds before it computes the cost of these choices.
+(branch_and_bound.py) computes the cost of these choices only if the bounds allow the best plan.
 
 [Note: least bytes] Compare a plan that recomputes some blocks with a plan that recomputes all blocks. During the
 backward of a recomputed block, every other block stores at least its input, as with full recompute. During the backward
-of a block that is not recomputed, this block stores all its activations; with full recompute it would also store its
+of a block that is not recomputed, this block stores all its activations. With full recompute it would also store its
 input. So no plan needs less memory than full recompute minus one block input. The bound is the sum of states,
-communication buffers and the activations of full recompute, minus one block input. It is valid if a block saves at
-least as many bytes as its input has, even without its attention core or its recomputable part.
+communication buffers and the activations of full recompute, minus one block input. The bound has a requirement: even
+without its attention core or its recomputable tensors, a block must save at least as many bytes as its input has.
 
 [Note: least seconds] The update of an offloaded optimizer overlaps with nothing, so its whole time adds to the step.
-Offloaded weights cost at least the slowdown of the overlapped compute, and no micro-batch takes less time than its
-transfer over the link. Let the transfer of activations take K seconds in each direction, overlapped with forward and
-backward passes of P seconds. This adds the larger of 2 K - (1 - slowdown) P and 2 K slowdown. Both expressions are
-linear in the number of recomputed blocks. So the minimum is at all blocks, at no blocks, or where both expressions are
-equal. The bound uses the rank with the smallest gain, and ignores data-parallel traffic.
+Offloaded weights add at least the slowdown of the compute that overlaps with the transfer. No micro-batch takes less
+time than the transfer of its weights over the link. Let the transfer of activations take K seconds in each direction.
+Let the forward and the backward, which overlap with the transfer, take P seconds together. Then the transfer adds the
+larger of 2 K - (1 - slowdown) P and 2 K slowdown. Both expressions are linear in the number of recomputed blocks. So
+the minimum is with all blocks recomputed, with no block recomputed, or where both expressions are equal. The bound uses
+the rank with the least added time, and ignores data-parallel traffic.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ from meshwright.spec.enums import Offload, Recompute
 
 
 class LowerBounds(NamedTuple):
-    """Lower bounds over the axes `obsczf` of GRID_AXES, with length 1 along c: a bound is valid for all recompute
-    choices. `taken` is the estimated bytes of a rank, `safe` the bytes with the safety margin. `more` is the additional
-    seconds compared with a step without offload. `link` is the seconds of a step that is limited by the host link."""
+    """Lower bounds over the axes `obsczf` of GRID_AXES. The axis c has length 1, since a bound is valid for all
+    recompute choices.
+
+    `taken` is the reserved bytes of a rank, `safe` these bytes with the safety margin. `more` is the seconds that
+    offload adds to a step. `link` is the seconds of all weight transfers of a step; no step is shorter.
+    """
 
     taken: Array
     safe: Array
@@ -50,8 +54,8 @@ class LowerBounds(NamedTuple):
 
 
 def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload, ...], ...]) -> LowerBounds:
-    """Returns the bounds for the plans of `box` with each of the offload choices `offloads`, over any recompute choice.
-    The first element of `offloads` offloads nothing."""
+    """Returns the bounds for the plans of `box` with each offload choice in `offloads`, for any recompute choice.
+    `more` is relative to the first element of `offloads`: no offload, or the pinned choice."""
     given, box = box, replace(box, recompute=(RecomputeChoice(Recompute.full),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
@@ -97,8 +101,8 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
 
 
 def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
-    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. Returns infinity if [Note: least
-    bytes] does not apply."""
+    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. Returns infinity if the requirement
+    of [Note: least bytes] is not met, so that the bound excludes no plan."""
     setting = pricer.setting
     blocks = [
         activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))
@@ -118,8 +122,8 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClasses, each: float) -> Array:
-    """Returns the minimum seconds that recompute and the offload of activations add to a micro-batch, for each rank
-    class in `ranks`. `each`: the seconds per byte in one direction ([Note: least seconds])."""
+    """Returns the minimum seconds that recompute and offload of activations together add to a micro-batch, for each
+    rank class in `ranks` ([Note: least seconds]). `each` is the seconds per byte in one direction."""
     if box.recompute[0] != RecomputeChoice(Recompute.none):
         return broadcast_to_axis(0.0, "")
     box = replace(box, recompute=(RecomputeChoice(Recompute.none), RecomputeChoice(Recompute.full), *box.recompute[1:]))

@@ -1,4 +1,4 @@
-"""Calibrates a cluster: measured values replace the described values in a `Cluster`.
+"""Calibrates a cluster: measured values replace the described values in a `Cluster`. `meshwright probe` uses it.
 
 - Peak: the best rate of square matrix products, times the fraction of a processor that the rank gets. On CPUs
   `sustained` is 1, because training reaches this rate.
@@ -8,11 +8,12 @@
   MEMORY_BANDWIDTH_EFFICIENCY, because the formulas multiply by this constant.
 - Launch: the seconds of a small operation, divided by the fraction of a processor.
 - Link: the bandwidth and latency with which the formulas of planner/cost/links.py best fit the measured times of all
-  collectives. `meeting` is the remaining time that a collective adds to compute.
+  collectives. `meeting` is the synchronisation overhead: the seconds that a collective between computations takes
+  beyond these formulas.
 
-The link is fitted by a search for the bandwidth and latency with the least mean square of log(formula / measured). So
-the result depends on the cost model, but is not a correction factor. Ranks with equal reported host names belong to one
-node. Consecutive equal nodes form a group.
+The fit searches the bandwidth and latency with the least mean square of log(formula / measured). So the values depend
+on the formulas of the cost model, but they are physical quantities and not correction factors. Ranks with equal host
+IDs belong to one node. Consecutive equal nodes form a group.
 """
 
 from __future__ import annotations
@@ -43,36 +44,37 @@ SAME_SPEED_TOLERANCE = 0.15
 """Maximum relative difference between the speeds of devices in one group."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
-"""A device is reported as a straggler if its speed is below this fraction of the median of its group."""
+"""A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A note
+about the processor time of a CPU rank uses this fraction too."""
 
 UNDESCRIBED_CLUSTER = "measured"
-"""The name of a cluster for which only the number of ranks is known before calibration."""
+"""The name of a cluster whose only known property before calibration is the number of ranks."""
 
 LINK_FIT_STEP_FACTORS = (2.0, 1.4, 1.1, 1.03)
 MAX_FIT_LOG_ERROR = 0.35
 
 
 class CalibratedCluster(NamedTuple):
-    """The calibrated cluster, and notes for the user."""
+    """The calibrated cluster, and notes for the user about unexpected measurements (`odd`)."""
 
     cluster: Cluster
     odd: tuple[str, ...]
 
 
 class UniformNode(NamedTuple):
-    """Ranks of one host whose devices are identical."""
+    """Consecutive ranks of one host with equal devices of similar speed."""
 
     ranks: tuple[DeviceProfile, ...]
 
     @property
     def speed(self) -> float:
-        """Returns the median speed of the ranks."""
+        """Returns the median speed of the ranks in FLOP/s."""
         return median(map(_device_speed, self.ranks))
 
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
-    """Returns `known` with measured values. If the number of devices is unchanged, memory, prices and names do not
-    change."""
+    """Returns the cluster `known` with the measured rates, links and nodes in `measured`. If both have equally many
+    devices, the memory and the names of accelerators remain those of `known`."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
@@ -120,11 +122,12 @@ def _device_speed(device: DeviceProfile) -> float:
 
 
 def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
-    """Scales the measured rates of CPU ranks that share their cores with other programs.
+    """Returns the device profiles with corrected fractions of a processor (`share`), by which measured rates are
+    multiplied.
 
-    While other programs run, a rank gets less than its regular fraction of the cores, so the rates are scaled to the
-    regular fraction. Ranks that share the cores of one host have equal fractions. They all get the mean of their
-    measured rates, because it is random which ranks ran at the same time.
+    If other programs were busy during the measurement, a rank got less than its regular fraction (`own`), so `share` is
+    the regular fraction. Otherwise, ranks of one host with equal regular fractions below 1 get the mean of their
+    measured fractions. The single fractions are random, because they depend on which ranks ran at the same time.
     """
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
@@ -138,7 +141,7 @@ def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
 
 
 def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterable[str]:
-    """Yields a line for each contradiction between the description and the machine."""
+    """Yields a note for each contradiction between the description `known` and the measured machine."""
     devices, hosts = len(measured.devices), len(measured.hosts)
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
@@ -186,7 +189,7 @@ def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile
 
 
 def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
-    """Splits the ranks of one host into groups of neighbours with equal speed."""
+    """Splits the ranks of one host into groups of consecutive ranks with equal devices and similar speed."""
     parts: list[list[DeviceProfile]] = []
     for rank in ranks:
         if parts and parts[-1][0].name == rank.name and _same_speed(_device_speed(parts[-1][0]), _device_speed(rank)):
@@ -197,7 +200,7 @@ def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
 
 
 def _group_equal_nodes(nodes: Sequence[UniformNode]) -> list[list[UniformNode]]:
-    """Groups consecutive equal nodes."""
+    """Groups consecutive nodes with equally many ranks, equal devices and similar speed."""
     runs: list[list[UniformNode]] = []
     for node in nodes:
         first = runs[-1][0] if runs else None
@@ -231,8 +234,8 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
-    """Returns the device with the rates of the median rank. `same`: whether the devices are those of `known`. If so,
-    their memory size is kept, because a rank cannot measure it."""
+    """Returns a device with the median of each measured rate over `ranks`. `same`: whether the devices are of the type
+    `known`. In this case the memory size is that of `known`, because a rank cannot measure it."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
@@ -259,8 +262,8 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
 
 
 def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
-    """Returns the link inside a block of `span` ranks and the link between blocks. If only one of the two was measured,
-    it is used for both. Without measurements the links of `known` are returned."""
+    """Returns two links: inside a domain of `span` consecutive ranks, and between domains. If only one link was
+    measured, it is returned for both. Without measurements the links of `known` are returned."""
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network
@@ -275,13 +278,14 @@ def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Lin
 
 
 def _gathers_by_all_to_all(measured: ClusterProfile) -> bool:
-    """Returns whether a gather is implemented as an all-to-all, as between CPU processes on several hosts."""
+    """Returns whether gathers are all-to-alls, as between CPU ranks on several hosts, which communicate over gloo."""
     return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
 
 
 def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Fits the bandwidth and latency of a link by coordinate search. The search starts from the bandwidth of the
-    largest collective and the latency of the fastest one."""
+    """Fits the bandwidth and latency of a link to `timings` by coordinate search. The search starts from the bytes/s of
+    the largest collective and the seconds per rank of the fastest collective. `fabric` returns the links of the cluster
+    for a candidate link."""
     large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
     bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
 
@@ -304,8 +308,9 @@ def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable
 
 
 def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
-    """Returns the link with the synchronisation overhead that best explains `meetings`. The fit is linear, since the
-    predicted seconds are linear in the overhead."""
+    """Returns `link` with the synchronisation overhead (`meeting`) that best fits the collectives `meetings`, which ran
+    between computations. Predicted seconds are linear in the overhead, so each collective determines one value. The
+    result is the median of these values."""
     without, one = (
         [predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings]
         for meeting in (0.0, 1.0)
@@ -315,7 +320,7 @@ def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric:
 
 
 def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> float:
-    """Returns the seconds that the planner predicts for this collective."""
+    """Returns the seconds that the cost model predicts for the measured collective `timing` over `links`."""
     over = collective_rates(links, timing.ranks, timing.stride)
     if timing.kind == "all_reduce":
         return float(over.reduce(timing.size))
@@ -325,7 +330,8 @@ def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> fl
 
 
 def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
-    """Yields a note if the predictions differ much from the measured times."""
+    """Yields a note if the predicted seconds of large collectives differ from the measured seconds by more than
+    MAX_FIT_LOG_ERROR."""
     off = [
         log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
     ]

@@ -1,30 +1,33 @@
-"""Computes the seconds of one layer's forward and backward on one rank: compute, and tensor-parallel communication.
+"""Computes the seconds of one layer's forward and backward on one rank: compute, and tensor-parallel communication. The
+cost model (cost_model.py) adds up the layers of each rank.
 
-    - Matrix product of a weight: max(FLOPs / rate, bytes / bandwidth) + ramp, where rate = peak * efficiency *
-      sustained.
+- Matrix product of a weight: max(FLOPs / rate, bytes / bandwidth) + ramp, where
+  rate = peak * efficiency * sustained.
 - Attention: FLOPs / (rate * attention efficiency).
 - All other operations: bytes / bandwidth.
-- Launch: the sum is at least the host time to launch kernels and collectives. On a CPU, which launches and computes,
-  the launch time is added.
+- Launch: on an accelerator, the sum is at least the host time to launch kernels and collectives. A CPU launches and
+  computes with the same cores, so the launch time is added.
 
-Tensor parallelism divides the FLOPs of weights that it shards. It divides element-wise work in proportion to the
+Tensor parallelism divides the FLOPs of the weights that it shards. It divides element-wise work in proportion to the
 sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. For the
 sources of the constants see constants.py.
 
-The rate of a matrix product depends on its shape, which determines the number of tiles for the device's processors. A
-product with m x n outputs and inner dimension k is cut into tiles of rows x columns outputs. With p processors, p tiles
-are computed at a time, so the last wave may be partly empty (wave quantisation). A small product uses small tiles,
-which reach a smaller fraction of the peak. For each of MATMUL_TILES
+The rate of a matrix product depends on the shape of the product. Let the product have m x n outputs and inner dimension
+k, and let the device have p processors. The library divides the outputs into tiles of rows x columns outputs. The
+device computes p tiles at a time (a wave), so the last wave may be partly empty (wave quantisation). Small tiles reach
+a smaller fraction of the rate. The time with a tile of MATMUL_TILES is
 
-    time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's factor)
+    waves = ceil(ceil(m / rows) ceil(n / columns) / p)
+    time = waves x 2 rows columns k p / (rate x fraction of the tile)
 
-and the library uses the fastest tile. If even small tiles leave processors idle, it cuts the inner dimension instead
-(split-k). The time is at least the time to move the operands through memory. Each product also has a fixed time to
-start and end.
+The model uses the fastest tile. If there are fewer tiles than processors, the library divides the inner dimension
+instead (split-k). The time is at least the time to move the operands through memory. Each product also has a fixed time
+to start and end.
 
-Forward is a product of tokens x outputs with inner dimension inputs. Backward is a product of tokens x inputs with
-inner dimension outputs, and a product of outputs x inputs with inner dimension tokens. Source of the formulas: NVIDIA,
-Matrix Multiplication Background User's Guide, sections 3 and 4; the tiles of CUTLASS and their factors there, figure 6.
+In forward, m x n is tokens x outputs and k is inputs. In backward there are two products: tokens x inputs with inner
+dimension outputs, and outputs x inputs with inner dimension tokens. Source of the formulas: NVIDIA, Matrix
+Multiplication Background User's Guide, sections 3 and 4. Source of the tiles (those of CUTLASS) and their fractions:
+figure 6 of this guide.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def sustained_flops(setting: CostContext, precision: str) -> float:
-    """Returns the FLOP/s of large matrix products on a warm device during training. It is the product of the nominal
+    """Returns the FLOP/s of large matrix products on a warm device during training. This is the product of the nominal
     rate, the efficiency of large products, and the fraction that remains under power and clock limits."""
     device = setting.device
     peak = device.peak.get(precision) or setting.rate
@@ -52,8 +55,8 @@ def sustained_flops(setting: CostContext, precision: str) -> float:
 
 
 def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, inside: bool) -> tuple[Array, Array]:
-    """Returns the seconds of all matrix products of a layer, forward and backward, over axes (b) of GRID_AXES.
-    `inside`: whether the layer is in a block."""
+    """Returns the seconds of all matrix products of a layer in forward and in backward, over axes (b) of GRID_AXES.
+    `tokens` is the tokens of a micro-batch (b). `inside`: whether the layer is a block."""
     precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
     rate = sustained_flops(setting, precision)
     size = setting.recipe.size
@@ -75,8 +78,8 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
 def _tiled_matmul_seconds(
     setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
 ) -> Array:
-    """Returns the seconds of products of `shape` (m, n, k), each over (weights, b). A dimension of 0 means that the
-    shape is unknown; then only the FLOPs determine the time."""
+    """Returns the seconds of products over (weights, b). `shape` is the arrays m, n and k of the module docstring. If a
+    dimension is 0, the shape is unknown and only the FLOPs determine the time."""
     m, n, k = shape
     processors = setting.device.processors
     best = np.full(flops.shape, np.inf)
@@ -93,9 +96,12 @@ def _tiled_matmul_seconds(
 
 
 class LayerTimes(NamedTuple):
-    """The seconds of one layer of each layer run, over (layer run, b, s). `attention` is the part of forward in the
-    attention core. `weights` is the part of backward that can be deferred: the weight gradients of plain matrices of
-    blocks. `derived` is the time of selective recompute."""
+    """The seconds of one layer of each layer run (cost_context.py), over (layer run, b, s).
+
+    `tensor_forward` and `tensor_backward` are tensor-parallel communication. `attention` is the part of `forward` in
+    the attention core. `weights` is the deferrable part of `backward`: the weight gradients of the two-dimensional
+    weights of blocks. `derived` is the time of selective recompute.
+    """
 
     forward: Array
     backward: Array
@@ -107,8 +113,8 @@ class LayerTimes(NamedTuple):
 
 
 class MatmulShapes(NamedTuple):
-    """The matrix weights of a layer on one tensor rank: for each weight the FLOPs per token, elements, outputs, inputs,
-    and number of products."""
+    """The matrix weights of a layer on one tensor rank, as arrays over the weights: FLOPs per token, elements, outputs,
+    inputs, and number of products."""
 
     flops: Array
     weights: Array
@@ -118,8 +124,9 @@ class MatmulShapes(NamedTuple):
 
 
 def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
-    """Returns the matrix products of a layer. `layer.flops` is divided among its weights by their size. Stacked experts
-    are separate products. The FLOPs are those of the expert rank with the most tokens (`imbalance` times the mean).
+    """Returns the matrix products of a layer. The FLOPs of the layer are divided among its weights in proportion to
+    their size. Stacked experts count as separate products. The FLOPs of experts are those on the expert rank with the
+    most tokens, `imbalance` times the mean.
 
     LoRA adapters on frozen weights do not count as products. Their memory traffic is part of `layer.moved`
     (planner/inputs/job.py).
@@ -148,8 +155,8 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
 def layer_times(
     setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
 ) -> LayerTimes:
-    """Returns the seconds of each layer on one rank. `tokens`: the tokens of a micro-batch (b). `sequence_parallel`:
-    its choices (s). `stride`: the distance between neighbouring tensor ranks."""
+    """Returns the seconds of each layer on one rank. `tokens` is the tokens of a micro-batch (b), `sequence_parallel`
+    the choices of sequence parallelism (s). `stride` is the distance between neighbouring tensor ranks."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
@@ -173,15 +180,15 @@ def layer_times(
 def _compute_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, ...]:
-    """Returns five arrays of seconds over axes (b, s) of GRID_AXES: forward, backward, the attention core in forward,
-    the deferrable weight gradients in backward, and selective recompute."""
+    """Returns five arrays of seconds over axes (b, s) of GRID_AXES, without communication and launches: forward,
+    backward, the attention core in forward, the deferrable weight gradients in backward, and selective recompute."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut, setting.imbalance)
     context = setting.job.workload.sequence
     forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)
-    if frozen:  # frozen weights: backward computes only the gradients of inputs
+    if frozen:  # backward of frozen weights computes only the gradients of inputs
         backward_products = backward_products / 2.0
     rate = sustained_flops(setting, setting.recipe.rate) * device.attention * practice.attention
     attention = layer.attention_flops / tp * context * tokens / rate
@@ -215,8 +222,8 @@ def _compute_seconds(
 def _launch_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the host's seconds to launch the kernels and collectives of a layer, forward and backward, over axes
-    (s) of GRID_AXES."""
+    """Returns the seconds in which the host launches the kernels and collectives of a layer, in forward and in
+    backward, over axes (s) of GRID_AXES."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
@@ -254,9 +261,9 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of tensor-parallel collectives, forward and backward, over axes (b, s) of GRID_AXES. `tensor`
-    is the number of tensor ranks and their distance. Sequence parallelism replaces an all-reduce by an all-gather and a
-    reduce-scatter."""
+    """Returns the exposed seconds of tensor-parallel collectives in forward and in backward, over axes (b, s) of
+    GRID_AXES. `tensor` is the number of tensor ranks, and the distance between neighbouring tensor ranks. Sequence
+    parallelism replaces an all-reduce by an all-gather and a reduce-scatter."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor

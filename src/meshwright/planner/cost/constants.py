@@ -1,7 +1,8 @@
-"""Lists every constant of the cost model that is not in the catalog, with its source. Formulas contain no other
-constants.
+"""Lists the constants of the cost model that are not in the catalog, each with its source. All modules of planner/cost
+use them; a constant that only one module needs is defined in that module.
 
-The peak, bandwidth, links and matrix efficiency of a device come from the cluster, where calibration replaces them.
+The peak rate, bandwidth, links and matrix efficiency of a device come from the cluster description. Calibration
+replaces them by measured values.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ ALLOCATOR_OVERHEAD = 1.12
 plans (Dazz993/Mist expected_summary.json)."""
 
 SAFE_ALLOCATOR_OVERHEAD = 1.22
-"""Reserved bytes divided by allocated bytes, with a safety margin. A plan fits if it fits with this factor; if it fits
-only with ALLOCATOR_OVERHEAD, it is tight. The 26 stages of Mist have factors from 1.058 to 1.225."""
+"""Reserved bytes divided by allocated bytes, with a safety margin. A plan that fits with this factor fits. A plan that
+fits only with ALLOCATOR_OVERHEAD is tight. The 26 stages of Mist have factors between 1.058 and 1.225."""
 
 USABLE_MEMORY_FRACTION = 0.98
-"""Fraction of a device's memory that a process can use. BigScience's nvidia-smi logs show from 79.15 to 79.35 of 80 GiB
-in use; the constant leaves a small reserve."""
+"""Fraction of a device's memory that a process can use. BigScience's nvidia-smi logs show between 79.15 and 79.35 of 80
+GiB in use. The constant is slightly lower, as a reserve."""
 
 P2P_BUFFERS = 4
-"""Number of hidden states that a pipeline rank stores for communication with its neighbours: one that is received in
-advance, the gradient of one, and one that is sent in each direction."""
+"""Number of buffers for pipeline messages on a rank, each with the size of a hidden state: a hidden state that is
+received in advance, a gradient of a hidden state, and one message that is sent in each direction."""
 
 P2P_BUFFERS_SHARED_MEMORY = 2
-"""Number of hidden states that a pipeline rank stores for communication if ranks read each other's memory. Nothing is
-received in advance, and both directions share one send buffer."""
+"""Number of buffers for pipeline messages on a rank if ranks read each other's memory. Nothing is received in advance,
+and both directions share one send buffer."""
 
 MEMORY_BANDWIDTH_EFFICIENCY = 0.9
 """Fraction of a device's memory bandwidth that large transfers reach (calculon systems/a100_80g.json:
@@ -36,12 +37,13 @@ MEMORY_BANDWIDTH_EFFICIENCY = 0.9
 
 SUSTAINED_MATMUL_FRACTION = 0.83
 """Fraction of a device's best matrix rate that the products of a whole step reach, with ordinary shapes, on warm
-devices with power and clock limits. This is the only fitted constant. It is the median over Megatron's published A100
-steps (arXiv 2104.04473 table 1, 2205.05198 table 5); single steps give 0.79 to 0.96."""
+devices with power and clock limits. This is the only fitted constant. The value is the median over Megatron's published
+A100 steps (arXiv 2104.04473 table 1, 2205.05198 table 5). Single steps have values between 0.79 and 0.96."""
 
 MATMUL_RAMP_SECONDS = 3e-6
-"""Seconds that a matrix product loses at its start and end. calculon's A100 efficiencies (0.95 from 128 GFLOP, 0.90
-from 16 GFLOP, 0.60 from 1 GFLOP) correspond to the peak rate plus 2 to 3 us per product."""
+"""Seconds that a matrix product loses at its start and end. calculon's A100 efficiencies are 0.95 for products of at
+least 128 GFLOP, 0.90 from 16 GFLOP on, and 0.60 from 1 GFLOP on. They correspond to the time at the peak rate plus 2 us
+to 3 us per product."""
 
 MATMUL_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
 """The tiles of a matrix product: rows, columns, and the fraction of the best rate that the tile reaches (NVIDIA, Matrix
@@ -49,56 +51,60 @@ Multiplication Background, figure 6)."""
 
 SPLIT_K_WAVE_FRACTION = 0.7
 """The minimum time of a product with fewer tiles than processors, as a fraction of the time of a full wave. With
-split-k, all processors work; the time includes adding the partial results."""
+split-k all processors are busy, and the time includes the sum of the partial results."""
 
 KERNEL_LAUNCH_SECONDS = 10e-6
-"""Host seconds for one kernel of eager PyTorch with autograd. If kernels take less time on the device, the device waits
-for the host. autoparallel's docs give 7 us without autograd. A micro-batch of nanotron takes at least 4.5 ms per layer
-on H100 (Ultra-Scale playbook)."""
+"""Host seconds to launch one kernel of eager PyTorch with autograd. If kernels take less time than this on the device,
+the device waits for the host. autoparallel's docs state 7 us without autograd. A micro-batch of nanotron takes at least
+4.5 ms per layer on H100 (Ultra-Scale playbook)."""
 
 CPU_OP_SECONDS = 5e-6
-"""Seconds for one operation on a CPU, which has no driver."""
+"""Seconds to start one operation of eager PyTorch on a CPU. The time is shorter than on an accelerator, because no
+driver is called."""
 
 KERNELS_PER_MATRIX = 5
-"""The number of kernels of a forward pass per weight matrix, including element-wise kernels. A Llama block has 36
-kernels for 7 matrices."""
+"""Number of kernels in forward per weight matrix, including element-wise kernels. A Llama block has 36 kernels for 7
+matrices."""
 
 CPU_KERNELS_PER_MATRIX = 3
-"""Number of kernels per weight matrix on a CPU, where views cost nothing."""
+"""Number of operations in forward per weight matrix on a CPU. Views are not counted, because they cost nothing."""
 
 CPU_OPS_PER_STAGE_PASS = 300
-"""Number of operations that one micro-batch adds to a stage on a CPU, outside its layers, forward and backward. These
-operations belong to masks and positions, hooks, flat buffers, the Python code of the schedule, and messages. The value
-was measured with 1 to 16 micro-batches, 2, 4 and 8 blocks, and 1 and 2 stages. Each micro-batch added 1.4 to 3 ms of
-processor time, at 4.5 us per operation."""
+"""Number of operations of one micro-batch on a stage outside its layers, on a CPU, in forward and backward together.
+They belong to masks and positions, hooks, flat buffers, the Python code of the schedule, and messages. The measurements
+had between 1 and 16 micro-batches, 2, 4 and 8 blocks, and 1 and 2 stages. Each micro-batch added between 1.4 ms and 3
+ms of processor time, at 4.5 us per operation."""
 
 ATTENTION_EFFICIENCY = 0.75
-"""Fraction of the matrix efficiency that fused attention reaches. On an A100, FlashAttention-2 (arXiv 2307.08691,
-figure 4) reaches 190 to 225 of 312 TFLOP/s, and plain matrix products reach 271."""
+"""Rate of fused attention divided by the rate of plain matrix products. On an A100 with a peak of 312 TFLOP/s,
+FlashAttention-2 reaches between 190 and 225 TFLOP/s (arXiv 2307.08691, figure 4), and plain matrix products reach 271
+TFLOP/s."""
 
 BACKWARD_FORWARD_RATIO = 2.0
-"""Ratio of backward to forward in FLOPs and in bytes of a layer. Backward computes a gradient for the input and one for
-the weights."""
+"""FLOPs and bytes of a layer's backward divided by those of its forward. Backward computes a gradient of the input and
+a gradient of the weights."""
 
 ATTENTION_BACKWARD_RATIO = 2.5
-"""Ratio of backward to forward of fused attention, which has five products in backward and two in forward (arXiv
-2307.08691, section 3.1)."""
+"""FLOPs of backward divided by FLOPs of forward in fused attention, which has five products in backward and two in
+forward (arXiv 2307.08691, section 3.1)."""
 
 GRAD_ACCUMULATION_PASSES = 2
-"""How often each micro-batch moves the stored gradients through memory: one read and one write."""
+"""Number of times that a micro-batch moves the stored gradients through memory: one read and one write."""
 
 FP8_CAST_PASSES = 2.0
-"""Memory traffic of an operand of an 8-bit product, in elements of the compute dtype per operand element. The operand
-is read for its maximum, read again, written, and written transposed at half the size."""
+"""Memory traffic to cast an operand of an 8-bit product, in elements of the compute dtype per operand element. The cast
+reads the operand twice (for the maximum, and to convert it). It writes the 8-bit result and a transposed 8-bit result,
+half an element each."""
 
 COLLECTIVE_LAUNCH_SECONDS = 300e-6
-"""Host seconds for one tensor-parallel collective called through autograd, including the operations around it. The
-value explains the part of the 4.5 ms per layer (see `KERNEL_LAUNCH_SECONDS`) that kernel launches do not."""
+"""Host seconds of one tensor-parallel collective called through autograd, including the operations around it. The value
+accounts for the part of nanotron's 4.5 ms per layer that kernel launches do not explain (see
+`KERNEL_LAUNCH_SECONDS`)."""
 
 TP_ALL_REDUCES_PER_BLOCK = 2
-"""Number of all-reduces over the tensor ranks in one block and direction, one in attention and one in the feed-forward
-(Megatron-LM, arXiv 1909.08053, figure 4). With sequence parallelism, an all-gather and a reduce-scatter move the same
-number of bytes (arXiv 2205.05198, section 4.2.2)."""
+"""Number of all-reduces over the tensor ranks in the forward of one block, and in its backward: one in attention and
+one in the feed-forward (Megatron-LM, arXiv 1909.08053, figure 4). With sequence parallelism, an all-gather and a
+reduce-scatter replace each all-reduce and move equally many bytes (arXiv 2205.05198, section 4.2.2)."""
 
 VOCAB_LOSS_ALL_REDUCES = 3
 """Number of all-reduces of one float32 per token in a vocabulary-parallel loss: the largest logit, the sum of
@@ -112,23 +118,23 @@ OVERLAP_SLOWDOWN = 0.13
 1.1256)."""
 
 OPTIMIZER_STATE_PASSES = 2
-"""How often the optimizer moves each main weight and state through memory: one read and one write. Gradients are read
-twice (for the norm and for the update)."""
+"""Number of times that the optimizer moves each main weight, state and gradient through memory. Main weights and states
+are read once and written once. Gradients are read twice, for the norm and for the update."""
 
 EXPERT_IMBALANCE = 1.25
-"""Tokens of the expert rank with the most tokens, divided by the mean over ranks. The value is the capacity factor of
-Switch Transformer (arXiv 2101.03961, section 3.1)."""
+"""Number of tokens on the expert rank with the most tokens, divided by the mean over expert ranks. The value is the
+capacity factor of Switch Transformer (arXiv 2101.03961, section 3.1)."""
 
 RING_KV_BLOCKS_IN_FLIGHT = 2
-"""The number of blocks of keys and values in transit through a context rank: the received block and the gradient of one
-(arXiv 2310.01889, section 3)."""
+"""Ring attention: the number of blocks of keys and values in transit through a rank, namely the block that is received
+and the gradient of a block (arXiv 2310.01889, section 3)."""
 
 RING_KV_BLOCKS_LOCAL = 4
-"""The number of additional local blocks of keys and values: the send message, the computed partial gradients, and the
-accumulated partial gradients (each keys and values)."""
+"""Ring attention: the number of additional local blocks of keys and values. They contain the message that is sent, the
+computed partial gradients, and the accumulated partial gradients."""
 
 RING_QUERY_TENSORS = 4.5
-"""Ring attention: the number of additional tensors with the width of the queries, namely the gradients of the block, of
+"""Ring attention: the number of additional tensors with the width of the queries. They are gradients of the block, of
 the output and of the queries, and the partial gradient of the queries."""
 
 ULYSSES_QUERY_TENSORS = 6
@@ -136,21 +142,22 @@ ULYSSES_QUERY_TENSORS = 6
 after their exchange, and messages."""
 
 SHARED_UNSHARD_SECONDS = 5e-4
-"""Seconds in which ranks of one host unshard a ZeRO-3 parameter group whose weights are in shared memory. The ranks
+"""Seconds in which the ranks of one host unshard a ZeRO-3 parameter group whose weights are in shared memory. The ranks
 synchronise (90 us of processor time with 4 ranks) and read weights that other ranks have just written. With 20 unshards
-of 7 MiB, a step took 12 ms more than under ZeRO 2 without the all-gather."""
+of 7 MiB, a step took 12 ms longer than a step of ZeRO 2 without its all-gather."""
 
 CP_SHARED_BUFFERS = 2
-"""Number of concurrent attention messages of ranks that share memory: one message that other ranks still read, and the
-next message."""
+"""Number of attention messages that a rank stores if ranks share memory: one message that other ranks still read, and
+the next message."""
 
 CPU_UPDATE_PARAMS_PER_SECOND = 4e9
-"""Parameters that the processors of one node update per second. CPU-Adam takes 1.03 s for 4 B and 2.57 s for 10 B
-(ZeRO-Offload, arXiv 2101.06840, table 4). If the profiler has measured this rate, the measured value is used."""
+"""Number of parameters that the processors of one node update per second. CPU-Adam takes 1.03 s for 4e9 parameters and
+2.57 s for 10e9 parameters (ZeRO-Offload, arXiv 2101.06840, table 4). A rate that the profiler has measured takes
+precedence."""
 
 CPU_ADDS_PER_UPDATE = 4
-"""The number of elements that a CPU adds to a sum in the time in which it updates one parameter. An addition moves 6
-bytes; AdamW moves 26 bytes and also computes (bf16 gradients)."""
+"""Number of gradient elements that a CPU accumulates in the time in which it updates one parameter. With bf16
+gradients, the accumulation of an element moves 6 bytes. An AdamW update moves 26 bytes and also computes more."""
 
 PINNED_MEMORY_OVERHEAD = 1.44
 """Host bytes that torch allocates per requested byte of pinned memory. The allocator rounds up to powers of two
@@ -163,36 +170,37 @@ runtime/offload/swap_file.py."""
 
 PIPELINE_FILL_FACTOR = 2.0
 """The time to fill the pipeline of a collective with chunks of optimal size, divided by sqrt(wire seconds x hop
-seconds). The theoretical value is 2. With it, predicted all-gathers of 256 MiB on 8 to 128 H100 agree with measured
-times within 15 % (Ultra-Scale playbook)."""
+seconds). The theoretical value is 2. With this value, predicted all-gathers of 256 MiB on 8 up to 128 H100 differ from
+measured times by at most 15 % (Ultra-Scale playbook)."""
 
 COLLECTIVE_START_SECONDS = 6e-6
-"""Seconds until a step of a collective has started. With it, a small all-reduce takes 40 us over 8 devices and 17 us
-over 2 devices, as measured: two starts plus the hops."""
+"""Seconds to start an all-gather, a reduce-scatter or an all-to-all. An all-reduce has two starts, plus the latency of
+its hops. With this value, a small all-reduce takes 40 us over 8 devices and 17 us over 2 devices, as measured."""
 
 MIN_SWITCH_REDUCE_RANKS = 5
 """Minimum number of ranks for which NCCL reduces in the switch (NVLS). Rings are faster for up to 4 ranks (measured on
 H200 and B200)."""
 
 TREE_BANDWIDTH_FRACTION = 0.45
-"""Fraction of a ring's bandwidth that double trees reach between nodes. All-reduces of 256 MiB on 8 and 16 nodes take
-5.3 and 6.3 ms (Ultra-Scale playbook). NCCL's tables assume 0.9."""
+"""Fraction of a ring's bandwidth that double trees reach between nodes. An all-reduce of 256 MiB takes 5.3 ms on 8
+nodes and 6.3 ms on 16 nodes (Ultra-Scale playbook). NCCL's tables assume 0.9."""
 
 MIN_BUCKET_BYTES = 2**18
-"""Minimum bucket size in bytes. For smaller buckets the start-up dominates a collective between nodes."""
+"""Minimum bucket size in bytes. With smaller buckets, start-up would dominate the time of a collective between
+nodes."""
 
 COMPILE_SECONDS = 19.4
-"""Seconds of torch.compile for one kind of block on an accelerator (measured with forward only). A Llama 3 8B whose
-blocks share one compiled graph takes 4.6 s to trace and 14.8 s to generate code (vllm-project/vllm, pull request
-11005). A training run reports the actual time."""
+"""Seconds of torch.compile for one kind of block (planner/cost/step.py) on an accelerator, measured with forward only.
+A Llama 3 8B whose blocks share one compiled graph takes 4.6 s to trace and 14.8 s to generate code (vllm-project/vllm,
+pull request 11005). A training run reports the actual time."""
 
 CPU_COMPILE_SECONDS = 37.0
 """Seconds of torch.compile for one kind of block on a CPU, forward and backward, with the C++ compiler. A Llama of
 width 64 with torch 2.13 took 36.3 processor seconds for 2 blocks and 37.0 for 8 blocks."""
 
 GLOO_REDUCE_BUFFERS = 2
-"""Number of full buffers that a reduction allocates on a CPU, where the reduction is an all-to-all into a second
-buffer."""
+"""Number of full gradient buffers during a reduction between CPU ranks that do not share memory. The reduction is an
+all-to-all into a second buffer."""
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
 """For weight matrices with at least this many elements, CPU products add to the gradient in place. Source:

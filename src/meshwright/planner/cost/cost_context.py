@@ -1,12 +1,13 @@
-"""Defines the inputs of the cost model that all plans of a job share.
+"""Defines the inputs of the cost model that all plans of a job share. Every formula of planner/cost reads them.
 
 `RuntimeModel` describes properties of the runtime that are not in the plan: bytes, kernels, overlap. The default is
-this project's runtime; planner/validation describes other runtimes. Efficiencies are not part of it, because they are
-properties of a device.
+this project's runtime; planner/validation describes other runtimes. Efficiencies are properties of a device, so they
+are in `Device`.
 
-`CostContext` has the job's precision recipe, one device, the links, and the layers in forward order. On heterogeneous
-groups, a plan with equal ranks runs at the speed of the slowest device and must fit in the smallest memory. So the
-device of the context has the minimum of each property over the groups, and `notes` states this.
+`CostContext` has the job's precision recipe, one device, the links, and the layers in forward order. Equal layers that
+follow each other form a layer run (`LayerRun`), and many arrays have an axis of layer runs. On heterogeneous groups, a
+plan with equal ranks runs at the speed of the slowest device and must fit in the smallest memory. So the device of the
+context is the slowest device, with the minimum memory and memory bandwidth of all groups; `notes` states this.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from meshwright.spec.precision import Recipe
 
 
 class RuntimeModel(NamedTuple):
-    """Properties of a runtime. A value of 0 or '' means that the precision recipe determines the property."""
+    """Properties of a runtime. If `gradient` or `reduced` is 0, or `products` is '', the precision recipe determines
+    the property."""
 
     master: int = -1
     """Bytes of a main weight that is stored in addition to the weight in the compute dtype; -1 means the bytes of the
@@ -74,10 +76,11 @@ EXACT_GRAD_BYTES = 8
 
 
 class LayerRun(NamedTuple):
-    """Consecutive equal layers, as ranks store them: a layer run.
+    """A layer run: equal layers that follow each other. A rank stores some or all of them.
 
-    `own` omits a weight that another layer run has. `copy` marks the replica of a tied vocabulary on the last stage.
-    `own_bucket` marks a layer with a separate parameter group.
+    `own` is the parameters of one layer, without a tied weight that another layer run has. `first_block` is the number
+    of blocks before the run. `copy` marks the replica of a tied vocabulary on the last stage. `own_bucket` marks a
+    layer with a separate parameter group.
     """
 
     layer: LayerSpec
@@ -92,7 +95,7 @@ class LayerRun(NamedTuple):
         return self.layer.name == BLOCK
 
     def raw(self, cut: TpEpShape) -> int:
-        """Returns the elements of one layer on one tensor rank, without expert-parallel weights."""
+        """Returns the elements of one layer on one tensor rank, without padding and without expert-parallel weights."""
         return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
@@ -101,20 +104,23 @@ class LayerRun(NamedTuple):
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
 
     def experts(self, cut: TpEpShape) -> int:
-        """Returns the padded elements of the layer's experts if their data-parallel groups differ from those of the
-        dense weights, else 0."""
+        """Returns the padded elements of the expert weights of one layer on one rank, or 0 without expert
+        parallelism."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
-        """Returns the elements of the largest tensor on one tensor rank. Autograd computes its full gradient before
-        adding it to the sum."""
+        """Returns the elements of the largest weight of a layer on one tensor rank. Autograd computes the full gradient
+        of a weight before it adds the gradient to the accumulated gradient."""
         return max(map(cut.numel, self.layer.parameters), default=0)
 
 
 @dataclass(frozen=True)
 class CostContext:
-    """The inputs of the cost model for one job. `entries` are the layer runs in forward order; the replica of a tied
-    vocabulary is last."""
+    """The inputs of the cost model for one job.
+
+    `fabric` is the links. `entries` are the layer runs in forward order; the replica of a tied vocabulary is last.
+    `notes` are sentences for the user. `practice` is the runtime.
+    """
 
     job: Job
     recipe: Recipe
@@ -126,8 +132,8 @@ class CostContext:
 
     @cached_property
     def imbalance(self) -> float:
-        """Returns the tokens of the expert rank with the most tokens divided by the mean over ranks, at most the
-        capacity factor."""
+        """Returns the number of tokens on the expert rank with the most tokens, divided by the mean over expert ranks.
+        The capacity factor of the workload limits it."""
         return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property
@@ -142,8 +148,8 @@ class CostContext:
 
     @cached_property
     def wire(self) -> CompressionRatio:
-        """Returns the compression ratio of gradients between nodes. With low-rank compression, a matrix is sent as two
-        factors, and all other data with a fixed number of bytes per element."""
+        """Returns the compression ratio of gradients between nodes. Low-rank compression sends a matrix as two factors
+        and other tensors uncompressed. Other compression sends a fixed number of bytes per element."""
         compression, size = self.job.workload.compression, self.gradient
         if compression is None:
             return UNCOMPRESSED
@@ -159,13 +165,14 @@ class CostContext:
 
     @cached_property
     def head(self) -> LayerRun | None:
-        """Returns the layer run of the layer that computes the loss, or None if there is none."""
+        """Returns the layer run of the head, the layer that computes the loss, or None if the model has no head."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
-        """Returns the elements of the largest gradient of a layer that exists separately before it is accumulated.
+        """Returns the elements of the largest weight gradient of a layer that is computed in a separate buffer and then
+        accumulated. Returns 0 if it is accumulated in place. `stages`: whether the plan has several stages.
 
-        With several stages on CPUs, matrix products add to the accumulated gradient in place. Source:
+        With several stages on CPUs, matrix products add large gradients to the accumulated gradient in place. Source:
         runtime/weight_gradients.py.
         """
         largest = entry.largest(cut)
@@ -194,14 +201,15 @@ class CostContext:
 
     @cached_property
     def host_memory(self) -> float:
-        """Returns the bytes that each device can offload to its host."""
+        """Returns the bytes of data that each device can offload to its host. Pinned memory allocates more than the
+        size of the data, so this is less than the device's part of the host memory."""
         taken = 1.0 if self.on_host else constants.PINNED_MEMORY_OVERHEAD
         return min(group.host_memory / group.devices for group in self.job.cluster.groups) / taken
 
     @cached_property
     def host_update(self) -> float:
-        """Returns the parameters per second that the host of the slowest group updates for each device. A measured
-        value takes precedence."""
+        """Returns the number of parameters per second that a host updates for each of its devices, in the slowest
+        group. A measured rate takes precedence over the constant."""
         return min(
             (group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices
             for group in self.job.cluster.groups
@@ -224,7 +232,7 @@ class CostContext:
 
 
 def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) -> CostContext:
-    """Builds the context of a job.
+    """Returns the context of a job for the runtime `practice`.
 
     Raises:
         InputError: no device of the cluster computes at the job's precision.
@@ -240,7 +248,11 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
 
 
 def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
-    """Returns one device with the minimum of each property over the groups, and a note if the groups differ."""
+    """Returns the slowest device of the cluster, and a note if devices differ. If they differ, the memory and the
+    bandwidth are the minimum over the groups, and the memory of the driver context is the maximum.
+
+    Raises: InputError if a device has no rate for a precision in `rates_needed`.
+    """
     devices = [group.device for group in cluster.groups]
     for device in devices:
         for precision in rates_needed:
@@ -275,7 +287,8 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
 
 
 def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:
-    """Returns the layers as ranks store them. See [Note: flat layout] for the tied vocabulary."""
+    """Returns the layer runs of a model in forward order. If the vocabulary is tied, its replica is the last run
+    ([Note: flat layout] in spec/layout.py)."""
     tied = {layer.tied for layer in layers if layer.tied is not None}
     result: list[LayerRun] = []
     block = 0

@@ -1,9 +1,10 @@
-"""Computes the cost of a grid of plans: the bytes on each class of pipeline ranks and the seconds of a step, for all
-plans at once.
+"""Computes the cost of a grid of plans: the bytes on each class of equal pipeline ranks and the seconds of a step, for
+all plans at once. The search, `estimate` (step.py) and the simulation use it.
 
-step = m x (micro-batch of the slowest rank) + bubble + messages + exposed reductions + update
+    step = m x (micro-batch of the slowest rank) + bubble + messages + exposed reductions + update
 
-m is the number of micro-batches of a step.
+m is the number of micro-batches of a step. Arrays are over GRID_AXES (plan_grid.py) and over layer runs
+(cost_context.py).
 """
 
 from __future__ import annotations
@@ -58,8 +59,12 @@ from meshwright.spec.job import Job
 
 
 class StepTime(NamedTuple):
-    """The parts of the time of a step, over GRID_AXES. The first PER_MICRO_BATCH_FIELDS fields are seconds per
-    micro-batch on each rank class; the other fields are seconds per step."""
+    """The parts of the time of a step, over GRID_AXES.
+
+    The first PER_MICRO_BATCH_FIELDS fields are seconds per micro-batch on each rank class, and `each` is the sum of
+    them. The other fields are seconds per step: `once` is exposed reductions and gathers, `update` the update on the
+    device, `on_host` the update on the host. `step` is the whole step.
+    """
 
     compute: Array
     recompute: Array
@@ -81,9 +86,9 @@ PER_MICRO_BATCH_FIELDS = 7
 
 
 class PassTime(NamedTuple):
-    """The seconds of one micro-batch over GRID_AXES: by kind, and in total for forward and for backward. `weights` is
-    the part of backward for deferred weight gradients, if a schedule splits backward. `block_backward` is the longest
-    backward of a block."""
+    """The seconds of one micro-batch on each rank class, over GRID_AXES: by kind, and in total for forward and for
+    backward. `weights` is the part of `backward` that computes deferrable weight gradients, if a schedule splits
+    backward. `block_backward` is the longest backward of a block."""
 
     compute: Array
     recompute: Array
@@ -114,13 +119,13 @@ class GridCost(NamedTuple):
 
     @property
     def on_host(self) -> Array:
-        """Returns the largest host memory of one rank, over the axes `obsczf` of GRID_AXES."""
+        """Returns the bytes in host memory on the rank that offloads most, over the axes `obsczf` of GRID_AXES."""
         return self.footprint.host.max(axis=0)
 
 
 class RankClasses(NamedTuple):
-    """The classes of pipeline ranks of each schedule: the number of layers of each layer run (r, o, layer run), and the
-    number of ranks of each class (r, o)."""
+    """The classes of pipeline ranks of several schedules: the contents by schedule (`of_order`), the number of layers
+    of each layer run (r, o, layer run), and the number of ranks of each class (r, o)."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -128,7 +133,8 @@ class RankClasses(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[RankContents]) -> RankClasses:
-        """Returns the classes of several schedules. Classes without ranks pad them to an equal number of classes."""
+        """Returns the classes of the schedules `found`. Schedules with fewer classes get additional classes without
+        ranks."""
         numbers = np.zeros((max(len(stored.kinds) for stored in found), len(found)))
         for o, stored in enumerate(found):
             numbers[: len(stored.kinds), o] = stored.numbers
@@ -148,25 +154,27 @@ class RankClasses(NamedTuple):
         return found
 
     def sending(self, box: PlanGrid, blocks: Array, kind: Recompute) -> Array:
-        """Returns the number of blocks with recompute `kind` to which offload of activations applies."""
+        """Returns the number of blocks with recompute `kind` to which offload of activations applies, over (r, o, layer
+        run, c)."""
         if not box.offload_layers:
             return self.doing(box.recompute, blocks, kind)
         return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
 
     def first(self, box: PlanGrid, blocks: Array) -> Array:
-        """Returns the number of blocks to which offload of activations applies, if the plan offloads activations, over
-        (r, o, layer run)."""
+        """Returns the number of blocks whose activations are offloaded by a plan with offload of activations, over (r,
+        o, layer run)."""
         if not box.offload_layers:
             return self.layers * blocks
         return stack_schedules([stored.again(box.offload_layers) for stored in self.of_order], kinds=0)
 
 
 class CostModel:
-    """Computes the cost of grids of plans of one job. It caches values that grids share: the contents of ranks, and the
-    seconds of layers."""
+    """Computes the cost of grids of plans of one job. Grids share cached values: the contents of ranks, and the seconds
+    of layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
-        """`like`: a cost model of the same job on other devices, whose device-independent results are reused."""
+        """`practice` is the runtime whose cost is computed. `like` is a cost model of the same job on other devices.
+        The new cost model uses those results of `like` that do not depend on devices."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
@@ -187,11 +195,11 @@ class CostModel:
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: PlanGrid) -> Array:
-        """Returns a lower bound of the seconds of a step over axes (o, b, s) of GRID_AXES. It is valid for any number
-        of data ranks, order of axes and host.
+        """Returns a lower bound of the seconds of a step over axes (o, b, s) of GRID_AXES. The bound is valid for all
+        ZeRO, recompute and offload choices, and for any order of axes.
 
-        It is the sum of compute, the communication of tensor, context and expert ranks in the default order of axes,
-        and the bubble.
+        The bound is the sum of compute, the communication of tensor, context and expert ranks in the default order of
+        axes, and the bubble.
         """
         box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
         one, waits = self._layers(box)
@@ -222,16 +230,17 @@ class CostModel:
     # --- shared between grids
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
-        """Returns the classes of pipeline ranks of each schedule. With `each`, every rank is a separate class."""
+        """Returns the classes of pipeline ranks of each schedule of `box`. With `each`, every rank is a separate
+        class."""
         return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
     def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
-        """Returns the rank classes `found` as `RankClasses`, without using the cache."""
+        """Returns `RankClasses` with the rank classes `found` for every schedule of `box`. The result is not cached."""
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
-        """Returns the cached contents of the pipeline ranks of a schedule: of every rank with `each`, otherwise of one
-        rank per class."""
+        """Returns the cached contents of the pipeline ranks of a schedule. With `each`, every rank is a separate
+        class."""
         key = (order, pp, each)
         if key not in self._rank_contents:
             found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
@@ -244,8 +253,9 @@ class CostModel:
     # --- time
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
-        """Returns the times of one layer of each layer run over (layer run, b, s): compute, the exposed communication
-        with context ranks in forward and in backward, and with expert ranks in one direction."""
+        """Returns the seconds of one layer of each layer run over (layer run, b, s): `LayerTimes`, and three arrays.
+        The arrays are exposed communication: of context ranks in forward, of context ranks in backward, and of expert
+        ranks in each of the two."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
         return one, (
@@ -256,7 +266,7 @@ class CostModel:
 
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
         """Returns the seconds of one micro-batch on each class of `ranks`, without data-parallel communication and
-        offload. `whole`: whether the ranks have whole stages, not single layers."""
+        offload. `whole`: whether the overhead of a stage is added; it is false if the classes are single layers."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -310,8 +320,8 @@ class CostModel:
         )
 
     def work(self, box: PlanGrid) -> LayerTimes:
-        """Returns the seconds of one layer of each layer run. Results are cached by the tokens of a micro-batch, which
-        many grids share."""
+        """Returns the seconds of one layer of each layer run. Results are cached by the tokens of a micro-batch,
+        because many grids have equal numbers of tokens."""
         key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
         tokens = self._tokens(box).tolist()
@@ -334,7 +344,8 @@ class CostModel:
         return LayerTimes(*(part[chosen] for part in known))
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
-        """Returns the parts of the time of a step. `found` is the sizes of the flat buffers of `ranks`."""
+        """Returns the parts of the time of a step for the rank classes `ranks`. `found` is the sizes of their flat
+        buffers."""
         one = self.passes(box, ranks)
         data = dp_traffic(self.setting, box, found, one.forward, one.backward)
         hidden = self._offloaded(box, ranks, found, one, data)
@@ -359,7 +370,7 @@ class CostModel:
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
-        """Returns the seconds per micro-batch of waiting for transfers to and from the host."""
+        """Returns the seconds per micro-batch in which compute waits for transfers to and from the host."""
         if not any(box.offload):
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
@@ -371,8 +382,8 @@ class CostModel:
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
 
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
-        """Returns the bytes that a micro-batch saves in those blocks of each class of `ranks` to which offload of
-        activations applies."""
+        """Returns the bytes of activations of one micro-batch that each class of `ranks` would offload, over
+        GRID_AXES."""
         tokens = self._tokens(box)
         layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
         found = 0.0
@@ -406,8 +417,8 @@ class CostModel:
         )
 
     def _passing(self, box: PlanGrid) -> Array:
-        """Returns the seconds per step of messages between pipeline ranks, and of adding the gradients of a tied
-        vocabulary on the first and last stage."""
+        """Returns the seconds per step of messages between pipeline ranks, plus the seconds to sum the gradients of a
+        tied vocabulary on the first and last stage."""
         if box.pp == 1:
             return self.tie(box)
         passed = p2p_seconds(
@@ -417,7 +428,8 @@ class CostModel:
         return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
-        """Returns the seconds of the longest backward of a block."""
+        """Returns the seconds of the longest backward of a block. `recompute` is 1 where all of the block is
+        recomputed, else 0."""
         blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
         backward, again = (
             broadcast_to_axis(part[blocks].max(axis=0), "bs")
@@ -426,7 +438,7 @@ class CostModel:
         return backward + recompute * again
 
     def tie(self, box: PlanGrid) -> Array:
-        """Returns the seconds in which the first and the last stage sum the gradients of their tied vocabulary over
+        """Returns the seconds per step in which the first and the last stage sum the gradients of a tied vocabulary
         (z)."""
         copies = [entry for entry in self.setting.entries if entry.copy]
         if box.pp == 1 or not copies:
@@ -437,14 +449,15 @@ class CostModel:
 
 
 def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
-    """Returns the elements on one rank of tensors that are sharded from ZeRO stage `zero` on."""
+    """Returns the elements on one rank of a type of tensor (weights, gradients or states) that is sharded from ZeRO
+    stage `zero` on."""
     dense = states.numel * np.where(box.zero >= zero, shard_fraction(box), 1)
     return dense + states.experts / np.where(box.zero >= zero, broadcast_to_axis(box.expert_holders, "z"), 1)
 
 
 def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
-    """Returns the overhead of a virtual stage beyond its layers, in seconds per micro-batch: in forward and in
-    backward."""
+    """Returns the overhead of a virtual stage in addition to its layers, in seconds per micro-batch: in forward and in
+    backward. The overhead is 0 on accelerators."""
     seconds = (
         constants.CPU_OPS_PER_STAGE_PASS
         * cpu_op_seconds(setting)
@@ -455,15 +468,15 @@ def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
 
 
 def _sum_layers(layers: Array, parts: Array) -> Array:
-    """Returns the total seconds of the layers of a rank, over GRID_AXES. `layers`: the number of layers (r, o, layer
-    run). `parts`: the seconds of one layer (part, layer run, b, s)."""
+    """Returns the total seconds of the layers of each rank class, over (part, GRID_AXES). `layers` is the number of
+    layers (r, o, layer run), `parts` the seconds of one layer (part, layer run, b, s)."""
     found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
     return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
 
 
 def _sum_recomputed_layers(layers: Array, parts: Array) -> Array:
-    """Returns the total seconds of the layers of a rank, over GRID_AXES. `layers`: the number of layers (r, o, layer
-    run, c), which depends on recompute."""
+    """Returns the total seconds of the layers of each rank class, over (part, GRID_AXES). `layers` is the number of
+    layers for each recompute choice (r, o, layer run, c), `parts` the seconds of one layer (part, layer run, b, s)."""
     found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
     shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
     return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

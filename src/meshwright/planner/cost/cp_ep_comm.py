@@ -1,28 +1,28 @@
-"""Models context and expert parallelism: exposed seconds, and bytes in transit.
+"""Models the communication of context and expert parallelism: exposed seconds for cost_model.py, and bytes of buffers
+for the memory formulas.
 
-With context parallelism, each of c ranks has a part of a sequence and computes attention over the whole sequence.
+With context parallelism, c context ranks divide each sequence, and each of them computes attention over the whole
+sequence.
 
-    - Ring: c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block.
-      Backward moves twice the bytes, because of the gradients.
-- Ulysses: exposed all-to-alls of queries, keys and values (from parts of the sequence to parts of the heads) and of
-  outputs (back). Backward has the same all-to-alls for gradients.
-- Both: u neighbouring ranks exchange heads. Then rings over ranks at distance u run c / u - 1 steps, and move as many
-  bytes as one ring over all ranks.
+- Ring: c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block.
+  Backward moves twice as many bytes, because it also moves gradients of keys and values.
+- Ulysses: exposed all-to-alls. They exchange queries, keys and values from parts of the sequence to parts of the heads,
+  and outputs back to parts of the sequence. Backward has equal all-to-alls for the gradients.
+- Ulysses and ring together: groups of u neighbouring ranks exchange heads. Rings connect ranks at distance u. A ring
+  has c / u - 1 transfers, and moves as many bytes as one ring over all ranks.
 
-Each rank has one chunk from the first half and one from the second half of a sequence, so that a causal mask gives all
-ranks equal work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses,
-arXiv 2309.14509, section 3.2; the two chunks: Llama 3, arXiv 2407.21783, section 3.3.2; both methods together: Fang and
-Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
+Each rank has one chunk of the first half and one chunk of the second half of a sequence. So ranks have equal work under
+a causal mask. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv
+2309.14509, section 3.2; the two chunks: Llama 3, arXiv 2407.21783, section 3.3.2; both methods together: Fang and Zhao,
+Unified Sequence Parallelism, arXiv 2405.07719.
 
-With expert parallelism, ep ranks divide the experts of a layer. One all-to-all sends each token to its top_k experts,
-and a second one sends the results back.
+With expert parallelism, ep ranks divide the experts of a layer. In forward, one all-to-all sends each token to top_k
+experts (dispatch), and another all-to-all returns the results (combine). Backward has one all-to-all for the gradients
+of each. These collectives do not overlap with compute, because the next operation reads their results. The expert rank
+with the most tokens gets `imbalance` times the mean. Each tensor rank sends 1 / tp of the tokens. Sources: Lepikhin et
+al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
 
-    - Forward: tokens to the experts (dispatch) and results back (combine).
-- Backward: the gradients of both.
-
-These collectives do not overlap with compute, because the next operation reads their results. The expert rank with the
-most tokens gets `imbalance` times the mean. Each tensor rank sends a part of the tokens. Source: Lepikhin et al.,
-GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
+Arrays are over the layer runs of the model (cost_context.py) and over axes of GRID_AXES (plan_grid.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from meshwright.spec.model import LayerSpec
 
 def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: LayerTimes) -> tuple[Array, Array]:
     """Returns the exposed seconds of context parallelism for one layer of each layer run, in forward and in backward,
-    over (layer run, b, s). `tokens` is the tokens of one rank."""
+    over (layer run, b, s). `tokens` is the tokens of a micro-batch on one rank (b). `one` is the seconds of the
+    layers."""
     forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
@@ -54,8 +55,9 @@ def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: Lay
 def _cp_wait_seconds(
     setting: CostContext, box: PlanGrid, layer: LayerSpec, tokens: Array, cut: Array, attention: Array
 ) -> tuple[Array, Array]:
-    """Returns the exposed seconds in forward and in backward, over (cut, s). `cut`: the indices along b of the
-    micro-batch choices with context parallelism."""
+    """Returns the exposed seconds in forward and in backward, over (cut, s). `cut` is the indices along b of the
+    micro-batch choices with context parallelism. `attention` is the seconds of the attention core, which rings overlap
+    with."""
     size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.ulysses_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
@@ -75,10 +77,10 @@ def _cp_wait_seconds(
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
     """Returns the additional elements per token that the backward of context-parallel attention stores, over axes (b)
-    of GRID_AXES. They are before division by tp.
+    of GRID_AXES. The caller divides them by the tensor-parallel degree.
 
-    The saved activations are not included. On a CPU, ranks read each other's memory, so all blocks and their gradients
-    exist at the same time.
+    Saved activations are not included. CPU ranks read keys and values in each other's memory, so all blocks and their
+    gradients exist at the same time.
     """
     rings = box.contexts // box.ulysses_ranks
     blocks = constants.RING_KV_BLOCKS_IN_FLIGHT * (rings if setting.on_host else 1) + constants.RING_KV_BLOCKS_LOCAL
@@ -88,8 +90,9 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of a rank's shared-memory buffers for attention over axes (b) of GRID_AXES: the partial
-    gradients of all chunks for two layers, or two messages of heads."""
+    """Returns the bytes of a rank's shared-memory buffers for attention, over axes (b) of GRID_AXES. Rings store the
+    partial gradients of all chunks for two layers. Ulysses stores two messages of heads. The result is 0 if ranks do
+    not share memory."""
     rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
     heads = max((layer.query_width for layer in blocks), default=0.0)
@@ -98,8 +101,8 @@ def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -
 
 
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the seconds of expert communication for one layer of each layer run in one direction, over (layer run,
-    b)."""
+    """Returns the seconds of dispatch and combine for one layer of each layer run, over (layer run, b). Forward and
+    backward each take this time."""
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found
@@ -113,7 +116,7 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 
 def expert_stride(box: PlanGrid) -> int:
-    """Returns the distance between expert ranks. It is the distance between data ranks, or that between tensor ranks if
-    tensor ranks are part of the expert group."""
+    """Returns the distance between neighbouring expert ranks. If an expert group spans tensor ranks, this is the
+    smaller of the distances of data ranks and of tensor ranks. Otherwise it is the distance of data ranks."""
     joined = box.layout.expert_tp < box.tp
     return min(box.strides["dp"], box.strides["tp"]) if joined else box.strides["dp"]

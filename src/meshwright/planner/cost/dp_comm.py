@@ -1,19 +1,21 @@
-"""Models data-parallel communication: gradient reductions during backward, weight gathers, and their exposed time.
+"""Models data-parallel communication: gradient reductions, weight gathers, and their exposed seconds. It also models
+the seconds of the optimizer update on the device. cost_model.py adds these seconds to the step.
 
-The overlap follows the order of the runtime:
+The communication of the runtime, and the compute with which it overlaps:
 
-    - ZeRO 0: all-reduce of each bucket during the backward of the last micro-batch.
+- ZeRO 0: all-reduce of each bucket during the backward of the last micro-batch.
 - ZeRO 1: reduce-scatter during the backward of the last micro-batch, then all-reduce over the replicas. After the
   update, an exposed all-gather of the weights.
-- ZeRO 2: reduce-scatter during every backward; otherwise as ZeRO 1.
-- ZeRO 3: all-gather in forward and backward, prefetched by one block (ranks of one host only synchronise and move no
-  data). Reduce-scatter during every backward; all-reduce over the replicas as in ZeRO 1.
+- ZeRO 2: as ZeRO 1, but with a reduce-scatter during every backward.
+- ZeRO 3: all-gather of the weights in forward and in backward, prefetched by one block. (If the ranks of a host share
+  their memory, they synchronise and move no data.) Reduce-scatter during every backward. All-reduce over the replicas
+  as in ZeRO 1.
 
 On a CPU, communication uses the same cores as compute, so nothing overlaps. On other devices, communication of C
-seconds that overlaps with compute of K seconds adds max(C - K, 0), and each slows the other (Galvatron's two-stream
-model). The last bucket has no compute to overlap with. Expert gradients are reduced among the data ranks that have the
-same experts. With S bytes of gradients, the volume per step is 2 S below ZeRO 3 and 3 S at ZeRO 3 (Rajbhandari et al.,
-ZeRO, section 7).
+seconds that overlaps with compute of K seconds adds max(C - K, 0) seconds. Compute and communication also slow each
+other (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients are
+reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per step
+below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 class DpTraffic(NamedTuple):
-    """The seconds of data-parallel communication over GRID_AXES: exposed per micro-batch, exposed once per step,
-    overlapped with the forward of a micro-batch, and overlapped with its backward."""
+    """The seconds of data-parallel communication over GRID_AXES: exposed per micro-batch (`each`), exposed once per
+    step (`once`), and overlapped with the forward and with the backward of one micro-batch."""
 
     each: Array
     once: Array
@@ -44,8 +46,13 @@ class DpTraffic(NamedTuple):
 
 
 class ReductionVolume(NamedTuple):
-    """The flat buffers that one shard group and one replica group reduce, over GRID_AXES: bytes, number of parameter
-    groups, bytes of groups without prefetch, and bytes of the last group to be reduced."""
+    """The flat buffers that one shard group and one replica group reduce, over GRID_AXES.
+
+    `whole` is the bytes of all buffers, `units` the number of parameter groups. `lone` is the bytes of groups without
+    prefetch, `last` the bytes of the group that is reduced last. The rates are: of the shard group without gradient
+    compression (`shard`), of the shard group with compression (`scatter`), and of the replica group with compression
+    (`replicate`).
+    """
 
     whole: Array
     units: Array
@@ -59,8 +66,8 @@ class ReductionVolume(NamedTuple):
 def dp_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the communication rates of the shard group and of the replica group, over GRID_AXES (they depend on z).
-    Context ranks outside the shard group are replicas."""
+    """Returns the communication rates of the shard group and of the replica group, over GRID_AXES. The rates vary along
+    z. Context ranks outside the shard group count as replicas. `wire` is the compression ratio."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, separate = [shards.replicas for shards in box.shards], [inner * count for count in holders]
     return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
@@ -71,8 +78,8 @@ def dp_group_rates(
 def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
-    """Returns the communication rates of the shard group and of the replica group of experts. If experts are
-    distributed over ranks, an expert has fewer data ranks than a dense weight."""
+    """Returns the communication rates of the shard group and of the replica group of expert weights, over GRID_AXES.
+    With expert parallelism, an expert has fewer data ranks than a dense weight."""
     inner, separate = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
     replicas = [
         shards.replicas if shards.zero else max(shards.replicas * box.tp // separate, 1) for shards in box.shards
@@ -93,8 +100,8 @@ def _rates_by_choice(
 
 
 def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward: Array, backward: Array) -> DpTraffic:
-    """Returns the data-parallel communication. `forward` and `backward` are the seconds of one micro-batch on each rank
-    class, with which communication can overlap."""
+    """Returns the seconds of data-parallel communication. `forward` and `backward` are the seconds of one micro-batch
+    on each rank class; communication can overlap with them. `states` is the sizes of the flat buffers."""
     practice, zero, local = setting.practice, box.zero, setting.job.workload.local
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
@@ -105,7 +112,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
     )
     if local is not None:
-        # local SGD reduces over replicas once in `steps` steps, without overlap
+        # Local SGD reduces over replicas once in `steps` steps, and no compute overlaps with this reduction.
         over_replicas = over_replicas / local.steps
     share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
     ahead = share - fetched_separately
@@ -135,8 +142,8 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
 
 
 def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -> list[ReductionVolume]:
-    """Returns the flat buffers that are reduced: first those of dense weights, then those of experts with separate
-    ranks."""
+    """Returns the flat buffers that are reduced: the buffers of dense weights, and with expert parallelism also the
+    buffers of expert weights."""
     size = setting.recipe.size
     dense = size * box.weight  # the largest of uneven shards determines the time
     coded = dp_group_rates(setting, box, setting.wire)
@@ -153,7 +160,7 @@ def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -
 
 
 def _sent_fraction(setting: CostContext) -> float:
-    """Returns the bytes of a gradient element in a reduction, divided by those of a weight."""
+    """Returns the bytes of a gradient element in a reduction divided by the bytes of a weight element."""
     return (setting.practice.reduced or setting.recipe.gradient_size) / setting.recipe.size
 
 
@@ -161,7 +168,7 @@ def _unshard_seconds(
     setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
 ) -> tuple[Array, Array]:
     """Returns the seconds to gather all weights, and the part of these seconds that is not prefetched. `scatter` is the
-    seconds of a reduce-scatter of all gradients."""
+    seconds of a reduce-scatter of all gradients; a gather of equally many bytes takes as long."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     separately: Array = sum(
@@ -176,13 +183,14 @@ def _unshard_seconds(
 
 
 def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
-    """Returns the seconds to unshard weights that are stored once per host."""
+    """Returns the seconds to unshard `units` parameter groups. `once` is 1 where weights are stored once per host, else
+    0; the result is 0 where `once` is 0."""
     return once * constants.SHARED_UNSHARD_SECONDS * units
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds per step in which tensor ranks add the gradients of replicated keys and values. Each rank
-    adds its shard. `layers`: the number of layers (r, o, layer run)."""
+    """Returns the seconds per step in which tensor ranks sum the gradients of key and value weights that several of
+    them have. A rank sums only its shard. `layers` is the number of layers (r, o, layer run)."""
     whole = [
         sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
     ]
@@ -197,8 +205,8 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
 
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
-    """Returns the seconds to convert the gradients of a micro-batch to integers for exact sums: two reads, one write,
-    and one addition."""
+    """Returns the seconds to convert the gradients of a micro-batch to integers and to add them, or 0 if sums are not
+    exact (`Recipe.exact`). The time is that of the memory traffic."""
     if not setting.recipe.exact:
         return 0.0 * states.numel
     moved = 2 * setting.recipe.size + 4 * setting.gradient
@@ -208,8 +216,8 @@ def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
 
 
 def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the seconds of the optimizer update on each rank class. The update reads and writes main weights and
-    states, reads gradients, and writes weights."""
+    """Returns the seconds of the optimizer update on each rank class, if the device updates its whole shard. The update
+    reads and writes main weights and states, reads gradients, and writes weights."""
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)

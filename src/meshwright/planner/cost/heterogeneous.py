@@ -1,13 +1,15 @@
-"""Computes the cost of plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group: it computes
-at the speed of this group and must fit in the memory of its devices.
+"""Computes the cost of plans over heterogeneous groups of nodes, for the search and for `estimate` (cost/step.py). Each
+pipeline rank is placed on one group. It computes at the speed of this group and must fit in the memory of the group's
+devices.
 
-The cost of the plan is computed once for each group, as if all devices were like those of the group. Each rank has the
-cost for its group. As for any pipeline,
+The cost of the plan is computed once for each group, as if all devices of the cluster were devices of this group. Each
+rank then has the cost that was computed for its group. The step time is
 
-    step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update,
+    step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
 
-where the last three are those of the slowest group. Tensor, data and context ranks of a stage are on one group, so
-their traffic uses the links of that group. Stages communicate over the network.
+with m micro-batches. Messages, exposed reductions and update are those of the slowest group. Tensor, data and context
+ranks of a stage are on one group, so they communicate over the links of this group. Stages communicate over the
+network.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from meshwright.spec.plan import Plan
 
 
 def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[int, CostModel]:
-    """Returns, for each group in `placement`, the cost model for `world` devices like those of the group."""
+    """Returns, for each group index in `placement`, the cost model of a cluster with `world` devices of this group."""
     found: dict[int, CostModel] = {}
     for at in sorted(set(placement)):
         found[at] = CostModel(
@@ -42,9 +44,12 @@ def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[in
 
 
 class ReplicaPlacement(NamedTuple):
-    """The placement of one replica: the group of each pipeline rank, the number of micro-batches, and the sequences per
-    micro-batch. `weight` is the size of the replica's shard of the states relative to an equal shard. `heft` identifies
-    this shard."""
+    """The placement and the work of one replica.
+
+    `placement` is the group index of each pipeline rank. The replica runs `micro_batches` micro-batches of `size`
+    sequences. `weight` is the size of its largest shard relative to an equal shard, and `heft` the position of this
+    shard among uneven shards.
+    """
 
     placement: tuple[int, ...]
     micro_batches: int
@@ -54,8 +59,9 @@ class ReplicaPlacement(NamedTuple):
 
 
 def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
-    """Returns the distinct replicas of a plan. If the tensor and context ranks of a stage are on several groups, the
-    slowest group counts. Device numbers count group by group."""
+    """Returns the distinct replicas of a plan. Without a placement, the ranks are assigned to the devices in the order
+    of the groups. If the tensor and context ranks of a stage are then on several groups, the slowest of these groups
+    counts."""
     shared = [
         (
             plan.micro_batches(job.workload.batch, replica),
@@ -92,24 +98,25 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
 
 
 def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
-    """Returns a group of at least `world` devices like those of group `group`."""
+    """Returns a node group with the nodes of group `group`, enlarged to at least `world` devices."""
     like = job.cluster.groups[group]
     return like.but(nodes=max(ceil(world / like.devices), 1))
 
 
 def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
-    """Returns the cost of every pipeline rank for each group."""
+    """Returns, for each group, the cost of every pipeline rank as if all ranks were on this group."""
     return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
 def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
-    """Returns the times of every pipeline rank. It does not compute memory."""
+    """Returns the times of every pipeline rank, without computing memory."""
     ranks = pricer.ranks(box, each=True)
     return pricer.seconds(box, ranks, pricer.states(box, ranks))
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
-    """Returns the cost of each rank for its group, over GRID_AXES. An array with one row applies to all ranks."""
+    """Returns the values of each pipeline rank for its group, over GRID_AXES. `parts` has one array per group, with one
+    row per rank. An array with a single row applies to all ranks."""
     return np.concatenate(
         [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
     )
@@ -118,7 +125,8 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 def pipeline_step_time(
     on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
 ) -> StepTime:
-    """Returns the parts of the step time. `said`: the costs by group, if already computed."""
+    """Returns the parts of the step time of a plan with `placement`. `said` is the costs by group, if they are already
+    computed."""
     found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {

@@ -1,28 +1,33 @@
-"""Models the time of collectives on the links between the ranks of a group.
+"""Models the time of collectives on the links between the ranks of a process group. All time formulas of planner/cost
+use this model.
 
-A ring collective of n ranks has S bytes of the whole tensor and bandwidth B (Thakur, Rabenseifner, Gropp, 2005; NCCL).
-Its bytes take x seconds on the wire, and its hops take a seconds:
+A ring collective of n ranks over a tensor of S bytes has the bandwidth B (Thakur, Rabenseifner, Gropp, 2005; NCCL). The
+bytes take x seconds on the wire, and the hops take a seconds:
 
-- all-gather, reduce-scatter: x = (n - 1) / n * S / B, a = n - 1 hops
-- all-reduce: twice both; or a tree between nodes, if faster, with x = 2 S / B, a = 2 log2(nodes) hops
+- all-gather, reduce-scatter: x = (n - 1) / n * S / B, and a is the latency of n - 1 hops
+- all-reduce: both values are twice as large. Between nodes a tree may be faster. With TREE_BANDWIDTH_FRACTION of B, it
+  has x = 2 S / B, and a is the latency of 2 log2(nodes) hops
 - time = x + a + PIPELINE_FILL_FACTOR sqrt(x a)
 
 The last term is the cost of filling a pipeline of chunks of optimal size (a + x + 2 sqrt(a x), Sanders and Speck,
 2003). Because of this term, a collective needs tens of MiB to reach half of the bandwidth. If the switch reduces
 (NVLink SHARP), an all-reduce inside a node runs at `adding` x B, and its pipeline is one hop deep.
 
-Over gloo with one rank per node, ranks gather and scatter by an all-to-all, which takes as long as a ring. Several
-ranks per node use a hierarchical collective: the data crosses the network once for each node, spread over its ranks
-(runtime/comm/topology.py). With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S /
-near, where far and near are bandwidths. Gradient compression (`CompressionRatio`) changes only the first term.
+Over gloo with one rank per node, ranks gather and scatter by an all-to-all, which takes as long as a ring. With several
+ranks per node, gloo groups use a hierarchical collective. The data crosses the network once for each node, divided
+among the links of the node's ranks (runtime/comm/topology.py). Let h nodes have m ranks each, and let far and near be
+the bandwidths between and inside nodes. Then one direction takes (h - 1) / (h m) S / far + (m - 1) / m S / near
+seconds. Gradient compression (`CompressionRatio`) changes only the first term.
 
-Ranks that compute between collectives also have synchronisation overhead. It is `meeting` of the link for each doubling
-of the ranks, and twice as much in an all-reduce. The profiler measures it for CPU ranks; for other ranks it is 0.
+Ranks that compute between collectives also have synchronisation overhead: `Link.meeting` seconds for each doubling of
+the number of ranks, and twice as much in an all-reduce. The profiler measures this overhead for CPU ranks; for other
+ranks it is 0.
 
-Rings that cross nodes leave each node once for each rank of the group in it, over the network link of this rank. B is
-then the lesser of two bandwidths: that of the link inside the node, and the sum of these network links. A group has
-`ranks` ranks at distance `stride`, and begins at a multiple of ranks * stride. It is inside a domain if the size of the
-domain is a multiple of ranks * stride.
+A process group has `ranks` ranks at distance `stride`, and begins at a multiple of ranks * stride. A domain is a set of
+consecutive devices with a fast link, such as a node. A group is inside a domain if the size of the domain is a multiple
+of ranks * stride. Otherwise several rings cross the domains at the same time. There is one ring over the network link
+of each rank that the group has in a domain. B is then the sum of these network links, but at most the bandwidth inside
+a domain.
 
 >>> nvlink = Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0)
 >>> links = LinkModel(8, nvlink, Link(name="IB", bandwidth=25e9, efficiency=1.0))
@@ -52,8 +57,8 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class LinkModel(NamedTuple):
-    """The slowest links over all node groups. `near` connects `domain` neighbouring devices, `far` connects all
-    devices. `handed`: whether gathers are all-to-alls."""
+    """The links of a cluster. `near` connects `domain` consecutive devices, `far` connects devices of different
+    domains. `handed`: whether gathers are all-to-alls, as between CPU ranks over gloo."""
 
     domain: int
     near: Link
@@ -62,7 +67,7 @@ class LinkModel(NamedTuple):
 
 
 def link_model(cluster: Cluster) -> LinkModel:
-    """Returns the slowest links over all node groups."""
+    """Returns the slowest link of each tier over all node groups, and the smallest domain."""
     near = min((each.link for each in cluster.groups), key=lambda link: link.bandwidth * link.efficiency)
     domain = min(each.link.span or each.devices for each in cluster.groups)
     if domain >= cluster.devices:
@@ -74,9 +79,10 @@ def link_model(cluster: Cluster) -> LinkModel:
 class CollectiveRates(NamedTuple):
     """The communication rates of a process group, as numbers or arrays.
 
-    `bandwidth` is the bytes/s of a ring, `adding` that of an all-reduce in the switch. `turn` is the seconds of the
-    hops of one ring step, `tree` those of a tree. `gathering` is the bytes/s of a gather, `meeting` the seconds of
-    synchronisation overhead.
+    `bandwidth` is the bytes/s of a ring all-reduce, `adding` of an all-reduce in the switch, and `gathering` of an
+    all-gather or reduce-scatter. `turn` is the seconds to start an all-gather plus the latency of all its hops. `tree`
+    is the start and the hops of one direction of a tree. `meeting` is the synchronisation overhead of an all-gather in
+    seconds.
     """
 
     ranks: Any
@@ -88,14 +94,15 @@ class CollectiveRates(NamedTuple):
     meeting: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
-        """Returns the seconds of `calls` all-gathers or reduce-scatters with `size` bytes in total."""
+        """Returns the seconds of `calls` all-gathers or reduce-scatters of full tensors with `size` bytes in total."""
         return (
             _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
             + calls * self.meeting
         )
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
-        """Returns the seconds of `calls` all-reduces with `size` bytes in total."""
+        """Returns the seconds of `calls` all-reduces of tensors with `size` bytes in total, by the fastest
+        algorithm."""
         whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
         ring = _pipelined_seconds(whole / self.bandwidth, hops)
         switch = (
@@ -114,17 +121,17 @@ def _pipelined_seconds(wire: Any, hops: Any) -> Any:
 
 
 class CompressionRatio(NamedTuple):
-    """The ratio of compressed to uncompressed gradient bytes between nodes, for a reduce-scatter and for an
-    all-reduce."""
+    """The compressed bytes of gradients between nodes divided by the uncompressed bytes, for a reduce-scatter and for
+    an all-reduce."""
 
     scatter: float = 1.0
     reduce: float = 1.0
     gathered: bool = False
-    """Whether each node sends all of its data to all other nodes. This takes (h - 1) instead of 2 (h - 1) / h times the
-    bytes."""
+    """Whether each of h nodes sends its complete compressed data to all other nodes. A node then sends (h - 1) times
+    the bytes of the data instead of 2 (h - 1) / h times."""
 
     def reducing(self, nodes: int) -> float:
-        """Returns the factor on the bytes of an all-reduce over `nodes` nodes.
+        """Returns the bytes of a compressed all-reduce over `nodes` nodes divided by those of an uncompressed ring.
 
         >>> CompressionRatio(0.25, 0.25, True).reducing(2), CompressionRatio().reducing(2)
         (0.25, 1.0)
@@ -138,7 +145,8 @@ UNCOMPRESSED = CompressionRatio()
 def collective_rates(
     links: LinkModel, ranks: int, stride: int, wire: CompressionRatio = UNCOMPRESSED
 ) -> CollectiveRates:
-    """Returns the rates of a group. `wire` is the compression ratio of gradients.
+    """Returns the rates of a group of `ranks` ranks at distance `stride`. `wire` is the compression ratio between
+    nodes.
 
     >>> inside = Link(name="in", bandwidth=100.0, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=9.0, efficiency=1.0)
@@ -179,8 +187,8 @@ def collective_rates(
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:
-    """Returns the bandwidth in bytes/s of a ring that would take as long as the hierarchical collective. `times`: the
-    compression ratio between nodes.
+    """Returns the bandwidth in bytes/s of a ring that would take as long as the hierarchical collective. `concurrent`
+    is the number of the group's ranks in a domain. `times` is the compression ratio between nodes.
 
     >>> inside = Link(name="in", bandwidth=1e12, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=10.0, efficiency=1.0)
@@ -195,13 +203,13 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times
 
 
 def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
-    """Returns the rates of several groups as arrays in one `CollectiveRates`."""
+    """Returns one `CollectiveRates` whose fields are arrays over `groups`."""
     return CollectiveRates(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
 
 
 def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
-    """Returns the seconds of `calls` all-to-alls in which each rank sends `size` bytes in total. Near and far links
-    transfer at the same time."""
+    """Returns the seconds of `calls` all-to-alls over `ranks` ranks at distance `stride`. Each rank sends `size` bytes
+    in total. Near and far links transfer at the same time."""
     near = links.domain % (ranks * stride) == 0
     concurrent = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (concurrent - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
@@ -212,8 +220,8 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
-    """Returns the seconds of a message of `size` bytes between neighbours of a group, for the slowest pair. The group
-    has `ranks` ranks at distance `stride`; 0 means all ranks."""
+    """Returns the seconds of a message of `size` bytes between neighbours of a group, for the slowest pair of
+    neighbours. The group has `ranks` ranks at distance `stride`. If `ranks` is 0, the group spans several domains."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
     inside, outside = (
         size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far)

@@ -1,15 +1,15 @@
-"""Computes the bytes on each class of pipeline ranks, by kind of memory.
+"""Computes the bytes on each class of equal pipeline ranks, by kind of memory. cost_model.py and the search use them.
 
-    - Parameters: flat weights in the compute dtype. They are full, or at ZeRO 3 a shard.
-- Gradients: flat gradients of the same length. They are full, or from ZeRO 2 on a shard.
-- Optimizer: main weights and states. They are full, or from ZeRO 1 on a shard.
+- Parameters: flat weights in the compute dtype. A rank stores full buffers, or at ZeRO 3 a shard of each.
+- Gradients: flat gradients with as many elements as the weights. A rank stores full buffers, or from ZeRO 2 on a shard
+  of each.
+- Optimizer: main weights and states. A rank stores them for full buffers, or from ZeRO 1 on for a shard of each.
 - Activations: saved activations of all micro-batches in flight, plus the transient peak of a backward.
-- Host: the offloaded part of these kinds. Two layers of offloaded activations are resident on the device.
-- Buffers: full gradients before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
-  gradient of an update.
+- Buffers: transient full gradients before they are reduced to shards (ZeRO 2 and 3), gathered weights (ZeRO 3),
+  pipeline messages, staging buffers, and conversions of an update.
+- Host and files: the offloaded bytes of these kinds.
 
-The module also computes the flat buffers of pipeline ranks for a whole plan grid: the number of parameter groups of
-each length, and the length of their shards.
+The module also computes the sizes of the flat buffers of pipeline ranks for a whole plan grid (`state_sizes`).
 
 Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and
 sequence parallelism.
@@ -48,13 +48,14 @@ from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
 
 
 class StateSizes(NamedTuple):
-    """The elements of the flat buffers of each rank class, over GRID_AXES. Fields with the names of `StageBuckets`
-    fields are sums or maxima over all stages of a rank, as in `RankBuckets`.
+    """The elements of the flat buffers of each rank class, over GRID_AXES. `numel` is the elements of all dense
+    parameter groups, `units` the number of these groups. The fields from `lone` to `largest` are those of
+    `RankBuckets.other`. `staged_once`, `staged_twice` and `staged_often` are the lengths in `StageBuckets.staged`.
 
-    If experts have other data-parallel groups than the dense weights, they form separate parameter groups, one per
-    layer: `experts` is the elements of these groups, `expert_units` their number, and `expert` the size of the largest.
-    `shard` is the local shard of a rank. `states_offloaded` and `weights_offloaded` are the elements of the shard whose
-    states or weights are offloaded.
+    With expert parallelism, the experts of each layer form a separate parameter group. `experts` is the elements of all
+    these groups, `expert_units` the number of groups, and `expert` the elements of the largest. `shard` is the elements
+    of the shards of a rank, experts included. `states_offloaded` and `weights_offloaded` are the elements in these
+    shards whose states or weights are offloaded.
     """
 
     numel: Array
@@ -78,7 +79,7 @@ class StateSizes(NamedTuple):
 
 
 class MemoryFootprint(NamedTuple):
-    """Bytes over GRID_AXES, with rank classes first: on the device by kind, offloaded to host memory, and offloaded to
+    """The bytes of each rank class over GRID_AXES: on the device by kind, offloaded to host memory, and offloaded to
     files."""
 
     parameters: Array
@@ -91,14 +92,15 @@ class MemoryFootprint(NamedTuple):
 
     @property
     def total(self) -> Array:
-        """Returns the bytes on the device."""
+        """Returns the bytes on the device at the memory peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def memory_footprint(
     setting: CostContext, box: PlanGrid, states: StateSizes, alive: ActivationPeak, tokens: Array
 ) -> MemoryFootprint:
-    """Returns all bytes of each rank class."""
+    """Returns all bytes of each rank class. `alive` is the activation peak, `tokens` the tokens of a micro-batch
+    (b)."""
     where = offload_fractions(box)
     parameters, gradients, stored = persistent_bytes(setting, box, states)
     weights_offloaded_bytes, sums_offloaded_bytes, states_offloaded_bytes = offloaded_bytes(
@@ -130,7 +132,8 @@ def memory_footprint(
 
 
 def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array, Array]:
-    """Returns the bytes of parameters, gradients and optimizer states of each rank class, including offloaded bytes."""
+    """Returns the bytes of parameters, of gradients and of optimizer states on each rank class, including offloaded
+    bytes."""
     recipe, zero = setting.recipe, box.zero
     whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
@@ -149,8 +152,8 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
 def offloaded_bytes(
     setting: CostContext, box: PlanGrid, states: StateSizes, gradients: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the offloaded bytes of parameters, gradients and optimizer states, in host memory or in files.
-    `gradients` is the bytes of gradients."""
+    """Returns the offloaded bytes of parameters, of gradients and of optimizer states, in host memory and in files
+    together. `gradients` is the bytes of all gradients of the rank."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
     weights, sums, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
@@ -163,8 +166,9 @@ def offloaded_bytes(
 
 
 def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the bytes of the second copy of offloaded weights. This copy is stored with the optimizer states, in host
-    memory or in a file. There is none for resident weights and for weights that are also the main weights."""
+    """Returns the bytes of the copy of resident weights that is stored with offloaded optimizer states, in host memory
+    or in a file. The CPU updates this copy if there are no main weights. The result is 0 on a CPU rank, with main
+    weights, and for weights that are offloaded themselves."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
@@ -173,8 +177,8 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
 
 
 class TransientBuffers(NamedTuple):
-    """Bytes of transient gradients and weights, over GRID_AXES: in the backward of the head, in all other backwards,
-    and in the update."""
+    """The bytes of transient and permanent buffers, over GRID_AXES: during the backward of the head, during all other
+    backwards, and during the update."""
 
     at_head: Array
     elsewhere: Array
@@ -182,12 +186,12 @@ class TransientBuffers(NamedTuple):
 
 
 def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, tokens: Array) -> TransientBuffers:
-    """Returns the sizes of the transient buffers.
+    """Returns the bytes of the buffers. `tokens` is the tokens of a micro-batch (b).
 
     ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of a backward
-    finish during the next backward. So with several micro-batches, their buffers exist during the peak of activations.
-    Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of the running layer and
-    of the prefetched layer, unless the ranks of a host share one copy.
+    finish during the next backward. So with several micro-batches, the buffers of these reductions exist at the peak of
+    activations. Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of the
+    running layer and of the prefetched layer, unless the ranks of a host share the full weights.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
     zero, shards = box.zero, broadcast_to_axis(box.holders, "z")
@@ -197,7 +201,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     wide = setting.recipe.gradient_size / size
     in_slots, borrowed = staging_buffers(setting, box, states)
     copies = np.where(shards > 1, constants.GLOO_REDUCE_BUFFERS if sent_whole else 1 - in_slots, 1)
-    # the reduced gradient of a later micro-batch exists before it is accumulated
+    # From the second micro-batch on, a reduced gradient needs a buffer until it is accumulated.
     pending = shard_fraction(box) * (shards > 1)
     left = states.opening * before * (copies + pending * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
@@ -226,7 +230,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     removed = there + where.parameters_files * (not setting.recipe.master)
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
     at_once = some if updates_in_chunks(setting) else np.where(removed > 0, some, largest)
-    # gradients that were offloaded return to the device for the update of resident states
+    # The device updates resident states, so it fetches the offloaded gradients of these states.
     back = where.gradients * (1.0 - there) * largest * setting.gradient
     master = (
         at_once * update_temp_bytes(setting)
@@ -240,16 +244,16 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns 1 where the ranks of one host share one copy of the weights (ZeRO 3), else 0, over GRID_AXES. Source:
-    runtime/zero/group_weights.py."""
+    """Returns 1 where the ranks of one host share full weights in host memory (ZeRO 3 without offload of weights), else
+    0, over GRID_AXES. Source: runtime/zero/group_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
     return (stay & (box.zero == 3) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
 
 
 def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array]:
-    """Returns 1 where gradients are written to staging buffers that other local ranks read, else 0, over GRID_AXES.
-    Also returns the elements of these buffers."""
+    """Returns two arrays over GRID_AXES. The first is 1 where gradients are written to staging buffers that other ranks
+    of the host read, else 0. The second is the elements of these buffers."""
     in_slots = ((box.zero >= 2) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
     passes = broadcast_to_axis(box.counts, "b")
     dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
@@ -258,9 +262,9 @@ def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> 
 
 
 def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
-    """Returns the elements of a tied vocabulary on a rank that has both the embedding and the head. Its full gradient
-    is stored from the backward of the head until the backward of the embedding. With a pipeline, the first and the last
-    rank have separate replicas, and the result is 0."""
+    """Returns the elements of a tied vocabulary without a pipeline. The rank stores the full gradient of this weight
+    from the backward of the head until the backward of the embedding. With a pipeline, the first and the last rank have
+    separate replicas of the weight, and the result is 0."""
     return (
         float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.own_bucket and not entry.copy))
         if box.pp == 1
@@ -288,8 +292,8 @@ def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Arr
 
 
 def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:
-    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: the expected value, and the
-    value with a safety margin."""
+    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: the expected value, and a
+    value with a safety margin. Both are equal on a CPU."""
     if setting.on_host:
         return allocated + setting.device.context, allocated + setting.device.context
     return (
@@ -305,14 +309,14 @@ def memory_limit(setting: CostContext) -> float:
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Returns the usable memory of a device in bytes. It limits the bytes with the safety margin, while a user's budget
-    limits only the expected bytes."""
+    """Returns the usable memory of a device in bytes. It limits reserved bytes with the safety margin, while a user's
+    budget limits only the expected reserved bytes."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 
 def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], layers: Array) -> StateSizes:
-    """Returns the sizes of the flat buffers of each rank class. A buffer is a bucket, or a layer at ZeRO 3. `layers`:
-    the number of layers (r, o, layer run)."""
+    """Returns the sizes of the flat buffers of each rank class. A buffer contains a bucket, or at ZeRO 3 a layer.
+    `layers` is the number of layers (r, o, layer run)."""
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
     below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
@@ -329,9 +333,9 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Returns four arrays of elements over axes (r, o, z, f) of GRID_AXES: padded buffers, the rank's shards, shards
-    with offloaded states, and shards with offloaded weights. Then the other fields of `StateSizes` follow, over axes
-    (r, o) of GRID_AXES."""
+    """Returns a list of arrays. Four are elements over axes (r, o, z, f) of GRID_AXES: padded buffers, the rank's
+    shards, and the elements of these shards with offloaded states and with offloaded weights. Then the fields of
+    `RankBuckets.other` follow, over axes (r, o) of GRID_AXES."""
     found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
@@ -352,8 +356,9 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
-    """Returns the elements of shards, of shards with offloaded states, and of shards with offloaded weights. The last
-    two arrays have an additional axis: the offload fractions whose costs are computed together."""
+    """Returns the elements of the shards `own`, and the elements with offloaded states and with offloaded weights. All
+    arrays have an additional last axis: the offload fractions whose costs are computed together. It has length 1 where
+    no fraction applies."""
     shares = (
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)
@@ -365,15 +370,15 @@ def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
 
 
 def _offloaded_numel(own: Array, share: Array) -> Array:
-    """Returns the offloaded elements of shards, approximately: the final length of the shards is not known yet.
-    `share`: the offloaded fraction."""
+    """Returns the offloaded elements of the shards `own`. `share` is the offloaded percentage. The result is
+    approximate if the exact length of the shards is not known."""
     return own - resident_numel(own, share) if own.dtype == np.int64 else own * share / 100
 
 
 def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Array]:
-    """Returns arrays for experts with separate parameter groups, for each rank class: elements of padded buffers, of
-    shards, of shards with offloaded states, and of shards with offloaded weights. Then the number of layers with
-    experts and the largest group follow."""
+    """Returns arrays for the experts of each rank class under expert parallelism: elements of padded buffers, of the
+    rank's shards, of these shards with offloaded states, and with offloaded weights. Then the number of layers with
+    experts and the elements of the largest group follow. Without expert parallelism all arrays are 0."""
     if box.layout.ep == 1:
         return [broadcast_to_axis(0.0, "")] * 6
     each = np.array([entry.experts(box.cut) for entry in setting.entries])

@@ -1,31 +1,36 @@
-"""Models the memory and the transfer time of offloaded states, gradients, weights and activations.
+"""Models the memory and the transfer time of offloaded states, gradients, weights and activations, for memory.py and
+cost_model.py.
 
 The transfer rate of a device is its rate while all devices of the node transfer. Devices of a node share the host
-memory and the disk. Data-parallel communication and host transfers use the same link. Host transfers can therefore
-overlap only with compute that does not overlap with this communication.
+memory and the disk. Data-parallel communication and host transfers use the same link. So host transfers can overlap
+only with compute that does not overlap with this communication.
 
-    - optimizer: main weights and states. After backward, a pipeline of chunks copies gradients to the host, updates on
-      the CPU, and copies weights back ([Note: after the norm]).
+The offload choices are:
+
+- optimizer: main weights and states. After backward, a pipeline of chunks copies gradients to the host, updates on the
+  CPU, and copies weights back ([Note: after the norm]).
 - optimizer-disk: main weights and states in files. Each update reads and writes all states; the CPU updates one chunk
-  while the next is read.
-- A fraction: the resident states are updated on the device while the disk reads and writes. The offloaded fraction of
-  the weights is equal in all layers, and the states of these weights are offloaded first.
+  while it reads the next chunk.
 - gradients: accumulated gradient shards of ZeRO 2 and 3. The gradients of each micro-batch are copied to the host
   during backward, and the CPU accumulates them.
 - parameters: weight shards of ZeRO 3. The shard of a layer is fetched before the layer runs, in forward and in
   backward, overlapped with compute.
 - parameters-disk: weight shards in files, fetched through host memory. The update writes the shards, and also reads
-  them if it works in place.
+  them if there are no separate main weights.
 - activations: saved activations are copied to the host in forward and fetched in backward, overlapped with compute. The
   activations of two blocks are resident.
 - activations-disk: saved activations in files, through host memory.
 
+A plan may offload only a fraction of the states or weights. Resident states are updated on the device while the disk
+reads and writes. The offloaded fraction of the weights is equal in all layers. If states are offloaded too, those of
+the offloaded weights are offloaded first.
+
 If states are in files, SWAP_BUFFERS chunks are in memory at a time ([Note: windows] in runtime/offload/swapper.py).
 
-[Note: after the norm] No update begins before every gradient of the step is complete. All ranks skip a step whose
-gradient is not finite, and clipping uses the global norm. An update before that could be undone only with a copy of the
-states. So no part of a CPU update overlaps with the backward of the same step. The delayed update of ZeRO-Offload would
-overlap but changes the results.
+[Note: after the norm] No update begins before every gradient of the step is complete. All ranks skip a step if its
+gradient is not finite, and clipping uses the global norm. To undo an earlier update, a rank would need a second copy of
+the states. So no part of a CPU update overlaps with the backward of the same step. The delayed update of ZeRO-Offload
+would overlap, but it changes the results.
 
 Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhandari et al., ZeRO-Infinity, arXiv
 2104.07857, section 5.
@@ -45,8 +50,8 @@ from meshwright.spec.enums import OPTIMIZER_OFFLOADS, PARAMETER_OFFLOADS, Offloa
 
 
 class OffloadFractions(NamedTuple):
-    """The offloaded fraction of each kind of memory for each choice along f, over GRID_AXES. For gradients and
-    activations it is 0 or 1."""
+    """The offloaded fraction of each kind of memory, over GRID_AXES. The arrays vary along f. For gradients and
+    activations the fraction is 0 or 1."""
 
     optimizer: Array
     optimizer_files: Array
@@ -58,13 +63,13 @@ class OffloadFractions(NamedTuple):
 
     @property
     def offloaded(self) -> tuple[Array, Array, Array]:
-        """Returns the offloaded fractions of parameters, gradients and optimizer, whether they are in host memory or in
-        files."""
+        """Returns the offloaded fractions of parameters, gradients and optimizer states, in host memory and in files
+        together."""
         return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
 
 def offload_fractions(box: PlanGrid) -> OffloadFractions:
-    """Returns the offloaded fraction of each kind of memory."""
+    """Returns the offloaded fraction of each kind of memory for the offload choices of `box`."""
     share = {
         **dict.fromkeys(OPTIMIZER_OFFLOADS, box.offload_share),
         **dict.fromkeys(PARAMETER_OFFLOADS, box.weights_share),
@@ -78,10 +83,10 @@ def offload_wait_seconds(
     setting: CostContext, box: PlanGrid, weights: Array, summed: Array, activations: Array, before: Array, behind: Array
 ) -> Array:
     """Returns the seconds that offload adds to a micro-batch. Transfers can overlap with `before` seconds of forward
-    and with `behind` seconds of backward.
+    compute and with `behind` seconds of backward compute.
 
-    The transfers are `weights` bytes of shards (in forward and in backward), `summed` elements of gradients, and
-    `activations` bytes of activations.
+    The transfers in forward are `weights` bytes of weight shards to the device and `activations` bytes to the host. The
+    transfers in backward are both of these to the device, and `summed` elements of gradients to the host.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
@@ -97,13 +102,14 @@ def offload_wait_seconds(
 
 
 def disk_seconds_per_byte(setting: CostContext) -> float:
-    """Returns the seconds per byte between a device and a file, through host memory."""
+    """Returns the seconds per byte of a transfer between a device and a file. The data passes through host memory."""
     over_link = 0.0 if setting.on_host or not setting.host_bandwidth else 1.0 / setting.host_bandwidth
     return over_link + (1.0 / setting.storage_bandwidth if setting.storage_bandwidth else 0.0)
 
 
 def optimizer_bytes_per_param(setting: CostContext) -> float:
-    """Returns the optimizer's bytes per element: its states, and a main weight if the recipe has main weights."""
+    """Returns the bytes of optimizer states per element, plus the bytes of a main weight if the recipe has main
+    weights."""
     recipe = setting.recipe
     return recipe.master + setting.job.workload.optimizer.states * recipe.state_size
 
@@ -113,11 +119,12 @@ def swap_buffer_bytes(
 ) -> Array:
     """Returns the bytes of all staging buffers of a rank whose parameter groups have at most `largest` elements.
 
-    The buffers are chunks for states in files, and a buffer into which weight shards are fetched. There is also a
-    buffer from which the CPU writes activations, and a buffer of gradients that are copied to the host.
+    There are chunks for states and weights in files, and a buffer into which weight shards are fetched. A CPU rank has
+    a buffer from which it writes activations. Gradients that are copied to the host have buffers too.
 
-    Elements with only states or only weights offloaded are in other chunks than elements with both offloaded. Both
-    kinds of chunks use the same buffers if each kind fits in one chunk.
+    Some elements have both states and weights offloaded, and others only one of them. A chunk contains only one type of
+    elements. If the elements of each type fit in one chunk, both types use the same buffers. `states_offloaded` and
+    `weights_offloaded` are the numbers of offloaded elements.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
@@ -151,8 +158,8 @@ def swap_buffer_bytes(
 def offloaded_update_seconds(
     setting: CostContext, box: PlanGrid, elements: Array, on_device: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds of the update on the device and of the update on the host, for `elements` elements of one
-    rank. `on_device`: the seconds if the device updated all elements."""
+    """Returns the seconds of the update on the device, and the seconds of the update on the host with its transfers.
+    One rank updates `elements` elements. `on_device` is the seconds in which the device would update all elements."""
     where = offload_fractions(box)
     if not any(box.offload):
         return on_device, 0.0 * on_device

@@ -1,25 +1,23 @@
-"""Models the memory and time of the optimizer: bytes of its states, transient bytes of an update, and seconds of its
-matrix products.
+"""Models the memory and time of the optimizer: bytes of its states, transient bytes of an update, and seconds of Muon's
+matrix products. memory.py and dp_comm.py use these values.
 
-    - States: the number of optimizer states per weight, in the dtype of the recipe. An 8-bit state has one byte plus a
-      fraction of a scale. For states of other shapes (Muon's matrices, Adafactor's factors) the mean over the model
-      counts.
-- Transient bytes: a gradient in the dtype of the update, if it is stored in another dtype; also states and weights, if
-  they are stored with fewer bytes. A CPU updates in chunks. An accelerator, or an update of full tensors, needs these
-  bytes for a whole parameter group.
-- Matrix products of Muon: five iterations of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on its owner rank.
+- States: the number of states of the optimizer, in the dtype of the recipe. An 8-bit state has one byte per weight,
+  plus a fraction of a scale. Some states have other shapes than the weights (Muon's matrices, Adafactor's factors); for
+  them the result is the mean per weight over the model.
+- Transient bytes of an update: a gradient that is stored in another dtype is converted to the dtype of the update.
+  States and weights that are stored with fewer bytes are converted too. A CPU converts chunk by chunk. An accelerator,
+  or an update of full tensors, converts a whole parameter group.
+- Matrix products of Muon: five iterations of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n with m <= n. Each full tensor
+  is updated on one owner rank (runtime/optim/full_tensor.py). Tensors differ in size, so the rank with the highest
+  memory stores somewhat more than the mean.
 
-Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the rank with the highest memory stores somewhat
-more than the mean.
+Two options of the workload add bytes:
 
-Two options of the workload add bytes. Gradient compression has an error-feedback residual
-(runtime/comm/compression.py). DiLoCo replicas have two vectors (runtime/zero/diloco.py).
-
-    - Residual: one element for each element that a rank sends to other hosts. For ZeRO 0 and for a reduce-scatter this
-      is 1 / (ranks per host) of the buffer; for an all-reduce over replicas it is the shard. Within one host there is
-      no residual.
-- DiLoCo: the initial weights and the outer momentum, which are two elements of the optimizer's dtype for each element
-  that a rank updates.
+- Gradient compression has an error-feedback residual (runtime/comm/compression.py): one element for each element that a
+  rank sends to other hosts. For an all-reduce of ZeRO 0 and for a reduce-scatter this is 1 / (ranks per host) of the
+  buffer. For an all-reduce over replicas it is the shard. Within one host there is no residual.
+- DiLoCo has the initial weights and the outer momentum (runtime/zero/diloco.py): two elements in the optimizer's dtype
+  for each element that a rank updates.
 
 Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers,
 arXiv 2110.02861.
@@ -34,24 +32,24 @@ from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 UPDATE_ELEMENT_BYTES = 4
-"""Bytes per element of float32, the dtype in which recipes of low precision update."""
+"""Bytes per element of float32, the dtype of updates in a low-precision recipe."""
 
 SHARED_UPDATE_BUFFERS = 3
-"""Number of permanent buffers for gradients and weights in the shared memory of a host."""
+"""Number of permanent buffers for full tensors (gradients and weights) in the shared memory of a host."""
 
 FULL_TENSOR_BUFFERS = 8
-"""The number of buffers for full tensors: sent, received, assembled, and in the optimizer's layout, for gradients and
-for weights."""
+"""Number of buffers for full tensors of an update: sent, received, assembled, and in the optimizer's layout, each for
+gradients and for weights."""
 
 NEWTON_SCHULZ_ITERATIONS = 5
-"""The number of Newton-Schulz iterations."""
+"""Number of Newton-Schulz iterations in an update of Muon."""
 
 NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
 """Optimizers with states whose shapes differ from those of the weights."""
 
 
 def optimizer_state_bytes(setting: CostContext) -> float:
-    """Returns the bytes of all states per weight."""
+    """Returns the bytes of all optimizer states per weight, as a mean over the weights of the model."""
     rule, size = setting.job.workload.optimizer, setting.recipe.state_size
     if rule.name not in NON_ELEMENTWISE_OPTIMIZERS:
         return float(rule.states * rule.state_bytes(size))
@@ -66,23 +64,23 @@ def optimizer_state_bytes(setting: CostContext) -> float:
 
 
 def update_temp_bytes(setting: CostContext) -> float:
-    """Returns the transient bytes per weight during an update."""
+    """Returns the transient bytes per weight during an update, for dtype conversions."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < UPDATE_ELEMENT_BYTES
-    # Low precision without float32 main weights, or float32 with low-precision gradients.
+    # Gradients that are not stored in float32 are converted to float32 for the update.
     gradient = UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
     widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
     return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
 
 
 def updates_in_chunks(setting: CostContext) -> bool:
-    """Returns whether an update that needs another dtype than the stored tensors proceeds in chunks."""
+    """Returns whether an update converts dtypes chunk by chunk and not for a whole parameter group."""
     return setting.on_host and not full_tensor_fraction(setting)
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the additional bytes per element of the local shard of the updated parameter group, for an update that
-    gathers full tensors from other ranks and sends them back."""
+    """Returns the bytes of buffers for full tensors per element of the updated shard. Such an update gathers full
+    tensors from other ranks and sends the results back."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 
@@ -97,7 +95,8 @@ def shared_full_tensor_bytes(setting: CostContext) -> float:
 
 
 def full_tensor_fraction(setting: CostContext) -> float:
-    """Returns the fraction of the weights that the optimizer needs as full tensors."""
+    """Returns the fraction of the weights that the optimizer updates as full tensors: the matrices of blocks for Muon,
+    all weights for Adafactor, and none for element-wise optimizers."""
     if setting.job.workload.optimizer.name != "muon":
         return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
     sizes = [
@@ -109,7 +108,7 @@ def full_tensor_fraction(setting: CostContext) -> float:
 
 
 def newton_schulz_seconds(setting: CostContext) -> float:
-    """Returns the seconds of Muon's matrix products per weight of a rank, or 0 for other optimizers."""
+    """Returns the seconds of Muon's matrix products per weight that a rank updates, or 0 for other optimizers."""
     if setting.job.workload.optimizer.name != "muon":
         return 0.0
     flops, count = 0.0, 0
@@ -124,8 +123,8 @@ def newton_schulz_seconds(setting: CostContext) -> float:
 
 
 def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
-    """Returns the bytes of residuals over GRID_AXES. `whole`: the elements of the full buffers. `shard`: the elements
-    of the local shard."""
+    """Returns the bytes of error-feedback residuals over GRID_AXES, or 0 without compression. `whole` is the elements
+    of the full flat buffers, `shard` the elements of the local shard."""
     compression, links = setting.job.workload.compression, setting.fabric
     if compression is None:
         return 0.0 * whole
@@ -151,5 +150,6 @@ def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Arr
 
 
 def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:
-    """Returns the bytes of the states of DiLoCo's outer optimizer over GRID_AXES."""
+    """Returns the bytes that DiLoCo adds on a rank, over GRID_AXES, or 0 without DiLoCo. `shard` is the elements that
+    the rank updates."""
     return shard * (2.0 * setting.recipe.state_size * (setting.job.workload.local is not None))

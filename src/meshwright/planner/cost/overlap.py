@@ -1,5 +1,6 @@
-"""Models overlapped work as two streams, like Galvatron. If communication of C seconds overlaps with compute of K
-seconds, it adds max(C - K, 0), and each slows the other."""
+"""Models work that overlaps on two streams, like Galvatron, and chooses the bucket size that overlaps best. If
+communication of C seconds overlaps with compute of K seconds, it adds max(C - K, 0) seconds. In addition, compute and
+communication slow each other by OVERLAP_SLOWDOWN while they overlap. All formulas of the cost model use this rule."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from meshwright.spec.plan import Plan
 def choose_bucket(of: CostContext) -> int:
     """Returns the bucket size in bytes with the least exposed time of gradient reductions.
 
-    S bytes of gradients in buckets of b bytes need S / b starts of `a` seconds. The last bucket takes b / B seconds at
-    bandwidth B and has no compute to overlap with. The sum S a / b + b / B is minimal at b = sqrt(S a B). The result is
-    at most the default bucket size, because larger buckets do not overlap better. Ranks that share memory use the
-    default.
+    S bytes of gradients in buckets of b bytes need S / b starts of a seconds each. The last bucket takes b / B seconds
+    at B bytes/s, and no compute overlaps with it. The sum S a / b + b / B is minimal at b = sqrt(S a B). The result is
+    at most the default bucket size, because larger buckets do not overlap better. For ranks that share memory, and for
+    one device, the result is the default.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
     >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES
@@ -37,8 +38,8 @@ def choose_bucket(of: CostContext) -> int:
 
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
-    """Returns `plan` with the bucket size that a search of `job` would choose, if the plan does not set one. This is
-    needed for a plan given by name, since names do not contain the bucket size."""
+    """Returns `plan` with the bucket size that a search of `job` would choose, unless the plan already sets a bucket
+    size. A plan that was parsed from a name needs this, since names do not contain the bucket size."""
     return (
         plan
         if "bucket" in plan.model_fields_set
@@ -56,8 +57,8 @@ def overlapped(communication: Array, compute: Array) -> Array:
 
 
 def concurrent_seconds(*seconds: float) -> float:
-    """Returns the seconds of concurrent work: the longest of `seconds`, plus the slowdown that the others cause (see
-    `overlapped`).
+    """Returns the seconds in which concurrent tasks of `seconds` each are complete. The longest task determines the
+    result, and each other task slows it (see `overlapped`).
 
     >>> concurrent_seconds(2.0, 1.0, 1.0)
     2.26

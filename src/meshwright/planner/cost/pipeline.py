@@ -1,22 +1,27 @@
-"""Computes the bubble of pipeline schedules, and the exposed time of their messages.
+"""Computes the bubble of pipeline schedules, and the number of their exposed messages, for cost_model.py.
 
-Symbols: m micro-batches, p ranks with v virtual stages each, t_r seconds of rank r for one micro-batch (all of its
-stages, forward and backward):
+Symbols: m micro-batches; p pipeline ranks with v virtual stages each; t seconds of one rank for one micro-batch, in
+forward and backward of all its stages. These t are the sum of f (forward), b (gradients of inputs) and w (gradients of
+weights).
 
-    step = m max t + bubble + messages,  bubble = the sum of g over all ranks but the slowest
+    step = m x (maximum t) + bubble + messages
+    bubble = sum of g over all ranks except the slowest
 
-The number of messages is that of `Schedule.messages` in spec/schedules, and g is the value of `Schedule.bubble`:
+`Schedule.messages` in spec/schedules returns the number of messages, and `Schedule.bubble` returns g of one rank:
 
     1f1b, gpipe, interleaved    t / v
-    zbh1        max(f + b - w, f, b), with f, b, w seconds of forward, gradients of inputs, and gradients of weights
-    zbv         max(f / 2, b / 2, b - w)
-    dualpipev   max(f + b - w, f, b) / 2, and at least the sum of b - w / 2 less f / 2
+    zbh1                        max(f + b - w, f, b)
+    zbv                         max(f / 2, b / 2, b - w)
+    dualpipev                   max(f + b - w, f, b) / 2
 
-Accuracy: the formulas are exact for gpipe, and with equal stages also for 1f1b and interleaved ((p - 1) t / v, arXiv
-2104.04473, section 2.2). With unequal stages the result for 1f1b is never too low, and the result for interleaved plus
-`interleaving_imbalance` is accurate within some percent. For the other schedules the formulas are exact with equal
-stages and w <= f, and otherwise accurate within some percent (arXiv 2401.10241; 2412.19437). Tests compare both terms
-with the simulated orders of spec/schedules.
+For dualpipev there is a second lower bound: the sum of b - w / 2 over all ranks except the slowest, minus f / 2 of the
+slowest rank. The bubble is the larger value.
+
+Accuracy: the formulas are exact for gpipe. With equal stages they are exact for 1f1b and interleaved ((p - 1) t / v,
+arXiv 2104.04473, section 2.2). With unequal stages, the result for 1f1b is never too low. The result for interleaved
+plus `interleaving_imbalance` is then accurate within some percent. For the other schedules the formulas are exact with
+equal stages and w <= f, and otherwise accurate within some percent (arXiv 2401.10241; 2412.19437). Tests compare bubble
+and messages with the simulated orders of spec/schedules.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from meshwright.spec.schedules.schedule import Schedule
 
 
 def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array) -> Array:
-    """Returns the number of messages in sequence on the longest path of a step, for each number of micro-batches.
+    """Returns the number of messages on the critical path of a step, for each number in `micro_batches`.
 
     >>> from meshwright.planner.cost.plan_grid import ScheduleChoice
     >>> critical_path_messages(ScheduleChoice("1f1b", 1, (1, 1, 1, 1)), 4, np.array([1, 4, 16]))
@@ -41,8 +46,8 @@ def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array)
 
 
 def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array) -> tuple[Array, Array]:
-    """Returns the seconds of the slowest rank per micro-batch, and the seconds of the bubble per step. The first axis
-    is rank classes with `counts` ranks each.
+    """Returns the seconds of the slowest rank per micro-batch, and the seconds of the bubble per step, for g = t / v.
+    `seconds` is t; its first axis is the rank classes, with `counts` ranks each.
 
     >>> # 1F1B of four ranks: 2 + 3 + 3 of the others
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))
@@ -54,7 +59,8 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
 
 
 class PassSplit(NamedTuple):
-    """The seconds of one micro-batch on each rank class: forward, gradients of inputs, and gradients of weights."""
+    """The seconds of one micro-batch on each rank class: forward (f), gradients of inputs (b), and gradients of weights
+    (w)."""
 
     forward: Array
     backward: Array
@@ -62,7 +68,7 @@ class PassSplit(NamedTuple):
 
 
 def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
-    """Returns g: the seconds that each rank other than the slowest adds to the bubble.
+    """Returns g of each rank class: the seconds that a rank adds to the bubble unless it is the slowest.
 
     The schedules `orders` are the second axis of the result.
     """
@@ -76,9 +82,10 @@ def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
 
 
 def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Returns the idle seconds of the slowest rank, with length 1 along the axis of ranks.
+    """Returns the bubble, the idle seconds of the slowest rank in a step. The result has length 1 along the axis of
+    rank classes.
 
-    `counts`: the number of ranks of each class. The schedules `orders` are the second axis.
+    `counts` is the number of ranks of each class. The second axis is the schedules `orders`.
 
     >>> four = ScheduleChoice("zbh1", 1, (1, 1, 1, 1))
     >>> bubble_seconds([four], PassSplit(*np.ones((3, 1, 1))), np.array([[4]])).item()
@@ -98,20 +105,21 @@ def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts:
 
 
 def _distinct_schedules(orders: Sequence[ScheduleChoice]) -> list[tuple[Schedule, list[bool]]]:
-    """Returns, for each distinct schedule in `orders`, its rules and a list that marks where `orders` has this
-    schedule."""
+    """Returns the rules of each distinct schedule in `orders`, each with a list that marks the elements of `orders`
+    with this schedule."""
     rules = {order.schedule: order.rules for order in orders}
     return [(rules[name], [order.schedule == name for order in orders]) for name in rules]
 
 
 def min_bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Returns a lower bound of the bubble. The bound remains valid if backward becomes longer on any rank."""
+    """Returns a lower bound of the bubble. The bound stays valid if additional work makes backward longer on some
+    ranks."""
     g = ramp_seconds(orders, seconds)
     return np.asarray((g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True))
 
 
 def any_split_backward(orders: Sequence[ScheduleChoice]) -> bool:
-    """Returns whether any of the schedules may split backward into two actions."""
+    """Returns whether any of the schedules may split backward into B and W."""
     return any(order.rules.splits_backward for order in orders)
 
 
@@ -124,15 +132,17 @@ def _value_of_slowest(each: Array, at: Array) -> Array:
 
 
 def _along_schedules(values: Sequence[Any], like: Array) -> Array:
-    """Returns `values` as an array along the second axis, like `like`."""
+    """Returns `values`, one for each schedule, as an array along the second axis. The result has as many axes as
+    `like`."""
     return np.array(values).reshape(1, -1, *[1] * (like.ndim - 2))
 
 
 def interleaving_imbalance(order: ScheduleChoice, pp: int) -> float:
-    """Returns the time that unequal interleaved stages add to each micro-batch, in backward passes of one block.
+    """Returns the time that unequal interleaved stages add to each micro-batch. The unit is the backward time of one
+    block.
 
-    In each round of p micro-batches, p - 1 ranks run the longer stages while they wait for the first rank. Idle time of
-    the ranks may hide this time.
+    In each round of p micro-batches, p - 1 ranks run their longer stages while they wait for the first rank. Some of
+    this time is hidden if the ranks are idle anyway; the caller subtracts this part.
     """
     if order.virtual_stages == 1 or order.rules.v_shape:
         return 0.0

@@ -1,18 +1,19 @@
-"""Defines a grid of plans: all combinations of choices that have one rank layout and one bucket size. The cost of all
-plans of a grid is computed together.
+"""Defines a grid of plans: all combinations of choices under one rank layout and one bucket size. The search creates
+grids, and the cost model (cost_model.py) computes the cost of all plans of a grid together.
 
-Costs of a grid are arrays over GRID_AXES. If a value does not depend on an axis, its array has length 1 there. So NumPy
-broadcasting computes each value only once for all plans that share it. The axes:
+The costs of a grid are arrays over GRID_AXES. If a value does not depend on an axis, its array has length 1 along this
+axis. So NumPy broadcasting computes each value once for all plans that share the value. The axes:
 
-- r: classes of pipeline ranks
-- o: schedules (orders), with their stages
-- b: micro-batches, that is their sequences, the context ranks, and the method of context parallelism
-- s: sequence parallelism
+- r: classes of equal pipeline ranks
+- o: pipeline schedules (orders of actions), with the blocks of each stage
+- b: sizes and numbers of micro-batches, with the context ranks and the method of context parallelism
+- s: sequence parallelism, off or on
 - c: recompute kinds, and the blocks to which they apply
-- z: ZeRO stage, replicas and shards of the data and context ranks
+- z: ZeRO stage, with the division of data and context ranks into replicas and shards
 - f: offload choices
 
-Not every combination is a legal plan; `PlanGrid.legal` marks the legal plans.
+Docstrings name axes by these letters: an array "over axes (b, s)" has one value for each pair of choices along b and s.
+Not every combination of choices is a legal plan; `PlanGrid.legal` marks the legal plans.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ from meshwright.spec.schedules.schedule import Schedule, find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
-"""The fields of a grid with the choices along the axes `obsczf`."""
+"""The fields of `PlanGrid` with the choices along the axes `obsczf`, in this order."""
 
 RECOMPUTE_PARTS_PER_STAGE = 8
-"""The number of parts into which the blocks of a stage are divided for partial recompute."""
+"""Partial recompute is searched in steps of one part. The blocks of a stage are divided into this number of parts."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def broadcast_to_axis(array: Any, axes: str) -> Array:
-    """Returns `array` with length 1 along all missing axes. `axes` names the dimensions of `array` in order."""
+    """Returns `array` with all axes of GRID_AXES. `axes` has one letter for each dimension of `array`, in the order of
+    GRID_AXES. The result has length 1 along the other axes."""
     values = np.asarray(array)
     return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
 
 
 @cache
 def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
-    """Returns the position of each of GRID_AXES in `axes`, or -1 if it is absent."""
+    """Returns, for each letter of GRID_AXES, its position in `axes`, or -1 if `axes` does not contain the letter."""
     assert dimensions == len(axes) and list(axes) == sorted(axes, key=GRID_AXES.index)
     return tuple(axes.find(axis) for axis in GRID_AXES)
 
@@ -79,7 +81,7 @@ class TpEpShape(NamedTuple):
         return self.ep > 1 and parameter.experts > 0
 
     def numel(self, parameter: ParameterSpec) -> int:
-        """Returns the elements of the parameter on the rank that has the most."""
+        """Returns the number of elements of the parameter on the rank with the most elements."""
         if self.splits_experts(parameter):
             return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
@@ -87,7 +89,7 @@ class TpEpShape(NamedTuple):
 
 class ScheduleChoice(NamedTuple):
     """A pipeline schedule with the number of blocks of each virtual stage. `given`: whether the plan lists these
-    numbers."""
+    numbers. `actions` is the order of actions of a custom schedule, otherwise empty."""
 
     schedule: ScheduleName
     virtual_stages: int
@@ -97,13 +99,14 @@ class ScheduleChoice(NamedTuple):
 
     @property
     def rules(self) -> Schedule:
-        """Returns the rules of the schedule."""
+        """Returns the schedule's class of rules (spec/schedules)."""
         return find_schedule(self.schedule, self.actions)
 
 
 class BatchChoice(NamedTuple):
-    """The micro-batches of a replica: the sequences of each, their number per step, the context ranks that divide a
-    sequence, and the method of context parallelism (`ulysses` as in a plan)."""
+    """The micro-batches of a replica: `number` micro-batches of `size` sequences per step. `cp` context ranks divide
+    each sequence by the method `context`. `ulysses` of them exchange heads; 0 means all of them if the method is
+    ulysses."""
 
     size: int
     number: int
@@ -113,9 +116,13 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """The blocks with recompute `kind`: all blocks, the first `layers` blocks of each virtual stage, or the first
-    `part` of its RECOMPUTE_PARTS_PER_STAGE parts. The other blocks have recompute `rest`. `fewer`: the choice is valid
-    only if a stage has more than `layers` blocks; otherwise it would duplicate the choice of all blocks."""
+    """The recompute of the blocks of each virtual stage. The first blocks have recompute `kind`, the other blocks
+    `rest`.
+
+    The first blocks are the first `layers` blocks, or the first `part` of RECOMPUTE_PARTS_PER_STAGE parts of the stage.
+    If both are 0, all blocks have recompute `kind`. `fewer`: whether the choice is valid only if a stage has more than
+    `layers` blocks. Otherwise it would duplicate the choice with all blocks.
+    """
 
     kind: Recompute
     layers: int = 0
@@ -129,7 +136,7 @@ class RecomputeChoice(NamedTuple):
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
-        """Returns the number of blocks of a stage with recompute `kind`; 0 means all blocks.
+        """Returns the number of first blocks of a stage that have recompute `kind`; 0 means all blocks.
 
         >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
@@ -138,8 +145,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
-    """Returns, over (o, c), whether a recompute choice is distinct for the schedule: it has other blocks than any
-    smaller part, and not all blocks."""
+    """Returns, over (o, c), whether a recompute choice differs from all other choices for the schedule. A part of a
+    stage must contain more blocks than the next smaller part, and fewer than all blocks."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
     part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
@@ -148,17 +155,18 @@ def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[
 
 
 class ZeroChoice(NamedTuple):
-    """The ZeRO stage, the number of ranks of a shard group (`holders`), and the number of replicas. The product of both
-    numbers is the number of data ranks times context ranks."""
+    """The ZeRO stage, the number of ranks of a shard group (`holders`), and the number of shard groups (`replicas`).
+    The product of these two numbers is the number of data ranks times the number of context ranks."""
 
     zero: int
     replicas: int
     holders: int
     lone: bool = False
-    """Whether a single rank uses ZeRO, because the offload of weights or gradients requires ZeRO."""
+    """Whether the shard group has one rank and ZeRO is used only because offload of weights or gradients requires
+    it."""
 
     def allows(self, choice: Sequence[Offload]) -> bool:
-        """Returns whether the ZeRO stage allows the offload choice `choice`."""
+        """Returns whether plans with this ZeRO choice may have the offload choice `choice`."""
         least = min_zero_stage(choice)
         return self.zero >= least if least else not self.lone
 
@@ -173,8 +181,8 @@ class RankLayout(NamedTuple):
     axes: tuple[MeshAxis, ...] = PLAN_AXES
 
     def strides(self, data: int) -> dict[str, int]:
-        """Returns the distance between neighbouring ranks of each axis if there are `data` data ranks. Context ranks
-        are part of the data ranks, as their innermost axis."""
+        """Returns the distance between neighbouring ranks along each axis of the mesh. `data` is the number of data
+        ranks times context ranks; context ranks are the innermost part of this axis."""
         found: dict[str, int] = {}
         inside = 1
         for axis in reversed(self.axes):
@@ -185,7 +193,8 @@ class RankLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanGrid:
-    """All combinations of choices. All elements of `shards` have the same number of ranks."""
+    """All combinations of the choices in the fields CHOICE_FIELDS. The product of replicas and holders is equal for all
+    elements of `shards`."""
 
     layout: RankLayout
     bucket: int
@@ -198,7 +207,7 @@ class PlanGrid:
     weight: float = 1.0
     """The size of the shard of the rank whose cost is computed, relative to an equal shard."""
     heft: ShardWeight | None = None
-    """The uneven shard of this rank, if it is known."""
+    """The position and size of this shard among uneven shards, or None for equal shards."""
     loss_chunks: int = 1
     compile: bool = False
     offload_share: float | Array = 1.0
@@ -206,7 +215,8 @@ class PlanGrid:
     """`offload_share` and `weights_share`: the offloaded fractions of optimizer states and of weights, if these are
     offloaded. The costs of several fractions can be computed together along f (planner/search/ranking.py)."""
     offload_layers: int = 0
-    """With offload of activations, it applies to this many first blocks of each virtual stage; 0 means all blocks."""
+    """The number of first blocks of each virtual stage whose activations are offloaded, if a plan offloads activations;
+    0 means all blocks."""
 
     @property
     def tp(self) -> int:
@@ -220,7 +230,7 @@ class PlanGrid:
 
     @property
     def cut(self) -> TpEpShape:
-        """Returns the division of weights over ranks."""
+        """Returns the tensor-parallel and expert-parallel division of weights."""
         return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tp)
 
     @property
@@ -242,7 +252,7 @@ class PlanGrid:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Returns the distance between neighbouring ranks of each axis."""
+        """Returns the distance between neighbouring ranks along each axis of the mesh."""
         return self.layout.strides(self.data)
 
     @property
@@ -252,7 +262,7 @@ class PlanGrid:
 
     @cached_property
     def counts(self) -> Array:
-        """Returns the number of micro-batches of a step (b)."""
+        """Returns the number of micro-batches per step of a replica (b)."""
         return np.array([each.number for each in self.micro_batches])
 
     def tokens(self, sequence: int) -> Array:
@@ -276,17 +286,17 @@ class PlanGrid:
 
     @cached_property
     def zero(self) -> Array:
-        """Returns the ZeRO stages (z), over GRID_AXES."""
+        """Returns the ZeRO stages as an array over GRID_AXES that varies along z."""
         return broadcast_to_axis([each.zero for each in self.shards], "z")
 
     @cached_property
     def holders(self) -> Array:
-        """Returns the number of ranks that shard the states of a replica (z)."""
+        """Returns the number of ranks of a shard group (z)."""
         return np.array([each.holders for each in self.shards])
 
     @cached_property
     def expert_holders(self) -> Array:
-        """Returns the number of ranks that shard the states of an expert (z)."""
+        """Returns the number of ranks of the shard group of an expert (z)."""
         separate = self.layout.ep * self.layout.expert_tp
         return np.array([each.holders * self.tp // separate if each.zero else 1 for each in self.shards])
 
@@ -303,9 +313,9 @@ class PlanGrid:
     def _legal(self) -> tuple[Array, Array, Array, Array]:
         """Returns which pairs of choices are legal, as four boolean arrays.
 
-        (o, b): the schedule accepts the number of micro-batches. (b, z): context ranks are inside a shard group, and
-        the expert ranks match the layout. (o, c): the recompute choice does not duplicate another one. (z, f):
-        offloaded weights and gradients are shards.
+        (o, b): the schedule accepts the number of micro-batches. (b, z): all context ranks of a sequence are in one
+        shard group, and the expert ranks match the layout. (o, c): the recompute choice differs from all other choices.
+        (z, f): the ZeRO stage shards the weights and gradients that are offloaded.
         """
         rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
@@ -319,8 +329,8 @@ class PlanGrid:
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
-        """Returns the grid with only some choices. The name of each argument is a field, its value the indices to
-        keep."""
+        """Returns the grid with only some choices. The name of each argument is a field of CHOICE_FIELDS. The value is
+        the indices of the choices in the result."""
         fewer: dict[str, Any] = {
             name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
         }
@@ -367,15 +377,17 @@ class PlanGrid:
 
 
 def shard_fraction(box: PlanGrid) -> Array:
-    """Returns the fraction of a replica's states on the rank whose cost is computed (z), over GRID_AXES."""
+    """Returns the fraction of a replica's states in the shard of one rank, over GRID_AXES. The rank is the one whose
+    cost is computed; the array varies along z."""
     return broadcast_to_axis(box.weight / box.holders, "z")
 
 
 def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
-    """Returns the grid with only `plan`. Uneven shards: the cost is that of the largest shard.
+    """Returns the grid with only `plan`, for a global batch of `batch` sequences and a model with `blocks` blocks. If
+    shards are uneven, the cost is that of the rank with the largest shard.
 
     Raises:
-        InputError: the batch or the blocks do not divide.
+        InputError: the plan cannot divide the batch into micro-batches, or the blocks into stages.
     """
     dp, cp = plan.dp, plan.cp
     return PlanGrid(

@@ -1,25 +1,22 @@
-"""Describes what the pipeline ranks of a schedule have: layers, saved activations, and flat buffers.
+"""Describes what the pipeline ranks of a schedule store: layers, saved activations at the memory peak, and flat
+buffers. The memory and time formulas of the cost model read these descriptions as arrays.
 
-Assigns layers to pipeline ranks: the blocks of a plan, and the layers before, between and after them.
+Layers: the plan assigns blocks to virtual stages. Other layers are on the stage of the blocks next to them. Equal
+layers that follow each other form a layer run (cost_context.py). Most pipeline ranks have equal layers, so they form
+one class. `group_equal_ranks` describes each class by its first rank, which has the most micro-batches in flight.
 
-Most ranks of a pipeline have equal layers. `group_equal_ranks` returns the first rank of each class, which has the most
-micro-batches in flight.
+Memory peak: a rank reaches its memory peak just before or during a backward. During a backward, activations are freed
+layer by layer, and each layer needs transient memory. The points of a step at which the memory can peak are called
+moments. `Schedule.in_flight` (spec/schedules) returns the micro-batches in flight on each stage of the rank at these
+moments. A schedule may split backward into B (gradients of inputs) and W (gradients of weights). Then the inputs of the
+matrix products of a layer and the gradients of their outputs are stored until W. In V-shaped schedules, W follows
+directly after B at the peak.
 
-Describes the contents of the pipeline ranks of a schedule as arrays: layers, recomputed layers, saved activations at
-the memory peak, and flat buffers.
+Flat buffers: each parameter group has one flat buffer. The module computes the exact number of elements
+([Note: flat layout] in spec/layout.py), for a whole layer run at a time.
 
-There are few schedules and many grids. The arrays of a schedule are computed on first use and stacked for each grid
-(`stack_schedules`).
-
-A rank reaches its memory peak just before or during a backward pass. During the pass, activations are freed layer by
-layer, and each layer needs transient memory. The points of a step at which the memory can peak are called moments.
-`Schedule.in_flight` (spec/schedules) returns the micro-batches in flight on each stage of the rank at these moments. If
-backward is split into B (gradients of inputs) and W (gradients of weights), the inputs of the matrix products of a
-layer and the gradients of their outputs are stored until W. In V-shaped schedules, W follows directly after B at the
-peak.
-
-Computes the exact number of elements of the flat buffers of a stage ([Note: flat layout]). Consecutive equal layers are
-handled together. Each parameter group has one flat buffer.
+There are few schedules and many grids. The arrays of a schedule are computed on first use. For each grid,
+`stack_schedules` joins the arrays of its schedules.
 """
 
 from __future__ import annotations
@@ -40,9 +37,11 @@ StageContent = tuple[int, ...]
 
 
 class RankClass(NamedTuple):
-    """Pipeline ranks with equal layers. `rank` is the first of these ranks and `number` the number of ranks. `layers`
-    is the number of layers by virtual stage (rows) and layer run (columns). `stages` is the distinct stages, each with
-    its number of occurrences."""
+    """Pipeline ranks with equal layers. `rank` is the first of these ranks, `number` the number of ranks.
+
+    `layers` is the number of layers by virtual stage of the rank (rows) and layer run (columns). `stages` is the
+    distinct rows of `layers`, each with the number of stages that have it.
+    """
 
     rank: int
     number: int
@@ -69,7 +68,8 @@ def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
 
 
 def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
-    """Rearranges rows of virtual stages to an array (index of the stage on its rank, rank, ...)."""
+    """Rearranges `table`, whose rows are virtual stages. The first two axes of the result are the index of the stage on
+    its rank, and the pipeline rank."""
     owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
     return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
 
@@ -93,14 +93,16 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
 
 
 def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> Array:
-    """Returns the number of layers among the first `recomputing` blocks of a stage, by virtual stage and layer run."""
+    """Returns how many of the first `recomputing` blocks of each virtual stage (rows) belong to each layer run
+    (columns). `blocks` marks the layer runs of blocks."""
     content = kind.layers * np.array(blocks)
     before = np.cumsum(content, axis=1) - content
     return np.clip(recomputing - before, 0, content)
 
 
 def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
-    """Returns the class with two columns for each layer run: recomputed layers, and other layers."""
+    """Returns `kind` with two columns for each layer run: layers among the first `recomputing` blocks of a stage, and
+    other layers."""
     again = recomputing_layers(kind, blocks, recomputing)
     return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
 
@@ -110,20 +112,22 @@ def _rank_class(rank: int, count: int, layers: Array) -> RankClass:
 
 
 StoredUntilW = tuple[bool, bool]
-"""Whether the first blocks of a stage, and the later blocks, store activations until W (the weight gradients), if the
-schedule has W."""
+"""Two flags, for the first blocks of a stage and for the later blocks: whether these blocks store data until W (the
+weight gradients), if the schedule splits backward."""
 
 BackwardMoments = tuple[Array, Array, Array]
-"""Three arrays: the layer run whose layer runs backward (..., moments), the number of layers with saved activations
-(..., moments, layer runs), and the number of layers with data stored until W (..., moments, layer runs)."""
+"""Three arrays. The first is the index of the layer run that runs backward (..., moments). The second is the number of
+layers with saved activations (..., moments, layer runs). The third is the number of layers with data stored until W
+(..., moments, layer runs)."""
 
 
 class PeakMoments(NamedTuple):
     """The moments (points of a step) at which the memory of a rank can peak.
 
-    `layers` (b, r, moments, 2 or 3 x columns) has up to three groups of columns: the layers with saved activations, the
-    layer whose backward runs, and, with deferred weight gradients, the layers with data stored until W. `at_head` (b,
-    r, moments) marks where the running layer is the one that computes the loss.
+    `layers` (b, r, moments, 2 or 3 x columns) is numbers of layers in up to three groups of columns: layers with saved
+    activations, the layer that runs backward, and, with deferred weight gradients, layers with data stored until W. A
+    group has one or two columns for each layer run. `at_head` (b, r, moments) marks the moments at which the head, the
+    layer that computes the loss, runs backward.
     """
 
     layers: Array
@@ -131,8 +135,8 @@ class PeakMoments(NamedTuple):
 
 
 class BucketLengths(NamedTuple):
-    """Parameter groups by length. `times` is the number of groups of each length on each rank class (r, lengths).
-    `other` has the other fields of `StateSizes` (field, r)."""
+    """Parameter groups by length in elements. `times` is the number of groups of each length on each rank class (r,
+    lengths). `other` is `RankBuckets.other` of each rank class (field, r)."""
 
     times: Array
     lengths: Array
@@ -140,8 +144,8 @@ class BucketLengths(NamedTuple):
 
 
 class RankContents:
-    """The contents of the rank classes `kinds` of one schedule with `pp` ranks. The contents depend only on the model,
-    not on devices."""
+    """The contents of the rank classes `kinds` of one schedule with `pp` pipeline ranks. The contents do not depend on
+    devices."""
 
     def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
         self.entries, self.units, self.order, self.pp, self.kinds = units.entries, units, order, pp, kinds
@@ -152,8 +156,8 @@ class RankContents:
         self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
 
     def again(self, count: int) -> Array:
-        """Returns the number of recomputed blocks over (r, layer run) if the first `count` blocks of each virtual stage
-        are recomputed."""
+        """Returns, over (r, layer run), the number of blocks that are among the first `count` blocks of their virtual
+        stage."""
         if count not in self._again:
             blocks = [entry.is_block for entry in self.entries]
             self._again[count] = np.array(
@@ -162,8 +166,11 @@ class RankContents:
         return self._again[count]
 
     def peak_moments(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
-        """Returns the moments of possible memory peaks for each number of micro-batches (b). If the first `again`
-        blocks of a stage differ from the others, each layer run has two columns: these blocks, and the other blocks."""
+        """Returns the moments of possible memory peaks for each number of micro-batches (b).
+
+        If `again` is above 0, each layer run has two columns: the first `again` blocks of each stage, and the other
+        blocks. `waits` is whether these two types of blocks store data until W.
+        """
         limit = self.order.rules.in_flight_limit(self.pp)
         if limit is not None:
             micro_batches = [min(count, limit) for count in micro_batches]
@@ -208,8 +215,8 @@ class RankContents:
         return PeakMoments(layers, at_head)
 
     def flat(self, cut: TpEpShape, bucket: int | None) -> BucketLengths:
-        """Returns the parameter groups of the ranks: buckets of `bucket` elements, or one group per layer if `bucket`
-        is None."""
+        """Returns the parameter groups of the rank classes: buckets of `bucket` elements, or one group per layer (ZeRO
+        3) if `bucket` is None."""
         if (cut, bucket) not in self._flat:
             found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
             lengths = sorted(set().union(*(each.lengths for each in found)))
@@ -220,8 +227,8 @@ class RankContents:
 
 
 def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
-    """Stacks the arrays of several schedules along a new axis `orders`. Schedules with fewer rank classes (axis
-    `kinds`) repeat their first class."""
+    """Stacks the arrays of several schedules along a new axis with index `orders`. `kinds` is the index of the axis of
+    rank classes. Schedules with fewer rank classes repeat their first class."""
     width = max(array.shape[kinds] for array in arrays)
     wide = (
         array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds)
@@ -239,7 +246,8 @@ def peak_moments(
 ) -> BackwardMoments:
     """Returns the moments at which the memory of ranks of this class can peak, over (b, moments).
 
-    `blocks` marks the columns with data stored until W, if the schedule has W. An empty `blocks` marks all columns.
+    `blocks` marks the columns with data stored until W, if the schedule splits backward. An empty `blocks` marks all
+    columns.
     """
     if order.rules.in_rounds:
         return select_rounds(_round_moments(order, pp, kind), pp, micro_batches)
@@ -249,10 +257,10 @@ def peak_moments(
 def _backward_moments(
     order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, waits: Array
 ) -> BackwardMoments:
-    """Returns the moments of schedules whose activations depend on the number of micro-batches.
+    """Returns the moments of a schedule that does not run micro-batches in rounds.
 
-    B frees the activations layer by layer. For layers that `waits` marks, it keeps the inputs of matrix products until
-    W and adds the gradients of their outputs.
+    B frees the activations layer by layer. In layers that `waits` marks, the inputs of matrix products and the
+    gradients of their outputs are stored until W.
     """
     rules = order.rules
     waits = waits & rules.splits_backward
@@ -271,14 +279,14 @@ def _backward_moments(
 
 
 def select_rounds(found: BackwardMoments, pp: int, micro_batches: Array) -> BackwardMoments:
-    """Returns the moments of a schedule in rounds of pp micro-batches. Any number of rounds above one has the moments
-    of two rounds."""
+    """Returns the moments of a schedule that runs micro-batches in rounds of pp. `found` has the moments of one round
+    and of two rounds. More rounds have the moments of two rounds."""
     rounds = np.minimum(np.maximum(micro_batches // pp, 1), 2) - 1
     return found[0][rounds], found[1][rounds], found[2][rounds]
 
 
 def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardMoments:
-    """Returns the moments for one round and for several rounds of micro-batches, over (rounds, moments)."""
+    """Returns the moments for one round and for two rounds of micro-batches, over (rounds, moments)."""
     cases = []
     for rounds in (1, 2):
         moments = order.rules.in_flight(kind.rank, pp, order.virtual_stages, rounds * pp)
@@ -292,8 +300,8 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """Returns the layer runs of `content` in backward order, each with the layers whose activations are stored while it
-    runs backward."""
+    """Returns the layer runs of `content` in backward order. Each comes with the number of layers with saved
+    activations (by layer run) at the start of its backward. `load` is these numbers before the first backward."""
     steps = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():
@@ -303,8 +311,8 @@ def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
 
 
 StageCounts = tuple[tuple[tuple[int, ...], int], ...]
-"""The distinct virtual stages of a rank. Each item: the number of layers of each layer run on the stage, and the number
-of stages with this content."""
+"""The distinct virtual stages of a rank, as pairs: the number of layers of each layer run on the stage, and the number
+of stages with these layers."""
 
 
 class BucketRun(NamedTuple):
@@ -319,10 +327,11 @@ class BucketRun(NamedTuple):
 class StageBuckets(NamedTuple):
     """The parameter groups of one virtual stage in forward order. All lengths are in elements before padding.
 
-    `first` and `last` are the first and the last group. `opening` is the two groups whose reductions are still in
-    flight when a backward ends. `closing` is the two groups whose reductions a backward starts first. `filling` is the
-    largest group between `first` and `last`, `largest` the largest of all groups. `lone` is the groups without
-    prefetch. `staged` is the length of the staging buffers for one backward, two backwards, and three or more.
+    `first` and `last` are the first and the last group. `opening` is the sum of the first two groups, whose reductions
+    are still in flight when a backward ends. `closing` is the sum of the last two groups, whose reductions a backward
+    starts first. `filling` is the largest group between `first` and `last`, `largest` the largest of all groups. `lone`
+    is the sum of the groups without prefetch. `staged` is the length of the staging buffers for one backward, for two,
+    and for three or more.
     """
 
     runs: tuple[BucketRun, ...]
@@ -347,13 +356,14 @@ class LayerNumel(NamedTuple):
 
 
 def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
-    """Returns the number of elements of one layer, and its properties for the flat layout."""
+    """Returns the number of elements of one layer of the run `entry`, and the properties that determine its parameter
+    group."""
     return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
 
 
 def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
-    """Returns the parameter groups below ZeRO 3, in forward order. Starting from the last layer, each group takes whole
-    layers until it has `bucket` elements.
+    """Returns the parameter groups below ZeRO 3, in forward order. Groups are filled from the last layer backward. A
+    group takes whole layers until it has at least `bucket` elements.
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
     >>> runs = bucket_runs([(block, 7), (head, 1)], 100)
@@ -422,7 +432,7 @@ def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) 
 
 def staging_numel(line: Sequence[int]) -> int:
     """Returns the number of elements of the staging buffers in shared memory, from which other ranks read full
-    gradients. `line`: the lengths of the gradients in the order in which backward computes them ([Note: in turn] in
+    gradients. `line` is the lengths of the gradients in backward order ([Note: in turn] in
     runtime/comm/shm/progress.py).
 
     >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
@@ -433,9 +443,13 @@ def staging_numel(line: Sequence[int]) -> int:
 
 
 class RankBuckets(NamedTuple):
-    """The parameter groups of all virtual stages of a rank. `lengths` is the number of groups of each length. `other`
-    has fields of `StageBuckets`: first the sums of `number`, `lone`, `first` and `last` over the stages, then the
-    maxima of `opening`, `closing`, `filling`, `largest` and `staged`."""
+    """The parameter groups of all virtual stages of a rank. `lengths` is the number of groups of each length in
+    elements.
+
+    `other` has fields of `StageBuckets` in this order: the sums of `number` and `lone` over the stages, `first` of the
+    first distinct stage, and `last` of the last distinct stage. Then the maxima of `opening`, `closing`, `filling`,
+    `largest` and `staged` over the stages follow.
+    """
 
     lengths: dict[int, int]
     other: tuple[int, ...]
@@ -452,7 +466,8 @@ class ModelBuckets:
         self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
 
     def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
-        """Returns the parameter groups of a stage. `content`: the number of layers of each layer run on the stage."""
+        """Returns the parameter groups of a stage. `content` is the number of layers of each layer run on the stage.
+        `bucket` is as in `stage_buckets`."""
         key = (cut, bucket, content)
         if key not in self._units:
             if cut not in self._sized:

@@ -1,30 +1,31 @@
-"""Computes the `Estimate` of one plan: the cost of the grid with only this plan, and the memory of every pipeline rank.
-All callers use the same cost model.
+"""Computes the `Estimate` of one plan: step time, and memory of every pipeline rank. The search, the simulation, the
+commands and re-planning use the function `estimate`.
 
-The times by kind are those of the slowest pipeline rank, so that they add up to the step.
+The seconds by kind (compute, data, pipeline, ...) are those of the slowest pipeline rank, so their sum is the step
+time.
 
-The time of torch.compile is not part of a normal step. It adds to the first step after each start of the ranks. Each
-kind of block on a rank is compiled once, because blocks of one kind share their code:
+The time of torch.compile is not part of a normal step. It is added to the first step after each start of the ranks. Two
+blocks are of one kind if their parameters have equal shapes and equal tensor-parallel splits. Blocks of one kind share
+their compiled code, so each rank compiles each kind once:
 
-    extra seconds of the first step = maximum number of kinds of blocks on one rank x seconds of one kind
+    extra seconds of the first step = maximum number of kinds of blocks on one rank x compile seconds of one kind
 
-Plans are ranked by the time of a step plus the compile time divided by the number of steps. The compile time is
-negligible with many steps and dominates with few. The model assumes that compiled blocks are not faster; on CPUs, from
-0 to 4 % were measured.
+Plans are ranked by the step time plus the compile time divided by the number of steps. The model assumes that compiled
+blocks are not faster. On CPUs, compiled blocks were 0 % to 4 % faster.
 
-The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few rows under
-the plan, and again as one device would compute them (the reference).
+The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few rows of a
+batch under the plan, and also as one device would compute them (the reference).
 
-    - Reference: two forwards and a backward of the rows, which cost 4 forwards, at the rate of one rank. Below float32
-      the reference runs in two precisions.
-- Traffic: all-reduces of all parameters over all ranks: the full weights for both forwards, and the full gradients
-  once. Each all-reduce also writes and reads its buffers.
-- Comparison: norms of both gradients and of their difference. Below float32 also sketches of the reference gradients in
-  two precisions.
-- Plan: the estimated step for these rows and this length, plus one forward for the preflight. Parts that do not depend
-  on the tokens (all-gathers of ZeRO 3, reductions, bubbles) keep their time.
-- Contents: two comparisons, at the full length of a row and at half of it. If half is too short, both are at the full
-  length.
+- Reference: two forwards and a backward of the rows, which cost as much as 4 forwards, at the rate of one rank. Below
+  float32 the reference runs in two precisions.
+- Traffic: all-reduces over all ranks, of the full weights for each of the two forwards, and of the full gradients once.
+  Each all-reduce also writes and reads its buffers.
+- Comparison: norms of both gradients and of the difference between them. Below float32, also sketches of the reference
+  gradients in two precisions.
+- Plan: the estimated step for these rows and this row length, plus one forward for the preflight. All-gathers of ZeRO 3
+  and reductions take as long as in a full step, because they do not depend on the number of tokens.
+- Batches: the proof compares two batches, one with rows of full length and one with rows of half the length. If half
+  the length is too short, both batches have the full length.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ from meshwright.spec.record import ProofCost, is_proof_cheap
 
 
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds of torch.compile over GRID_AXES. `layers`: the number of layers (r, o, layer run)."""
+    """Returns the seconds of torch.compile in the first step, over GRID_AXES. `layers` is the number of layers (r, o,
+    layer run)."""
     if not box.compile:
         return broadcast_to_axis(0.0, "")
     shapes = [
@@ -70,7 +72,7 @@ def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:
-    """Estimates one plan.
+    """Returns the estimate of one plan for `job`.
 
     Raises:
         InputError: the plan cannot run; the message names the rule that it breaks.
@@ -83,7 +85,7 @@ def estimate(job: Job, plan: Plan) -> Estimate:
 
 
 def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
-    """Estimates the only plan of `box`."""
+    """Returns the estimate of the only plan in `box`. All replicas of the plan are identical."""
     assert box.size == 1
     layers = pricer.ranks(box, each=True)
     states = pricer.states(box, layers)
@@ -125,7 +127,7 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
 
 
 class RankMemory(NamedTuple):
-    """The memory of one pipeline rank: on its device, on its host, and in files."""
+    """The memory of pipeline rank `at`: by kind on the device, and bytes offloaded to its host and to files."""
 
     pricer: CostModel
     box: PlanGrid
@@ -146,7 +148,8 @@ class RankMemory(NamedTuple):
 
     @property
     def over(self) -> float:
-        """Returns the bytes by which the rank exceeds the host memory, or 0 if it fits."""
+        """Returns the bytes by which the offloaded data of the rank exceeds the host memory of one device, or 0 if the
+        data fits."""
         return max(self.host - self.pricer.setting.host_memory, 0.0)
 
 
@@ -155,14 +158,15 @@ def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
 
 
 def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
-    """Returns the rank that exceeds its host memory by the most bytes, or None if all ranks fit."""
+    """Returns the rank whose offloaded data exceeds the host memory by the most bytes, or None if the data of all ranks
+    fits."""
     worst = max(ranks, key=lambda rank: rank.over)
     return worst if worst.over else None
 
 
 def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
-    """Returns notes that name the data that exceeds the host memory, and the largest offload fractions of optimizer
-    states and weights that fit. Both fractions are scaled by one factor."""
+    """Returns a note about the missing host memory, or no note if `rank` is None. The note names the largest offload
+    fractions of optimizer states and weights that fit; one factor scales both fractions."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
@@ -197,8 +201,8 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
 
 
 def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
-    """Estimates a plan on heterogeneous groups, or with uneven micro-batches or shards. `memory` and `limit` are those
-    of the rank with the least headroom."""
+    """Returns the estimate of a plan on heterogeneous groups, or with uneven micro-batches or shards. `memory` and
+    `limit` are those of the rank with the least headroom."""
     whole = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     kinds = heterogeneous.replica_placements(job, plan)
     used = sorted({group for kind in kinds for group in kind.placement})
@@ -256,8 +260,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """Returns the times of the replica that ends its micro-batches last. The times after the last micro-batch are those
-    of the slowest replica."""
+    """Returns the times of the replica that ends its micro-batches last. Each time after the last micro-batch
+    (reductions, updates) is the maximum over the replicas."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -299,7 +303,7 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
 
 
 def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
-    """Returns the times by kind of the slowest rank."""
+    """Returns the seconds of a step by kind, on the slowest pipeline rank."""
     micro_batches = box.micro_batches[0].number
     parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
     slowest = int(seconds.each.reshape(-1).argmax())
@@ -326,29 +330,32 @@ def peak_flops(job: Job) -> float:
 
 
 def model_flops(job: Job) -> float:
-    """Returns the FLOPs of a step that the model needs under any plan. Backward counts as two forwards."""
+    """Returns the FLOPs of a step that the model needs under any plan. Recompute is not included. Backward counts as
+    two forwards."""
     layers = job.model.layers
     token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
     return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
 
 
 PROOF_REFERENCE_PASSES = 4 / 3
-"""The cost of the reference divided by that of a training step: 4 forwards and 3 forwards, where backward counts as
-two."""
+"""The FLOPs of the reference divided by the FLOPs of a training step on the same rows. The reference has two forwards
+and a training step has one; a backward counts as two forwards."""
 PROOF_WEIGHT_GATHERS = 2
-"""How often the reference gathers all weights."""
+"""The number of times that the reference gathers all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
-"""Additional memory passes over the bytes of an all-reduce: zeros, local parts, and the copy on rank 0."""
+"""The number of times that the bytes of an all-reduce also move through local memory: zeros and local parts are
+written, and rank 0 copies the result."""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
-"""Bytes moved through memory per gradient element for the norms and for the sketches. They were measured on a CPU,
-whose caches keep intermediate results."""
+"""Bytes per gradient element that the norms and the sketches move through memory. They were measured on a CPU, where
+caches store intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
-"""The cost of the plan's side in a proof divided by that of a step. The preflight adds one forward."""
+"""The time to compute the proof's rows under the plan, divided by the step time for these rows. The preflight adds one
+forward to the three forwards of a step."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Returns the cost of the proof before the first update. The rows are shortened by halves until the proof is cheap
-    compared with `step`, the estimated seconds of a step."""
+    """Returns the cost of the proof before the first update. `step` is the estimated seconds of a training step. The
+    row length is halved until the proof is cheap compared with `step`, or until the length cannot be halved."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -358,8 +365,8 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the seconds of a proof whose rows have `length` tokens. Two batches are each computed under the plan and
-    by the reference."""
+    """Returns the seconds of a proof whose rows have `length` tokens. Each of the two batches is computed under the
+    plan and by the reference."""
     lengths = (length, half_sequence_length(plan, length) or length)
     return sum(
         _one_device(job, plan, each) + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
@@ -368,7 +375,8 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """Returns a job of which one step is the plan's side of the proof."""
+    """Returns the job whose step computes the proof's rows under the plan: the batch is these rows, of `length` tokens
+    each."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 

@@ -1,4 +1,5 @@
-"""Parses user input to specs: models, clusters, jobs and plans.
+"""Parses the user's input (job files, options, model and cluster descriptions) to the data types of meshwright.spec.
+The commands and the Python API use it.
 
-Each error is one line with the location, the numbers and the remedy.
+Each error message is one line with the location of the error, the numbers and the remedy.
 """

@@ -1,29 +1,30 @@
-"""Closed formulas for the activations that each layer saves for backward, and for the bytes that it moves through
-memory. The formulas count the tensors that eager PyTorch with fused attention saves.
+"""Computes the activations that each layer of a known architecture saves for backward, and the elements that it moves
+through memory, by closed formulas. architecture.py writes the results to the model spec, from which the cost model
+reads them. The formulas count the tensors that eager PyTorch with fused attention saves.
 
-Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
-autograd saves, storage by storage. A test compares both.
+Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT, the formulas count exactly
+the bytes of all storages that autograd saves. A test compares both.
 
 The formulas follow these rules of autograd:
 
 - A matrix product saves its input. The input is saved once, even if several products read it. Attention saves q, k, v,
   its output and a log-sum-exp of 4 bytes per head.
-- RMSNorm in float32 saves a float32 input (4 bytes), the normed input in the compute type, and 1/rms. LayerNorm saves
+- RMSNorm in float32 saves a float32 input (4 bytes), the normed input in the compute dtype, and 1/rms. LayerNorm saves
   its input, mean and 1/std.
-- silu and gelu save their input, relu saves its output, and an element-wise product saves both factors. GPT-2's gelu,
-  which is composed of several operations, saves four tensors.
-- A sum saves nothing, so a residual connection costs only what the following norm saves.
+- silu and gelu save their input, relu saves its output, and an element-wise product saves both factors. GPT-2's gelu
+  consists of several operations and saves four tensors.
+- A sum saves nothing, so a residual connection saves only the tensors that the next norm saves.
 - With selective recompute (analysis/recompute_tape.py), the outputs of norms, activation functions, rotations and
   copies are recomputed. The inputs of the recompute are the outputs of matrix products and attention, and the two sums
-  of the residual stream. The input of a float32 norm is saved in the compute type.
-- A compiled block does not save recomputable outputs that no matrix product reads. An exception is 1/rms, which it
-  saves.
+  of the residual stream. The input of a float32 norm is saved in the compute dtype.
+- A compiled block does not save recomputable outputs that no matrix product reads, except 1/rms.
 
-`transient` is the peak memory that the backward of a layer adds to the saved activations. For a gated product or a
-composite gelu it is two gradients of the feed-forward width, for gelu one. Tensor parallelism divides the tensors after
-a column-parallel weight; sequence parallelism divides all other tensors. Attention without a fused kernel (ALiBi in
-some libraries) also saves the probabilities (sequence x heads per token), which the formulas do not count. Dropout is
-off in the reference models; with dropout, each mask would add one element.
+`transient` is the peak memory that the backward of a layer needs in addition to the saved activations. For a gated
+product or a composite gelu, `transient` is two gradients of the feed-forward width; for gelu, it is one. Tensor
+parallelism divides the tensors after a column-parallel weight; sequence parallelism divides all other tensors.
+Attention without a fused kernel (ALiBi in some libraries) also saves the probabilities (sequence x heads per token).
+The formulas do not count these. Dropout is off in the reference models; otherwise each dropout mask would add one
+element.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ GATE_TENSOR = "activated gate"
 
 
 class SavedTensorSize(NamedTuple):
-    """The size of one saved tensor: elements per token in the compute type, or bytes per token in a fixed type.
-    `split`: tensor parallelism shards the tensor. `derived`: the tensor can be recomputed, and selective recompute
-    saves `instead` elements in its place. `fused`: a compiled block does not save the tensor."""
+    """The size of one saved tensor: `elements` per token in the compute dtype, or `fixed` bytes per token in another
+    dtype.
+
+    `what` describes the tensor. `split`: whether tensor parallelism shards the tensor. `derived`: whether selective
+    recompute recomputes the tensor; it then saves `instead` elements per token in the compute dtype. `fused`: whether a
+    compiled block does not save the tensor.
+    """
 
     what: str
     elements: float = 0.0
@@ -50,7 +55,7 @@ class SavedTensorSize(NamedTuple):
 
 
 class LayerActivations(TypedDict):
-    """The fields of `LayerSpec` that describe activations."""
+    """The fields of `LayerSpec` that describe activations and memory traffic, per token."""
 
     moved: float
     saved_split: float
@@ -73,10 +78,11 @@ class LayerActivations(TypedDict):
 def layer_activations(
     saved: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0
 ) -> LayerActivations:
-    """Adds up saved tensors to the fields of a layer.
+    """Returns the fields of a layer that saves the tensors `saved`.
 
-    `moved` is the number of elements per token that the layer moves through memory, and `again` the number that
-    selective recompute moves. `again` is 0 for layers outside blocks, which are not recomputed.
+    `moved` is the elements per token that the layer moves through memory, `again` the elements per token that selective
+    recompute moves. `transient` is as in the module docstring, in elements per token. `again` is 0 for layers outside
+    blocks, because these are not recomputed.
     """
     derived = [entry for entry in saved if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
@@ -103,8 +109,8 @@ def layer_activations(
 def norm_saved(
     sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0
 ) -> list[SavedTensorSize]:
-    """Returns the tensors that a norm of `width` features in `groups` groups saves. Its output is not included, because
-    the next matrix product saves it."""
+    """Returns the tensors that a norm saves. The norm has `width` features per token in `groups` separately normed
+    groups. The output of the norm is not included, because the next matrix product saves this tensor."""
     if sizes.norm == "rms":
         return [
             SavedTensorSize(
@@ -150,8 +156,8 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
 
 
 def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTensorSize]:
-    """Returns the tensors that the feed-forward saves between its input and its last matrix product. These tensors have
-    `width` features."""
+    """Returns the tensors that the feed-forward saves between its input and its last matrix product. Each of them has
+    `width` features per token."""
     saved = {
         "swiglu": ("gate", GATE_TENSOR, "up", "product"),
         "geglu": ("gate", GATE_TENSOR, "up", "product"),
@@ -168,8 +174,8 @@ def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTens
 
 
 def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
-    """Returns the tensors that an expert layer saves. Each token passes through `top_k` experts. The router saves
-    scores in float32."""
+    """Returns the tensors that an expert layer saves per token: those of its `top_k` experts and of the shared experts,
+    the dispatched tokens, and the float32 scores of the router."""
     sent = sizes.top_k * sizes.hidden
     saved = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
     return [
@@ -180,19 +186,19 @@ def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
 
 
 def routed_saved_elements(sizes: ArchitectureSizes) -> float:
-    """Returns the number of elements per token that are saved inside the routed experts."""
+    """Returns the elements per token that are saved inside the routed experts, without the shared experts."""
     return sum(entry.elements for entry in feed_forward_saved(sizes, sizes.moe_ffn * sizes.top_k))
 
 
 class AttentionWidths(TypedDict):
-    """The number of elements per token that attention reads."""
+    """The elements per token of the tensors that attention reads."""
 
     query_width: float
     key_value_width: float
 
 
 def attention_widths(sizes: ArchitectureSizes) -> AttentionWidths:
-    """Returns the number of elements per token of queries, and of keys and values together."""
+    """Returns the elements per token of the queries, and of keys and values together."""
     if sizes.mla is None:
         return AttentionWidths(query_width=float(sizes.query_width), key_value_width=2.0 * sizes.key_width)
     part = sizes.mla
@@ -201,7 +207,8 @@ def attention_widths(sizes: ArchitectureSizes) -> AttentionWidths:
 
 
 def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivations:
-    """Returns the activations of one block: attention, feed-forward or experts, and their norms."""
+    """Returns the activations of one block: attention, feed-forward, and norms. `experts`: whether the feed-forward is
+    an expert layer."""
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
     width = sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn
     saved = attention_saved(sizes)
@@ -224,25 +231,25 @@ def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivatio
 
 
 def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
-    """Returns the number of elements that a norm reads and writes. LayerNorm is one kernel; RMSNorm in float32 is six
+    """Returns the elements per token that a norm reads and writes. LayerNorm is one kernel; RMSNorm in float32 is six
     kernels."""
     return 12 * width if sizes.norm == "rms" else 2 * width
 
 
 def embedding_moved(sizes: ArchitectureSizes) -> float:
-    """Returns the number of elements per token that the embeddings move through memory."""
+    """Returns the elements per token that the embedding moves through memory."""
     return 2.0 * sizes.hidden
 
 
 def pre_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """Returns the activations of the layers before the first block."""
+    """Returns the activations of the layer between the embedding and the first block."""
     saved = norm_saved(sizes, sizes.hidden) if sizes.embedding_norm else []
     return layer_activations(saved, moved=(3 + 2 * sizes.embedding_norm) * sizes.hidden, transient=sizes.hidden)
 
 
 def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """Returns the activations of the layer after the last block: the final norm. A masked-language head also saves the
-    input of its product and the input of gelu."""
+    """Returns the activations of the layer between the last block and the head: the final norm. In BERT this layer is
+    the transform of the masked-language head. It also saves the input of its matrix product and the input of gelu."""
     h = sizes.hidden
     if sizes.kind == "bert":
         saved = [
@@ -257,8 +264,8 @@ def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
 
 
 def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """Returns the activations of the head: the input of the vocabulary product, and what the loss saves. The loss saves
-    log-probabilities in float32, and the positions and validity of labels.
+    """Returns the activations of the head. The vocabulary product saves its input. The loss saves log-probabilities in
+    float32, and the labels with their validity.
 
     The logits exist until the loss has read them. Backward converts the log-probabilities to the gradient in place.
     """

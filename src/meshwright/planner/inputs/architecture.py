@@ -1,22 +1,22 @@
-"""Converts architecture sizes to a `ModelSpec`: the layers in forward order with every parameter of the runtime, by
+"""Converts architecture sizes to a `ModelSpec` for the planner: the layers in forward order, with every parameter by
 name, shape and sharded dimension.
 
 Parameter names are those of the reference models and of Hugging Face, so that checkpoints match. Names inside a block
 are relative to the block.
 
-Sharding rules: weights are (out, in). Column-parallel weights (query, key, value, gate, up) are split along the output,
-row-parallel weights (out, down) along the input. The bias of a column-parallel weight is split. The bias of a
-row-parallel weight and all norms are replicated. The vocabulary is split by rows. Source: Shoeybi et al., Megatron-LM
-(2019), section 3.
+Sharding rules: the shape of a weight is (out, in). Column-parallel weights (query, key, value, gate, up) are split
+along the output, row-parallel weights (out, down) along the input. The bias of a column-parallel weight is split. The
+bias of a row-parallel weight and all norms are replicated. The vocabulary is split by rows. Source: Shoeybi et al.,
+Megatron-LM (2019), section 3.
 
-FLOPs count multiplications and additions. Attention computes two products of width q over the context, and a causal
-mask halves them. So a token costs 4 q FLOPs for each token of context in an encoder, and 2 q in a decoder (Korthikanti
-et al. count 4 q for both).
+FLOPs count multiplications and additions. Let q be the features of all query heads. Attention computes two products of
+width q over the context, and a causal mask halves the work. So a token needs 4 q FLOPs for each token of context in an
+encoder, and 2 q in a decoder (Korthikanti et al. count 4 q for both).
 
-The module also describes a small residual convolutional network. There, a token is an image, and the sequence length is
-1. The network has a stem that halves the width and height of the image, equal residual blocks with group norms, a mean
-over positions, and a classifier. Tensor parallelism does not apply to it; data parallelism, ZeRO and pipeline
-parallelism do.
+`convolution_spec` describes a small residual convolutional network. For this network, a token is an image, and the
+sequence length is 1. The network has a stem that halves the width and height of the image, equal residual blocks with
+group norms, a mean over positions, and a classifier. Data parallelism, ZeRO and pipeline parallelism apply to this
+network; tensor parallelism does not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 
 
 class ParamNames(NamedTuple):
-    """The parameter names of one kind of architecture. `fused` is one weight for query, key and value. `interleaved`:
-    query, key and value alternate head by head in this weight, so that one split shards all three."""
+    """The parameter names of one kind of architecture; '' means that the architecture has no such parameter. `fused` is
+    one weight for query, key and value. `interleaved`: whether query, key and value alternate head by head in the fused
+    weight, so that one split shards all three."""
 
     embedding: str
     head: str
@@ -135,7 +136,7 @@ KERNEL_ELEMENTS = 9
 
 
 def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
-    """Returns the model spec of a convolutional network."""
+    """Returns the model spec of a convolutional network with square kernels of 3 x 3."""
     width, places = sizes.hidden, (sizes.image // 2) ** 2
     side = 3
 
@@ -181,7 +182,7 @@ def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
-    """Returns the model spec of an architecture."""
+    """Returns the model spec of an architecture. `name` is the name of the model for the user."""
     if sizes.kind == "convnet":
         return convolution_spec(name, sizes)
     names = PARAM_NAMES_BY_KIND[sizes.kind]
@@ -203,7 +204,7 @@ def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
-    """Returns the sizes that the tensor-parallel degree must divide, by name."""
+    """Returns the sizes of a model that the tensor-parallel degree must divide, by name."""
     result = {"heads": sizes.heads}
     if sizes.kv_heads != sizes.heads and sizes.mla is None:
         result["kv_heads"] = sizes.kv_heads
@@ -215,14 +216,14 @@ def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
 
 
 def embedding_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
-    """Returns the layer spec of the embeddings."""
+    """Returns the layer spec of the token embedding."""
     table = ParameterSpec(name=names.embedding, shape=(sizes.vocab, sizes.hidden), split=0)
     return LayerSpec(name="embedding", parameters=(table,), moved=embedding_moved(sizes), output=sizes.hidden)
 
 
 def pre_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """Yields the layer between the word embeddings and the first block: learned positions, segment types and a norm.
-    Yields nothing without them."""
+    """Yields the layer between the token embedding and the first block: learned positions, segment types and a norm.
+    Yields nothing if the model has none of them."""
     parameters = []
     if sizes.pos_rows:
         parameters.append(ParameterSpec(name=names.positions, shape=(sizes.pos_rows, sizes.hidden)))
@@ -235,7 +236,7 @@ def pre_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[La
 
 
 def block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """Yields the blocks as one layer spec, or as two if the first blocks have no experts."""
+    """Yields one layer spec for all blocks, or two if only the first blocks have no experts."""
     dense = sizes.layers if not sizes.experts else sizes.dense_first_layers
     if dense:
         yield block_layer(sizes, names, dense, experts=False)
@@ -244,7 +245,8 @@ def block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerS
 
 
 def block_layer(sizes: ArchitectureSizes, names: ParamNames, repeat: int, experts: bool) -> LayerSpec:
-    """Returns the layer spec of one transformer block."""
+    """Returns the layer spec of `repeat` equal transformer blocks. `experts`: whether their feed-forward is an expert
+    layer."""
     norms = [
         parameter
         for which in names.norms[: sizes.norms]
@@ -313,7 +315,7 @@ def latent_attention_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 
 
 def feed_forward_params(sizes: ArchitectureSizes, names: ParamNames, width: int) -> list[ParameterSpec]:
-    """Returns the parameters of the feed-forward."""
+    """Returns the parameters of a feed-forward with `width` inner features."""
     parameters = column_parallel_params(names.gate, width, sizes.hidden, sizes.linear_bias) if sizes.gated else []
     parameters += column_parallel_params(names.up, width, sizes.hidden, sizes.linear_bias, (), sizes.transposed)
     return parameters + row_parallel_params(names.down, sizes.hidden, width, sizes.linear_bias, sizes.transposed)
@@ -345,7 +347,8 @@ def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 
 
 def expert_flops(sizes: ArchitectureSizes) -> float:
-    """Returns the forward FLOPs per token: in its `top_k` experts, in the shared experts and in the router."""
+    """Returns the forward FLOPs per token in an expert layer: in `top_k` routed experts, in the shared experts and in
+    the router."""
     matrices = 3 if sizes.gated else 2
     return (
         2.0
@@ -355,7 +358,8 @@ def expert_flops(sizes: ArchitectureSizes) -> float:
 
 
 def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """Returns the layer between the last block and the head: the final norm, or the transform of a BERT head."""
+    """Yields the layer between the last block and the head: the final norm, or the transform of a BERT head. Yields
+    nothing if the model has neither."""
     parameters: list[ParameterSpec] = []
     flops = 0.0
     if names.transform:
@@ -372,7 +376,8 @@ def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[L
 
 
 def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
-    """Returns the projection to the vocabulary with the loss. A tied weight is first in its list of parameters."""
+    """Returns the layer spec of the head: the projection to the vocabulary, and the loss. If the vocabulary is tied,
+    the tied weight is the first parameter."""
     weight = ParameterSpec(
         name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight",
         shape=(sizes.vocab, sizes.hidden),
@@ -390,7 +395,7 @@ def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
 
 
 def norm_params(name: str, width: int, bias: bool) -> list[ParameterSpec]:
-    """Returns the parameters of one norm."""
+    """Returns the parameters of a norm with `width` features."""
     return [
         ParameterSpec(name=f"{name}.{which}", shape=(width,)) for which in (("weight", "bias") if bias else ("weight",))
     ]
@@ -399,14 +404,16 @@ def norm_params(name: str, width: int, bias: bool) -> list[ParameterSpec]:
 def column_parallel_params(
     name: str, width: int, size: int, bias: bool, parts: tuple[int, ...] = (), transposed: bool = False
 ) -> list[ParameterSpec]:
-    """Returns a weight whose outputs tensor parallelism shards, and its bias."""
+    """Returns a column-parallel weight with `width` outputs and `size` inputs, and its bias, which is sharded too.
+    `parts` are the widths of the parts of a fused weight. `transposed`: whether the shape is (in, out)."""
     shape, split = ((size, width), 1) if transposed else ((width, size), 0)
     weight = ParameterSpec(name=f"{name}.weight", shape=shape, split=split, parts=parts)
     return [weight, ParameterSpec(name=f"{name}.bias", shape=(width,), split=0, parts=parts)] if bias else [weight]
 
 
 def row_parallel_params(name: str, width: int, size: int, bias: bool, transposed: bool = False) -> list[ParameterSpec]:
-    """Returns a weight whose inputs tensor parallelism shards, and its bias, which is replicated."""
+    """Returns a row-parallel weight with `width` outputs and `size` inputs, and its bias, which is replicated.
+    `transposed`: whether the shape is (in, out)."""
     shape, split = ((size, width), 0) if transposed else ((width, size), 1)
     weight = ParameterSpec(name=f"{name}.weight", shape=shape, split=split)
     return [weight, ParameterSpec(name=f"{name}.bias", shape=(width,))] if bias else [weight]

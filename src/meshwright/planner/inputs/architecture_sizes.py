@@ -1,12 +1,10 @@
-"""Defines the sizes of an architecture. A row of the catalog, an architecture file and a Hugging Face configuration are
-all converted to `ArchitectureSizes`.
+"""Defines `ArchitectureSizes`, the sizes of an architecture, for the model specs of the planner (architecture.py). A
+row of the catalog, an architecture file and a Hugging Face configuration are converted to this type. The field names
+are those of the catalog's table and of the reference models.
 
-Names are those of the catalog's table. The reference models use the same names.
-
-`sizes_from_hf_config` converts a Hugging Face `config.json` to `ArchitectureSizes`, without a library of Hugging Face.
-
-Several field names can have the same meaning (`hidden_size`, `n_embd`, `d_model`). Some properties have no field:
-biases, norms, tied embeddings, the kind of feed-forward. They follow from `model_type`, as in the configuration classes
+`sizes_from_hf_config` converts a Hugging Face `config.json` without using the transformers library. In this file,
+several field names can have one meaning (`hidden_size`, `n_embd`, `d_model`). Some properties have no field: biases,
+norms, tied embeddings, the type of feed-forward. `model_type` implies these properties, as in the configuration classes
 of transformers.
 """
 
@@ -25,13 +23,14 @@ from meshwright.core.messages import Message
 ArchitectureKind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
 BLANK_CELLS = ("", None)
 MAX_LAYERS, MAX_SIZE = 2**16, 2**40
-"""Maximum number of layers, and maximum of all other sizes. So a typing error leads to an error message and not to an
-endless search."""
+"""Maximum number of layers, and maximum of all other sizes. With these limits, a mistyped size causes an error message
+and not an endless search."""
 
 
 class LatentAttention(StrictModel):
-    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. If `q_lora`
-    is 0, queries have no low-rank projection."""
+    """Ranks and widths of multi-head latent attention. `q_lora` and `kv_lora` are ranks; if `q_lora` is 0, queries have
+    no low-rank projection. `nope`, `rope` and `v` are features per head: of queries and keys without and with rotary
+    embedding, and of values. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
 
     q_lora: int = 0
     kv_lora: int
@@ -41,7 +40,12 @@ class LatentAttention(StrictModel):
 
 
 class ArchitectureSizes(StrictModel):
-    """The sizes of an architecture. `kind` determines the structure of its block and its parameter names."""
+    """The sizes of an architecture. `kind` determines the structure of the blocks and the parameter names.
+
+    `ffn` is the inner features of a feed-forward, `moe_ffn` those of an expert. `seq` is the maximum sequence length,
+    `pos_rows` the number of learned positions. The first `dense_first_layers` blocks have no experts. `classes`,
+    `channels` and `image` (the width and height of an image) belong to convolutional networks.
+    """
 
     kind: ArchitectureKind
     family: str = ""
@@ -95,7 +99,8 @@ class ArchitectureSizes(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """Fills defaults that depend on other sizes: key-value heads, positions, biases of the projections."""
+        """Sets missing sizes that depend on other sizes: key-value heads, learned positions, biases of query, key and
+        value."""
         if not isinstance(given, Mapping):
             return given
         filled = dict(given)
@@ -140,10 +145,10 @@ class ArchitectureSizes(StrictModel):
         return self
 
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
-        """Returns a copy with other values of some sizes.
+        """Returns a copy with the values in `changes`. `where` is the location for error messages.
 
-        Sizes that depend on a changed size follow its new value. The number of learned positions keeps its distance to
-        the sequence length. A model with one key-value head per query head keeps this ratio.
+        If the sequence length changes, the number of learned positions changes by the same number. If each query head
+        has its own key-value head and `heads` changes, `kv_heads` is set to the new value.
         """
         fields = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:
@@ -156,17 +161,17 @@ class ArchitectureSizes(StrictModel):
 
     @property
     def query_width(self) -> int:
-        """Returns the features of all query heads."""
+        """Returns the number of features of all query heads together."""
         return round(self.heads * (self.head_dim or self.hidden / self.heads))
 
     @property
     def key_width(self) -> int:
-        """Returns the features of all key heads."""
+        """Returns the number of features of all key heads together."""
         return self.query_width // self.heads * self.kv_heads if self.kv_heads != self.heads else self.query_width
 
     @property
     def gated(self) -> bool:
-        """Returns whether the feed-forward is gated: three matrices instead of two."""
+        """Returns whether the feed-forward is gated, with three matrices instead of two."""
         return self.mlp in ("swiglu", "geglu")
 
     @property
@@ -176,12 +181,12 @@ class ArchitectureSizes(StrictModel):
 
     @property
     def causal(self) -> bool:
-        """Returns whether attention is causal."""
+        """Returns whether the attention of this architecture is causal."""
         return self.kind not in ("bert", "convnet")
 
 
 def sizes_from_catalog(row: Mapping[str, Any]) -> ArchitectureSizes:
-    """Converts a row of the catalog, whose cells are text, to `ArchitectureSizes`."""
+    """Converts a row of the catalog to `ArchitectureSizes`. The cells of the row are text."""
     known = {name: row[name] for name in ArchitectureSizes.model_fields if row.get(name) not in BLANK_CELLS}
     if "mla" in known:
         known["mla"] = dict(part.split("=") for part in known["mla"].split(","))
@@ -245,7 +250,8 @@ _ACTIVATION_NAMES = {
 
 
 def read_hf_config(folder: Path) -> ArchitectureSizes:
-    """Returns the sizes in `folder`/config.json."""
+    """Returns the sizes in the file config.json of `folder`. Raises InputError if the file is missing or not
+    supported."""
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(Message("model folder {folder!r} has no config.json", folder=str(folder)))
@@ -256,8 +262,8 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
 
 
 def has_formulas(folder: Path) -> bool:
-    """Returns whether the formulas support the model family in `folder`. For an invalid configuration it returns True,
-    so that the error is raised when the configuration is read."""
+    """Returns whether the closed formulas support the model in `folder`. Returns True for an invalid configuration,
+    because the function that reads the configuration raises the error."""
     try:
         config = parse_text(read_text_file(folder / "config.json"), str(folder))
     except InputError:
@@ -272,7 +278,8 @@ def has_formulas(folder: Path) -> bool:
 
 
 def _unsupported_moe(config: Mapping[str, Any]) -> str:
-    """Returns the property of a mixture-of-experts model that the formulas do not support, or '' if there is none."""
+    """Returns a property of a mixture-of-experts configuration that the formulas do not support, or '' if there is
+    none."""
     wide, each = (config.get(name) for name in ("shared_expert_intermediate_size", "moe_intermediate_size"))
     if wide and not (isinstance(wide, int) and isinstance(each, int) and each > 0 and wide % each == 0):
         return Message(
@@ -295,7 +302,10 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureSizes:
-    """Converts `config` to `ArchitectureSizes`. For a composite model it reads the configuration of the text model.
+    """Converts the Hugging Face configuration `config` to `ArchitectureSizes`. For a model with several parts, such as
+    images and text, the configuration of the text model counts.
+
+    Raises: InputError if the model family is not supported or a field is missing.
 
     >>> sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     >>> sizes_from_hf_config({"model_type": "gpt2", **sizes}, "x").ffn
@@ -347,7 +357,7 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
 
 
 def _adjust_family(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Sets the sizes that follow from the model family."""
+    """Sets the fields of `sizes` that depend on the model family `kind` and on several fields of `config`."""
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     sizes.setdefault("seq", 2048)
     if kind in ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe"):

@@ -1,21 +1,21 @@
 """Parses `--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for
 heterogeneous nodes.
 
-Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. It may
+Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. LINK may
 follow any group and applies to all groups. It is a name of the catalog, the bandwidth of one device (`@25GB/s`,
 `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the slowest
 network.
 
-`cpu_cluster` describes this machine as the cluster `local`, and stores its measured profile in the user's cache.
+The cluster `local` is this machine: its CUDA devices as the driver lists them, or else ranks on the CPU cores of the
+host. Torch is not imported to find them. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N`
+sets the number to N. If there are more ranks than cores, each rank has cores / ranks times the peak rate, memory
+bandwidth and link bandwidth of a core. The memory of a CPU rank is the memory of the host, or of the container, divided
+by the number of ranks.
 
-Without a profile, `local` consists of the CUDA devices that the driver lists, or else of ranks on the CPU cores of the
-host. Torch is not imported for this. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N` sets
-the number to N. If there are more ranks than cores, each rank has cores / ranks of the peak, memory bandwidth and link
-of a core. The memory of a rank is that of the host, or of the container, divided by the number of ranks.
-
-`probe` and trials save a measured profile, which then replaces `local`. There is one file per machine and number of
-ranks. A machine is identified by its processors, their number, its memory and its CUDA devices, so that several
-machines can share a cache. With MESHWRIGHT_MEASURED=0 the profile is not read.
+`probe` and trials measure this machine and save a profile in the user's cache. A saved profile replaces the described
+cluster `local`. There is one profile for each machine and number of ranks. A machine is identified by its processor
+type, number of processors, memory and CUDA devices, so that several machines can share a cache. If the environment
+variable MESHWRIGHT_MEASURED is 0, the profile is not read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ DEVICE_FIELDS = (
 
 
 def read_cluster(text: str, measured: bool = True) -> Cluster:
-    """Returns the cluster that `text` describes. `local` is the saved profile of this machine if there is one and
-    `measured` is true.
+    """Returns the cluster that `text` describes. If `text` is `local`, `measured` is true and this machine has a saved
+    profile, the result is the profile.
+
+    Raises: InputError if `text` is none of the forms in the module docstring, or names an unknown device.
 
     >>> read_cluster("2x8:a100-80gb+1x8:v100-32gb").devices
     24
@@ -77,7 +79,8 @@ def read_cluster(text: str, measured: bool = True) -> Cluster:
 
 
 def save_local_cluster(cluster: Cluster) -> Path | None:
-    """Saves the measured profile of this machine. Returns its path, or None if it cannot be saved."""
+    """Saves `cluster` as the measured profile of this machine. Returns the path, or None if the cache is not
+    writable."""
     return save_local_profile(cluster, _machine_key())
 
 
@@ -86,7 +89,9 @@ def _machine_key() -> tuple[object, ...]:
 
 
 def local_cluster(word: str) -> Cluster:
-    """Returns this machine as a cluster: its CUDA devices, or ranks on its CPU cores."""
+    """Returns this machine as a cluster: its CUDA devices, or ranks on its CPU cores. `word` is `local` or `local:N`.
+    Raises InputError if the machine has fewer than N CUDA devices, devices of several types, or devices that are not in
+    the catalog."""
     count, cards = parse_local_count(word), cuda_device_names()
     if not cards:
         return cpu_cluster(word, count or default_cpu_ranks(available_cpus()), available_cpus(), host_memory_bytes())
@@ -124,12 +129,16 @@ def local_cluster(word: str) -> Cluster:
 
 
 def read_cluster_file(path: Path) -> Cluster:
-    """Returns the cluster described in a file."""
+    """Returns the cluster that a YAML or JSON file describes."""
     return cluster_from_data(parse_text(read_text_file(path, "cluster"), str(path)), str(path))
 
 
 def cluster_from_data(data: Any, where: str) -> Cluster:
-    """Converts plain data to a `Cluster`. A device may be given by name instead of a description."""
+    """Converts the data of a cluster file to a `Cluster`. A device may be given by its name in the catalog. `where` is
+    the location for error messages.
+
+    Raises: InputError if the data is not a valid cluster.
+    """
     if isinstance(data, dict):
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(
@@ -148,8 +157,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
 
 
 def _fill_group(group: Any) -> Any:
-    """Completes a node group of a cluster file that names its device. Missing fields come from the catalog: the device,
-    its links and its host."""
+    """Completes a node group whose device is given by name. The catalog provides the device and all missing fields of
+    its links and host."""
     if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
         return group
     row = device_entry(group["device"])
@@ -163,7 +172,8 @@ def _fill_group(group: Any) -> Any:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parses groups of nodes joined by `+`."""
+    """Parses groups of nodes joined by `+`, with an optional `@LINK`. Raises InputError if a part is not
+    NODESxDEVICES:device."""
     body, link = _split_network(text)
     groups, networks = [], []
     for part in re.split(r"\+(?=\d+[x:])", body):
@@ -200,7 +210,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _split_network(text: str) -> tuple[str, str]:
-    """Returns `text` without its `@LINK`, and the link. Raises InputError for two different links."""
+    """Returns `text` without `@LINK`, and LINK ('' if there is none). Raises InputError for two different links."""
     found = re.findall(r"@([^+]+)", text)
     if len(set(found)) > 1:
         raise InputError(
@@ -215,7 +225,7 @@ def _split_network(text: str) -> tuple[str, str]:
 
 
 def parse_link(text: str, devices: int) -> Link:
-    """Returns the network of `@text` with the bandwidth of one device of a node with `devices` devices.
+    """Returns the network LINK in `text`. Its bandwidth is that of one device, in a node with `devices` devices.
 
     >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
     [25.0, 25.0, 25.0, 12.5, 0.1]
@@ -243,7 +253,8 @@ def parse_link(text: str, devices: int) -> Link:
 
 
 def device_entry(name: str) -> catalog.CatalogEntry:
-    """Returns the catalog entry of a device. Raises InputError with the most similar names."""
+    """Returns the catalog entry of the device `name`. Raises InputError for an unknown name; the message has similar
+    names."""
     rows = catalog.devices()
     row = catalog.find_entry(rows, name)
     if row is None:
@@ -278,7 +289,8 @@ LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
 
 
 def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
-    """Returns the path of the profile of `ranks` ranks on this kind of machine."""
+    """Returns the path of the profile for `ranks` ranks on this machine. `machine` identifies the machine, except its
+    processor type."""
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -288,7 +300,8 @@ def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
 
 
 def load_local_profile(ranks: int, machine: tuple[object, ...]) -> Cluster | None:
-    """Returns the measured cluster, or None if there is none that this version can read."""
+    """Returns the saved profile of `ranks` ranks on this machine, or None if there is none that this version can
+    read."""
     if os.environ.get(LOCAL_PROFILE_ENV) == "0" or not (path := local_profile_path(ranks, machine)).is_file():
         return None
     with contextlib.suppress(InputError, ValueError):
@@ -298,7 +311,7 @@ def load_local_profile(ranks: int, machine: tuple[object, ...]) -> Cluster | Non
 
 
 def save_local_profile(cluster: Cluster, machine: tuple[object, ...]) -> Path | None:
-    """Saves the profile atomically. Returns its path, or None if the cache is not writable."""
+    """Saves the profile `cluster` atomically. Returns the path of the file, or None if the cache is not writable."""
     path = local_profile_path(cluster.devices, machine)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +327,7 @@ _DEVICE_FOLDER = Path("/dev")
 
 
 def parse_local_count(word: str) -> int | None:
-    """Returns N of `local:N`, or None for `local`."""
+    """Returns N of `local:N`, or None for `local`. Raises InputError if N is not a number above 0."""
     _, colon, number = word.partition(":")
     if not colon:
         return None
@@ -328,7 +341,7 @@ def parse_local_count(word: str) -> int | None:
 
 
 def default_cpu_ranks(cores: int) -> int:
-    """Returns the default number of CPU ranks for a number of cores.
+    """Returns the default number of CPU ranks on a machine with `cores` cores.
 
     >>> default_cpu_ranks(2), default_cpu_ranks(6), default_cpu_ranks(64)
     (4, 6, 8)
@@ -337,7 +350,8 @@ def default_cpu_ranks(cores: int) -> int:
 
 
 def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
-    """Returns a cluster of `ranks` CPU ranks on one host with `cores` cores and `memory` bytes.
+    """Returns a cluster of `ranks` CPU ranks on one host with `cores` cores and `memory` bytes. Its rates are those of
+    the catalog.
 
     >>> cpu_cluster("local", 4, 2, 16e9).groups[0].device.peak["fp32"]
     40000000000.0
@@ -388,10 +402,10 @@ def cuda_device_names() -> list[str]:
 
 
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
-    """Returns the devices that CUDA shows for `visible`, the value of CUDA_VISIBLE_DEVICES.
+    """Returns the elements of `cards` that CUDA shows if CUDA_VISIBLE_DEVICES is `visible`.
 
-    The list ends before the first item that is not a device. It is empty if an item occurs twice. An item may be a UUID
-    or a prefix of a UUID. If no device has this UUID, the first device is used.
+    An item of `visible` is an index, a UUID, or a prefix of a UUID. If no device has the UUID, the item means the first
+    device. The result ends before the first item that is not a device. It is empty if an item occurs twice.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
@@ -416,7 +430,8 @@ def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
 
 
 def _devices_from_driver() -> list[CudaDevice]:
-    """Returns the devices that the kernel driver lists. In a container, only those with a device file are visible."""
+    """Returns the devices that the kernel driver lists and that have a device file. In a container, other devices are
+    not visible."""
     found: list[tuple[int, CudaDevice]] = []
     for path in _NVIDIA_PROC_FOLDER.glob("*/information"):
         text = path.read_text(errors="replace")
@@ -429,7 +444,8 @@ def _devices_from_driver() -> list[CudaDevice]:
 
 
 def _devices_from_nvidia_smi() -> list[CudaDevice]:
-    """Returns the devices that nvidia-smi lists. This is used if the kernel driver provides no files."""
+    """Returns the devices that nvidia-smi lists, or none if it fails. It is called only if the kernel driver lists no
+    devices."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"],

@@ -1,13 +1,13 @@
-"""Reads a job file, `--set section.key=value` and the shared options to a `JobFile`, and converts it to the `Job` that
-is planned.
+"""Reads the user's job to a `JobFile` (`read_job`) and converts it to the `Job` that is planned (`resolve_job`). All
+commands and `mw.load` use it.
 
-The sources are, with rising precedence: defaults, the file, `--set`, options. Missing values are filled in. The default
-precision is the fastest precision that all devices support; if several are equally fast, it is the first of bf16, fp16,
-fp32. The default sequence length is at most the model's number of positions. An error names the file and the path of
-the value.
+The sources of a job are, in ascending precedence: defaults, the job file, `--set section.key=value`, and options of the
+command. Missing values are filled in. The default precision is the fastest precision that all devices support; if
+several are equally fast, it is the first of bf16, fp16, fp32. The default sequence length is at most the model's number
+of positions. An error message names the file and the path of the invalid value.
 
-`parse_lora` parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and adds LoRA
-adapters to a model spec.
+`parse_lora` parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job. `add_lora`
+adds the LoRA adapters to a model spec.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class ModelChoice(StrictModel):
-    """The model of a job: one of `name` (catalog), `path` (folder or architecture file) and `module` (user's function).
-    `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules for blocks whose structure is not
-    recognized."""
+    """The model of a job: at most one of `name` (catalog), `path` (folder or architecture file) and `module` (a
+    function of the user). `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules for blocks
+    whose structure is not recognized."""
 
     name: OneLine = ""
     path: OneLine = ""
@@ -62,12 +62,13 @@ class ModelChoice(StrictModel):
 
     @property
     def source(self) -> str:
-        """The value of `--model` for this model."""
+        """Returns the value of `--model` for this model. The default is llama-tiny."""
         return self.name or self.path or self.module or "llama-tiny"
 
 
 class ClusterChoice(StrictModel):
-    """The cluster of a job: a `name` as for `--cluster`, a file at `path`, or a complete description."""
+    """The cluster of a job: a `name` as for `--cluster`, a file at `path`, or a complete description in `groups` and
+    `network`."""
 
     name: OneLine = "local"
     path: OneLine = ""
@@ -83,7 +84,7 @@ class ClusterChoice(StrictModel):
 
 
 class JobFile(StrictModel):
-    """The content of a job file."""
+    """The sections of a job file."""
 
     model: ModelChoice = ModelChoice()
     workload: Workload = Workload()
@@ -98,14 +99,15 @@ class JobFile(StrictModel):
     )
 
     def given_plan(self) -> Plan | None:
-        """Returns the plan if the file gives it completely, else None."""
+        """Returns the plan if the job file names a complete plan, else None."""
         return read_plan(str(self.plan["name"])) if "name" in self.plan else None
 
 
 def read_job(
     path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None
 ) -> JobFile:
-    """Reads the job file at `path`, or the default job without a path, and applies `--set` overrides and options.
+    """Reads the job file at `path`, or the default job if `path` is None. Then applies `overrides`, the values of
+    `--set`, and `options`, values by dotted field name.
 
     >>> read_job(None, ["workload.steps=50"]).workload.steps
     50
@@ -127,7 +129,8 @@ def read_job(
             )
         )
     given = list((options or {}).items())
-    # An option that chooses another cluster replaces the cluster of the file, but keeps values from --set.
+    # Options are applied before --set and again after it. An option that chooses another cluster drops the cluster of
+    # the file, but not the values that --set gives this cluster.
     for name, value in given:
         set_dotted_field(data, name, value)
     for override in overrides:
@@ -151,8 +154,8 @@ def read_job(
 
 
 def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
-    """Sets the dotted field `name` of `data` to `value`. If `name` chooses the model or the plan in another way than
-    before, the previous choice is dropped."""
+    """Sets the dotted field `name` of `data` to `value`. If `name` chooses another model, cluster or plan than before,
+    the previous choice is dropped."""
     *sections, key = name.split(".")
     for section in sections:
         inner = data.get(section)
@@ -170,7 +173,10 @@ def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
 
 def resolve_job(file: JobFile) -> Job:
     """Returns the complete job: the layers of the model, the devices of the cluster, a workload without missing values,
-    and the pins."""
+    and the pins.
+
+    Raises: InputError if a part of the job is invalid, or if the parts do not match.
+    """
     model = file.described or model_spec(model_title(file.model.source), resolve_sizes(file.model))
     if isinstance(model, str):
         raise InputError(model)
@@ -184,18 +190,19 @@ def resolve_job(file: JobFile) -> Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """Reads the job file at `path` and resolves it."""
+    """Returns the complete job of the job file at `path`."""
     return resolve_job(read_job(path))
 
 
 def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
-    """Returns the sizes of the chosen model, with the changes of the job."""
+    """Returns the sizes of the chosen model, changed by the section `model.sizes` of the job."""
     sizes = read_sizes(choice.source)
     return sizes.changed(choice.sizes, "$.model.sizes") if choice.sizes else sizes
 
 
 def resolve_cluster(choice: ClusterChoice) -> Cluster:
-    """Returns the cluster of a job file, with the file's memory size, memory budget and failure rate."""
+    """Returns the cluster of a job file. Memory size, memory budget and failure rate of the job file replace those of
+    the cluster."""
     if choice.groups:
         cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
     else:
@@ -210,8 +217,8 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
-    """Returns the plan fields that the job file pins, by name. Raises InputError if the file has both a plan name and
-    pins."""
+    """Returns the plan fields that the job file pins, by name. A named plan pins all fields. Raises InputError if the
+    file has both a plan name and pins."""
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:
@@ -226,7 +233,8 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
 
 
 def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
-    """Returns `workload` with missing values filled in: the precision from the devices, the sequence from the model."""
+    """Returns `workload` with missing values filled in: the precision from the devices, the sequence length from the
+    model. Raises InputError if the given sequence is longer than the model's number of positions."""
     changes: dict[str, Any] = {}
     if "precision" not in workload.model_fields_set:
         changes["precision"] = default_precision(cluster)
@@ -245,13 +253,13 @@ def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Wor
 
 
 def resolve_precision(file: JobFile) -> str:
-    """Returns the precision of the job."""
+    """Returns the precision of the job: the given precision, or the default for the devices of the cluster."""
     said = "precision" in file.workload.model_fields_set
     return file.workload.precision if said else default_precision(resolve_cluster(file.cluster))
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Returns the precision in which the slowest device is fastest.
+    """Returns the precision with the highest rate on the slowest device of the cluster.
 
     >>> (default_precision(read_cluster("1x8:v100-32gb")), default_precision(read_cluster("1x8:h100")),
     ...     default_precision(read_cluster("1x4:cpu")))
@@ -261,7 +269,7 @@ def default_precision(cluster: Cluster) -> str:
 
 
 def check_precision(workload: Workload, cluster: Cluster) -> None:
-    """Raises InputError if a device has no rate for the precision of the workload."""
+    """Raises InputError if a device of the cluster has no rate for the precision of the workload."""
     for group in cluster.groups:
         for rate in workload.recipe.rates:
             if rate not in group.device.peak:
@@ -280,7 +288,8 @@ LORA_KEYS = ("rank", "alpha", "target")
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """Parses the value of `--lora`.
+    """Parses the value of `--lora` to the fields of `LoraConfig`. Raises InputError for an unknown key or an invalid
+    number.
 
     >>> parse_lora("rank=4,target=q_proj+v_proj")
     {'rank': 4, 'target': ['q_proj', 'v_proj']}
@@ -310,10 +319,12 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
-    """Returns `model` with LoRA matrices A and B for each target matrix of its blocks; all other weights are frozen.
+    """Returns `model` with LoRA matrices A and B for each target matrix of its blocks. All other weights are frozen.
 
-    The memory traffic increases: A reads the layer's input again, the output of B is read, and the layer's output is
-    read and written for the sum.
+    LoRA adds memory traffic: A reads the layer's input a second time, the sum reads the output of B, and it reads and
+    writes the layer's output.
+
+    Raises: InputError if no matrix of the blocks is a target.
     """
     layers = tuple(_add_lora_to_layer(layer, lora) for layer in model.layers)
     found = model.but(layers=layers)

@@ -1,18 +1,17 @@
-"""Parses `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as
-`200b`.
+"""Parses the option `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a
+size such as `200b`. The result is architecture sizes (`read_sizes`) or a `ModelSpec` (`read_model`).
 
-The result is architecture sizes and a `ModelSpec`. `package.module:function` names Python code, which the planner does
-not run. For such code, and for folders of other model families, `cli/trace_model.py` runs the model to create the
-`ModelSpec`.
+`--model package.module:function` names Python code, which the planner does not run. For such code, and for folders of
+model families without formulas, `cli/trace_model.py` runs the model to create the `ModelSpec`.
 
-`sizes_for_parameters` creates a model for a size without a name, such as `--model 200b`, by scaling the GPT model of
-the catalog with the nearest size.
+`sizes_for_parameters` creates the model for a size such as `200b`. It scales the GPT model of the catalog with the
+nearest number of parameters. (If the catalog has a model with the name `200b`, `read_sizes` uses this model.)
 
-Let P be the requested number of parameters and P0 that of the nearest GPT-3 or Megatron row. The hidden size is that of
-the row times (P / P0)^(1/3), rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide the
-heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation 2),
-and the number of layers is the one whose total is nearest to P. If most parameters of a small model are the vocabulary,
-the hidden size is smaller. If the catalog has a model of this name, that model is used instead.
+Let P be the requested number of parameters, and P0 the number of parameters of the scaled model. The hidden size is
+multiplied by (P / P0)^(1/3) and rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide
+the heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation
+2). The number of layers is the number with which the total is nearest to P. The hidden size is reduced if the
+vocabulary would otherwise have most of the parameters of a small model.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -46,12 +45,13 @@ from meshwright.spec.workload import USER_FUNCTION_PATTERN
 
 
 def is_user_code(name: str) -> bool:
-    """Returns whether `name` is user code, `package.module:function`."""
+    """Returns whether `name` has the form `package.module:function`, a function of the user."""
     return USER_FUNCTION_PATTERN.fullmatch(name) is not None
 
 
 def needs_tracing(name: str) -> bool:
-    """Returns whether the model must be traced: user code, or a folder of a Hugging Face family without formulas."""
+    """Returns whether the model `name` must be traced, because it is a function of the user or a folder of a Hugging
+    Face family without formulas."""
     path = path_from_text(name)
     if path.is_dir():
         return not has_formulas(path) and catalog.find_entry(catalog.models(), name) is None
@@ -59,8 +59,8 @@ def needs_tracing(name: str) -> bool:
 
 
 def read_sizes(name: str) -> ArchitectureSizes:
-    """Returns the sizes of the model `name`. If the name is unknown, it raises InputError with the most similar known
-    models."""
+    """Returns the sizes of the model `name`. Raises InputError if the name is unknown or names Python code; the message
+    has similar known names."""
     rows = catalog.models()
     row = catalog.find_entry(rows, name)
     if row is not None:
@@ -93,7 +93,8 @@ def read_sizes(name: str) -> ArchitectureSizes:
 
 
 def read_architecture(path: Path) -> ArchitectureSizes:
-    """Reads an architecture file: the fields of `ArchitectureSizes` in YAML or JSON, or a `config.json`."""
+    """Reads an architecture file: the fields of `ArchitectureSizes` in YAML or JSON, or a Hugging Face
+    `config.json`."""
     data = parse_text(read_text_file(path, "architecture"), str(path))
     if not isinstance(data, dict):
         raise InputError(Message("{path}: expected sizes such as 'layers: 32'", path=path))
@@ -103,7 +104,7 @@ def read_architecture(path: Path) -> ArchitectureSizes:
 
 
 def read_model(name: str, **changes: Any) -> ModelSpec:
-    """Returns the model spec of `name`, with `changes` to its sizes.
+    """Returns the model spec of the model `name`. `changes` replaces some of the sizes; None means no change.
 
     >>> read_model("llama2-7b").parameters
     6738415616
@@ -117,16 +118,18 @@ _SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
 _SIZE_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
 HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
-"""Pairs (minimum, step): hidden sizes from the minimum on are multiples of the step."""
+"""Pairs (minimum, step): hidden sizes of at least the minimum are multiples of the step. The first pair that applies
+counts."""
 MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
-"""The range of the number of parameters. Below the minimum, the vocabulary alone would have more parameters."""
+"""The allowed numbers of parameters of a scaled model. Below the minimum, the vocabulary alone would have more
+parameters."""
 LEARNED_POSITIONS = 8192
-"""The number of learned positions of a scaled model: more than the catalog row has, so that common sequence lengths are
-possible."""
+"""The number of learned positions of a scaled model. The models of the catalog have fewer, which would exclude common
+sequence lengths."""
 
 
 def parse_model_size(name: str) -> float | None:
-    """Returns the number of parameters for a name such as 200b, or None if `name` is not a size.
+    """Returns the number of parameters of a size such as 200b, or None if `name` is not a size.
 
     >>> parse_model_size("200b"), parse_model_size("gpt-1.3B"), parse_model_size("gpt2"), parse_model_size("0b")
     (200000000000.0, 1300000000.0, None, None)
@@ -136,29 +139,34 @@ def parse_model_size(name: str) -> float | None:
 
 
 SizesByName = Mapping[str, ArchitectureSizes]
-"""The models that can be scaled, by name."""
+"""The sizes of models that can be scaled, by model name."""
 
 
 def scalable_sizes() -> SizesByName:
-    """Returns the GPT sizes of the catalog that can be scaled."""
+    """Returns the sizes of the GPT models of the catalog that can be scaled, by model name."""
     return {
         name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES
     }
 
 
 def nearest_size(parameters: float, known: SizesByName) -> str:
-    """Returns the name of the model with the nearest size."""
+    """Returns the name of the model in `known` whose number of parameters is nearest to `parameters`, compared by
+    ratio."""
     return min(known, key=lambda name: abs(math.log(count_weights(known[name]) / parameters)))
 
 
 def count_weights(sizes: ArchitectureSizes) -> float:
-    """Returns the number of parameters of a GPT without biases and norms, which are about a thousandth of the total."""
+    """Returns the number of parameters of a GPT model. Biases and norms, about a thousandth of the total, are not
+    counted."""
     return 12.0 * sizes.layers * sizes.hidden**2 + (sizes.vocab + sizes.pos_rows) * sizes.hidden
 
 
 def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
-    """Returns the sizes of a GPT model with about `parameters` parameters, as close as an integer number of layers
-    allows."""
+    """Returns the sizes of a GPT model whose number of parameters is as close to `parameters` as whole layers allow.
+    `known` is the models to scale, by default those of the catalog.
+
+    Raises: InputError if `parameters` is not between MIN_PARAMETERS and MAX_PARAMETERS.
+    """
     if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
         raise InputError(
             Message(
@@ -190,7 +198,7 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
 
 
 def model_title(name: str) -> str:
-    """Returns the name to display. For a size, the name includes the model that was scaled.
+    """Returns the name of a model for the user. For a size such as 200b, it includes the name of the scaled model.
 
     >>> model_title("200b"), model_title("gpt3")
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')

@@ -1,8 +1,8 @@
-"""Parses `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`.
+"""Parses the options `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, for the commands and for job files (job.py).
 
-A pin is a field of `Plan`, or `dp` for all replicas. The abbreviations of plan names (z, mb, sp, rc) stand for their
-fields. `schedule=FILE` reads an order of actions from a table (spec/schedules/custom.py). It also pins the numbers of
-ranks and stages in this table.
+A pin fixes a field of `Plan`, or `dp`, the number of all data replicas. Some abbreviations of plan names are allowed
+(PIN_ALIASES). `schedule=FILE` reads an order of actions from a table (spec/schedules/custom.py), and also pins the
+numbers of pipeline ranks and of stages to those of the table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ __all__ = [
 
 
 def read_plan(text: str) -> Plan | None:
-    """Returns the plan with the name or in the file `text`, or None for `auto` (the planner chooses the plan).
+    """Returns the plan with the name `text` or in the file `text`. Returns None for `auto`: the planner chooses the
+    plan.
+
+    Raises: InputError if `text` is neither a valid name nor a valid file.
 
     >>> read_plan("dp8.tp2.pp4.z1").world
     64
@@ -54,7 +57,7 @@ def read_plan(text: str) -> Plan | None:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Reads a file with a plan, or with the output of `plan --json` or `estimate --json`."""
+    """Reads a file that contains a plan, or the output of `plan --json` or `estimate --json`."""
     data = parse_text(read_text_file(path, "plan"), str(path))
     if isinstance(data, dict) and isinstance(data.get("chosen"), dict):
         data = data["chosen"]
@@ -64,7 +67,9 @@ def read_plan_file(path: Path) -> Plan:
 
 
 def parse_pins(text: str) -> dict[str, Any]:
-    """Parses pins such as `tp=2,pp=4`.
+    """Parses pins such as `tp=2,pp=4`. Abbreviations are replaced by field names.
+
+    Raises: InputError if a pin is not name=value, occurs twice, or is not valid.
 
     >>> parse_pins("tp=2,z=1,sp=true")
     {'tp': 2, 'zero': 1, 'sequence_parallel': True}
@@ -82,7 +87,8 @@ def parse_pins(text: str) -> dict[str, Any]:
 
 
 def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns `given` as pins. Raises InputError for a value that its field of `Plan` cannot have."""
+    """Returns `given` with field names and values of `Plan`. `where` is the location for error messages. Raises
+    InputError if a name is not a field of `Plan` or a value is not allowed for its field."""
     pins: dict[str, Any] = {}
     for written, value in given.items():
         name = PIN_ALIASES.get(written, written)
@@ -108,8 +114,8 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_schedule_pins(path: Path) -> dict[str, Any]:
-    """Returns the order of actions in a file as pins. Raises InputError with the first invalid action and its
-    position."""
+    """Returns the order of actions in a file as pins. Raises InputError if the file is not a valid order; the message
+    names the first invalid action and its position."""
     rows = parse_table(read_text_file(path, "schedule"), str(path))
     stages, micro_batches = table_shape(rows)
     if stages % len(rows):
@@ -129,8 +135,8 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:
-    """Converts `value` to the type of the field of `Plan`. For a list, a single word is also accepted. Rules between
-    fields are not checked here."""
+    """Converts `value` to the type of the field `field` of `Plan`. A list may be given as a single word. Rules that
+    involve other fields are not checked."""
     if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
         value = [value]
     try:
@@ -151,6 +157,6 @@ def _pin_value(field: str, value: Any, where: str) -> Any:
 
 
 def pins_from_plan(plan: Plan) -> dict[str, Any]:
-    """Returns every field of `plan` as a pin. The bucket size is a pin only if the plan sets it."""
+    """Returns every field of `plan` as a pin. The bucket size is a pin only if it was set in the plan."""
     left = {"dp"} if "bucket" in plan.model_fields_set else {"dp", "bucket"}
     return {name: getattr(plan, name) for name in PINNABLE_FIELDS if name not in left}

@@ -1,9 +1,10 @@
-"""Answers six questions about a job with its figures, and estimates the effect of single improvements.
+"""Answers six questions about a job, and estimates the effect of single improvements. `meshwright plan --advice` prints
+the answers.
 
-The questions: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I need a
-hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or devices
-twice as fast, twice the batch, fewer bytes between nodes. For each improvement the search is repeated, so that the plan
-may change too. Improvements are compared by tokens per second.
+The questions are: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I
+need a hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or
+devices twice as fast, twice the batch, fewer bytes between nodes. The search is repeated for each improvement, because
+another plan may then be best. Improvements are compared by tokens per second.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ WHAT_IF_NAMES = {
     "low-rank": Message("low-rank gradients between nodes (changes the result)"),
     "local": Message("nodes that synchronize every 50 steps (changes the result)"),
 }
-"""The description of each change by its name."""
+"""The description of each improvement, by the name of the improvement."""
 
 
 class JobImprovement(NamedTuple):
-    """A change of the job: its name, the best plan of the changed job, and the speed-up in tokens per second."""
+    """An improvement of the job. `speed` is the tokens per second of the improved job divided by those of the job.
+    `plan` is the name of the best plan of the improved job."""
 
     name: str
     speed: float
@@ -50,12 +52,13 @@ class JobImprovement(NamedTuple):
 
 
 def with_node_groups(cluster: Cluster, groups: Iterator[NodeGroup]) -> Cluster:
-    """Returns the cluster with other node groups."""
+    """Returns `cluster` with the node groups `groups`."""
     return cluster.but(groups=tuple(groups))
 
 
 def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yields the changed jobs by name. Changes that have no effect on this cluster are omitted."""
+    """Yields each improvement as a pair (name, changed job). Improvements without effect on this cluster are
+    omitted."""
     cluster, groups = job.cluster, job.cluster.groups
     more = (group.but(device=group.device.but(memory=group.device.memory * IMPROVEMENT_FACTOR)) for group in groups)
     yield "memory", job.but(cluster=with_node_groups(cluster, more))
@@ -85,9 +88,9 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
-    """Yields jobs with the same batch and less traffic between nodes.
+    """Yields improvements that reduce the traffic between nodes: gradient compression, and local steps (DiLoCo).
 
-    These changes (such as gradient compression) affect the training result, so they are only suggested.
+    They change the training result, so the planner only suggests them.
     """
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
@@ -106,9 +109,9 @@ def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
 def rank_improvements(
     job: Job, step: float, runnable: bool = False, chosen: Plan | None = None
 ) -> tuple[JobImprovement, ...]:
-    """Returns all single changes of a job, sorted by speed-up in descending order.
+    """Returns all improvements of a job, the largest speed-up first. Improvements with which no plan fits are omitted.
 
-    `step` is the step time of the job's best plan in seconds. `chosen` is this plan, if it is known.
+    `step` is the seconds of a step under the job's best plan. `chosen` is this plan, or None if it is not known.
     """
     found = []
     for name, changed in improved_jobs(job):
@@ -123,14 +126,15 @@ def rank_improvements(
 
 
 MAX_NEIGHBOUR_DEGREES = 3
-"""The number of other degrees to name below and above the chosen degree."""
+"""The number of other degrees that an answer names below the chosen degree, and above it."""
 
 MIN_SPEED_CHANGE = 0.005
-"""Relative changes of speed below this value are ignored."""
+"""Relative changes of speed below this value are reported as no change."""
 
 
 def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Message]:
-    """Returns the six answers in order, then the improvements."""
+    """Returns the answers to the six questions in order, then one message with all improvements. `answer` is the result
+    of the search for `job`."""
     return [
         _size_message(job),
         _one_device_message(job),
@@ -143,7 +147,7 @@ def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Messa
 
 
 def single_device_job(job: Job) -> Job:
-    """Returns the job with one sequence on one device of the first group."""
+    """Returns the job with a batch of one sequence on one device of the first group, without pins."""
     group = job.cluster.groups[0]
     one = job.cluster.but(groups=(group.but(nodes=1, devices=1),))
     return job.but(cluster=one, workload=job.workload.but(batch=1), pins={})
@@ -228,11 +232,11 @@ def _links_message(job: Job) -> Message:
 
 
 def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
-    """Answers question 4: compares the chosen plan with the plan that needs the least memory."""
+    """Answers question 4: compares the chosen plan with the plan with the lowest memory."""
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    # On some heterogeneous clusters no plan with equal ranks is legal.
+    # On some heterogeneous clusters no plan with identical ranks is legal, so there is no family in `even`.
     lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,
@@ -254,7 +258,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
 
 
 def _hybrid_message(job: Job, answer: SearchResult) -> Message:
-    """Answers question 5: compares the chosen plan with families that use one kind of parallelism."""
+    """Answers question 5: compares the chosen plan with the plan families that use only one kind of parallelism."""
     step = answer.chosen.estimate.time.step
     single = [family for family in answer.families if count_parallelisms(family.plan) <= 1]
     fitting = [family for family in single if family.fits]
@@ -311,8 +315,8 @@ def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
 
 
 def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool) -> tuple[Message, ...]:
-    """Returns the next lower and higher degrees of an axis. Each degree is given with the additional step time of its
-    best plan, or with the statement that no plan fits."""
+    """Returns a message for each of the next lower and higher degrees of `axis` (tp or pp): the relative change of the
+    step time under the best plan with this degree, or that no plan with this degree fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
     degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is not a divisor
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
@@ -336,7 +340,7 @@ def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: boo
 
 
 def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Iterable[Message]:
-    """Yields the effect of each single improvement."""
+    """Yields one message with the effect of each improvement on the tokens per second."""
     found = rank_improvements(job, answer.chosen.estimate.time.step, runnable, answer.chosen.plan)
     yield Message(
         "What would change that? Tokens per second with {changes}.",
@@ -353,7 +357,7 @@ def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Ite
 
 
 def _signed_percent(share: float) -> str:
-    """Formats a fraction as a percentage with a sign.
+    """Formats the fraction `share` as a percentage with a sign.
 
     >>> _signed_percent(0.123), _signed_percent(-0.0001)
     ('+12%', '0%')

@@ -1,14 +1,12 @@
-"""Defines the result of a search, and collects its best plans.
+"""Defines the result of a search, and collects the best plans during a search. All modules of planner/search use it.
 
-`SearchResult` defines the data types of a search result: plans with their estimates, rejected plans with reasons, and
-the best plan of every family.
+`SearchResult` is the result for the user: the best plans with their estimates, rejected plans with reasons, and the
+best plan of every family. A family is the plans that combine the same kinds of parallelism, such as 'tensor + ZeRO-1'.
 
-`required_gain` defines the risk margin: the fraction by which an uncertain plan must be faster to rank before a certain
-plan.
-
-A plan is uncertain if its memory is tight, or if it depends on a host link that is not profiled. The rate in the
-catalog is that of a single active device. In real nodes the devices of one switch share the link, both directions slow
-each other, and all devices share the memory of the host. From a quarter to a half of the rate remains (ZeRO-Infinity,
+The score of a plan is its step time, raised by RISK_MARGIN for each reason of uncertainty. A plan is uncertain if its
+memory is tight, or if it uses a host link that is not profiled. The host-link rate in the catalog is the rate of a
+single active device. In real nodes, the devices of one switch share the link, both directions slow each other, and all
+devices share the memory of the host. So only between a quarter and a half of the rate remains (ZeRO-Infinity,
 arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at the
 same time, and the update on the host. On a measured cluster, plans with offload have no risk margin for the link.
 
@@ -36,7 +34,7 @@ from meshwright.spec.plan import Plan
 
 
 class SearchObjective(StrEnum):
-    """The objective by which plans are ranked."""
+    """The objective by which a search ranks plans."""
 
     fastest = "fastest"
     """The shortest step on all devices."""
@@ -49,7 +47,7 @@ class SearchObjective(StrEnum):
 
 
 class RankedPlan(StrictModel):
-    """A plan and its estimate."""
+    """A plan in the result of a search, with its estimate."""
 
     plan: Plan
     estimate: Estimate
@@ -62,7 +60,7 @@ class RankedPlan(StrictModel):
 
 
 class PlanRejection(StrictModel):
-    """The plans that break one rule, or do not fit."""
+    """The number of plans that were rejected for one reason: a broken rule, missing memory, or a lower bound."""
 
     reason: str
     count: int
@@ -70,8 +68,8 @@ class PlanRejection(StrictModel):
 
 
 class PlanFamily(StrictModel):
-    """The plans of one kind, such as 'tensor' or 'ZeRO-3'. `plan` is the best plan that fits, or else the plan that is
-    nearest to fitting."""
+    """One plan of a family, such as 'tensor + ZeRO-1': the best plan that fits, or if none fits, the plan nearest to
+    fitting."""
 
     name: str
     plan: Plan
@@ -81,8 +79,8 @@ class PlanFamily(StrictModel):
 
 
 class SearchResult(StrictModel):
-    """The result of a search. `plans` are the best plans that fit, sorted by time; at equal time the simpler plan comes
-    first."""
+    """The result of a search. `plans` are the best plans that fit. They are sorted by score; at equal score the simpler
+    plan is first."""
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
@@ -103,28 +101,29 @@ class SearchResult(StrictModel):
 
 
 RISK_MARGIN = 0.05
-"""An uncertain plan ranks before a certain plan only if it is faster by more than this fraction, for each of the two
-reasons."""
+"""Each reason of uncertainty raises the score of a plan by this fraction. So an uncertain plan ranks before a certain
+plan only if it is faster by more than this fraction."""
 
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
-    """Returns whether a plan with the offload choice `offload` uses a host link that was not measured. CPU ranks have
-    no host link."""
+    """Returns whether a plan with the offload choice `offload` uses a host link that was not profiled. Returns False
+    without a host link, as for CPU ranks."""
     return bool(offload) and cluster.host_bandwidth > 0 and not all(group.host_update for group in cluster.groups)
 
 
 def count_risks(job: Job, plan: Plan, priced: Estimate) -> int:
-    """Returns the number of reasons why a plan is uncertain."""
+    """Returns the number of reasons (0 to 2) why a plan with the estimate `priced` is uncertain."""
     return (priced.verdict == FitStatus.tight) + uses_unmeasured_link(job.cluster, plan.offload)
 
 
 def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
-    """Returns the seconds of a step, raised by RISK_MARGIN for each reason why the plan is uncertain."""
+    """Returns the seconds of a step, raised by RISK_MARGIN for each reason why the plan is uncertain. A fraction of the
+    compile time is included."""
     return priced.over(job.workload.steps) * (1.0 + RISK_MARGIN) ** count_risks(job, plan, priced)
 
 
 def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
-    """Returns the fraction by which `other` must be faster than `chosen` to come first.
+    """Returns the fraction by which `other` must be faster than `chosen` to rank before `chosen`.
 
     The result is 0 unless `other` is faster but ranks lower because of the risk margin.
     """
@@ -138,12 +137,13 @@ def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Es
 
 
 SCORE_TOLERANCE = 1e-9
-"""Relative tolerance of scores. Different orders of summation change a score by less than this."""
+"""Relative tolerance of scores. A different order of summation changes a score by less than this fraction."""
 
 
 @dataclass(eq=False)
 class PlanCandidate:
-    """A plan of a grid with its cost. Candidates are ordered by score; at equal score, the simpler plan comes first."""
+    """The plan at `index` of the grid `box`, with its cost: seconds per step, reserved bytes on the peak rank, and
+    score. Candidates are ordered by score; at equal score, the simpler plan is first."""
 
     box: PlanGrid
     index: tuple[int, ...]
@@ -159,7 +159,7 @@ class PlanCandidate:
 
     @property
     def key(self) -> tuple[float, PlanCandidate]:
-        """Returns the sort key. Plans are built only if scores are equal."""
+        """Returns the sort key. Its second item compares the plans, which are built only if scores are equal."""
         return round_score(self.score), self
 
     def __lt__(self, other: PlanCandidate) -> bool:
@@ -172,12 +172,12 @@ class PlanCandidate:
 
 
 def round_score(score: float) -> float:
-    """Rounds a score to the digits in which scores are compared. The order of summation may change further digits."""
+    """Rounds a score to ten significant digits for comparisons. The order of summation may change further digits."""
     return float(f"{score:.9e}")
 
 
 def simplicity_key(plan: Plan) -> tuple[Any, ...]:
-    """Returns a sort key by which simpler plans come first. No two plans have equal keys."""
+    """Returns a sort key by which simpler plans are first. Two plans of one grid never have equal keys."""
     return (
         sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
         len(plan.offload),
@@ -204,9 +204,10 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 
 class PricedGrid(NamedTuple):
-    """The cost of a grid over the axes `obsczf` of GRID_AXES: score, seconds, reserved bytes, and whether memory is
-    tight. The score is infinite for plans that do not fit or are not legal. The bytes (`room`) are infinite for plans
-    that are not legal, were pruned, or lack host memory for their offload."""
+    """The cost of a grid over the axes `obsczf` of GRID_AXES: score, seconds, reserved bytes (`taken`), whether memory
+    is tight, and whether the host has room for the offloaded data. The score is infinite for plans that do not fit or
+    are not legal. `taken` is infinite for plans that are not legal, were pruned, or need more host memory than there
+    is."""
 
     score: Array
     seconds: Array
@@ -216,12 +217,12 @@ class PricedGrid(NamedTuple):
 
     @property
     def roomy(self) -> Array:
-        """Returns which plans fit with a margin."""
+        """Returns which plans fit with the safety margin."""
         return np.isfinite(self.score) & ~self.tight
 
     @property
     def may_fit(self) -> Array:
-        """Returns which plans fit or were not checked."""
+        """Returns which plans fit, or have no computed memory."""
         return np.isfinite(self.score) | ~np.isfinite(self.taken)
 
     def part(self, at: Any) -> PricedGrid:
@@ -243,8 +244,9 @@ class PricedGrid(NamedTuple):
 
 @dataclass
 class TopK:
-    """The best plans so far, and the best plan of each family. If no plan of a family fits, its nearest plan is
-    stored."""
+    """The best plans so far. `best` has at most `top` plans that fit. `families` has the best plan that fits of each
+    family, `nearest` the plan with the lowest memory of each family. Plans with a score above `ceiling` are ignored.
+    `by_family`: whether families are collected."""
 
     top: int
     ceiling: float = np.inf
@@ -255,17 +257,17 @@ class TopK:
 
     @property
     def limit(self) -> float:
-        """Returns the score above which a plan is not among the best plans."""
+        """Returns the score above which a plan cannot be among the `top` best plans."""
         return min(self.best[-1].score if len(self.best) == self.top else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     @property
     def record(self) -> float:
-        """Returns the score above which a plan is not the best plan."""
+        """Returns the score above which a plan cannot be the best plan."""
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     def bound(self, box: PlanGrid) -> Array:
-        """Returns, over axes (b) of GRID_AXES, the score above which no plan of `box` changes the results. Families in
-        which no plan fits are ignored."""
+        """Returns, over axes (b) of GRID_AXES, the score above which no plan of `box` changes the results. Families
+        without a plan that fits are ignored."""
         bound = np.full(len(box.micro_batches), self.limit)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             if name in self.families:
@@ -273,14 +275,15 @@ class TopK:
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Returns, over axes (b) of GRID_AXES, whether a family with plans in `box` has no plan that fits so far."""
+        """Returns, over axes (b) of GRID_AXES, whether `box` has plans of a family without a plan that fits so far."""
         wanting = np.zeros(len(box.micro_batches), dtype=bool)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             wanting[rows] |= name not in self.families
         return wanting
 
     def take(self, box: PlanGrid, priced: PricedGrid, with_families: bool = True) -> None:
-        """Adds the best plans of a grid to the results."""
+        """Adds the best plans of the grid `box` with the costs `priced`. With `with_families`, the families are updated
+        too."""
         flat = priced.score.reshape(-1)
         limit = self.limit
         if flat.size > self.top:
@@ -308,7 +311,8 @@ def _candidate_value(candidate: PlanCandidate, by_score: bool) -> float:
 
 
 def family_slices(box: PlanGrid) -> list[tuple[str, Array, Array]]:
-    """Returns the families in a grid. Each item: the name, and the indices along b and z of the family's choices."""
+    """Returns the families with plans in a grid, as triples: the name, and the indices of the family's plans along b
+    and along z."""
     shards, no_context = np.arange(len(box.shards)), box.contexts == 1
     if box.layout.ep > 1:
         return [("expert", np.arange(len(no_context)), shards)]
@@ -321,7 +325,7 @@ def family_slices(box: PlanGrid) -> list[tuple[str, Array, Array]]:
 
 
 def plan_family(plan: Plan) -> str:
-    """Returns the family of one plan.
+    """Returns the name of the family of `plan`. Expert parallelism and context parallelism each form one family.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> plan_family(parse_plan("dp4.tp2.z1")), plan_family(parse_plan("dp2.cp2"))

@@ -1,26 +1,29 @@
-"""Searches the plan space of a job by branch and bound for the best plans that fit and the best plan of every family.
+"""Searches the plan space of a job (space.py) by branch and bound, for the best plans that fit and the best plan of
+every family (best_plans.py). ranking.py presents the results.
 
-Guarantees: the search is exact. It returns the same best plan as an estimate of every single plan; a test compares both
-on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for each reason of
-uncertainty (best_plans.py). With the objective headroom, it is the reserved bytes. At equal score (to nine digits) the
-simpler plan comes first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism, the simpler schedule.
+Guarantees: the search is exact. It returns the best plan that estimates of all single plans would give; a test compares
+both on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for each reason of
+uncertainty (best_plans.py). With the objective headroom, the score is the reserved bytes. If two scores are equal in
+ten digits, the simpler plan is first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism, the simpler
+schedule.
 
 [Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that a
-step becomes longer with each of its terms.
+step becomes longer with each term of the step time.
 
-- Lower bound: no plan of a degree group is faster than its compute, its tensor-parallel communication and its bubble.
-  Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the best results, both
-  overall and of each of its families.
+- Lower bound: no plan of a degree group is faster than the sum of compute, tensor-parallel communication and bubble.
+  Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the scores of the best plans,
+  overall and of each family in the group.
 - Families: for a family in which no plan fits, the search needs only the plan that is nearest to fitting. This plan has
   the smallest micro-batch size, or only one micro-batch.
-- Recompute: if a plan fits with a margin without recompute and offload, recompute and offload make it only slower. So
-  their cost is computed only for other plans.
+- Recompute: recompute and offload only slow a plan that already fits with the safety margin. So their cost is computed
+  only for plans that do not.
 - Offload: a combination of offloads takes at least as long as each of its single offloads. The cost of a combination is
   computed only if each single offload is fast enough.
 - Memory choices: the cost of recompute and offload is computed only if their bounds on bytes and seconds
   (planner/cost/bounds.py) allow the best plan.
-- Other layouts: the ranking and the families contain plans with the default order of axes, uniform recompute and no
-  offload. The cost of other orders, partial recompute and offload is computed only if they can give the best plan.
+- Other layouts: the families contain only plans with the default order of axes, uniform recompute and no offload. The
+  cost of other orders, partial recompute and offload is computed only if such a plan can be the best plan. So the
+  ranking below the best plan may omit such plans.
 """
 
 from __future__ import annotations
@@ -58,10 +61,12 @@ DOES_NOT_FIT = "does not fit"
 PRUNED_BY_BOUND = "pruned (lower bound)"
 
 MAX_GRID_PLANS = 1 << 16
-"""Maximum number of plans of one grid. With this limit, the arrays of a grid fit in the cache of a core."""
+"""Maximum number of plans of a grid whose cost is computed at once. With this limit, the arrays of a grid fit in the
+cache of a core."""
 
 SPARSE_FRACTION = 0.5
-"""If less than this fraction of the plans of a grid is fast enough, memory is computed only for those plans."""
+"""Memory is computed for a whole grid, or only for the smallest part that contains all plans that are fast enough. The
+part is computed if it has at most this fraction of the plans."""
 
 
 ZERO_AXIS = CHOICE_FIELDS.index("shards")
@@ -69,7 +74,12 @@ ZERO_AXIS = CHOICE_FIELDS.index("shards")
 
 @dataclass
 class PlanSearch:
-    """The search of one plan space, and its results so far."""
+    """The search of one plan space, with the results so far.
+
+    `ranking` collects the best plans. `legal`, `priced` and `unfit` are numbers of plans: legal plans, plans with
+    computed memory, and plans that do not fit. `fastest` is the fastest plan that does not fit. `lowest_memory` is the
+    plan with the lowest memory, as long as no plan fits.
+    """
 
     pricer: CostModel
     space: PlanSpace
@@ -86,7 +96,7 @@ class PlanSearch:
         self._without_margin: list[tuple[DegreeGroup, PlanGrid, PricedGrid]] = []
 
     def explore(self) -> None:
-        """Computes the cost of every plan that may be among the results."""
+        """Runs the search: computes the cost of every plan that may be among the results, and counts rejected plans."""
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
         groups = groups if self.ranking.by_family else [group for group in groups if self._may_fit(group)]
@@ -95,7 +105,7 @@ class PlanSearch:
             self._price_default_layouts(groups[at], floors[at])
         for group, box, priced in self._without_margin:
             self._price_memory_choices(group, box, priced)
-        # Memory does not depend on the order of axes.
+        # If no plan fits, other orders of axes do not help, because memory does not depend on the order.
         for group, floor in zip(groups, floors, strict=True) if self.ranking.best else ():
             self._price_other_layouts(group, floor)
         limit = show_bytes(self._usable)
@@ -116,20 +126,21 @@ class PlanSearch:
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _lower_bound(self, box: PlanGrid) -> Array:
-        """Returns lower bounds of the seconds of all legal plans of a group, over axes (o, b, s) of GRID_AXES. See
-        [Note: bounds]."""
+        """Returns lower bounds of the seconds of the plans of `box`, over axes (o, b, s) of GRID_AXES ([Note: bounds]).
+        The bound is infinite where no plan is legal."""
         floor = self.pricer.floor(box)
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
 
     def _may_fit(self, group: DegreeGroup) -> bool:
-        """Returns whether a plan of the group may fit, by the lower bound of memory."""
+        """Returns whether the lower bound of memory allows that a plan of the group fits."""
         return bool(
             (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
         )
 
     def _price_default_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Computes the cost of plans with the default order of axes. The plan families consist of these plans."""
+        """Computes the cost of the plans in `group.box`, which form the plan families. `floor` is the lower bound of
+        the seconds."""
         everything = self.objective == SearchObjective.headroom
         few = everything or group.box.size <= SMALL_GRID_PLANS
         done = np.isfinite(floor) & (
@@ -147,9 +158,9 @@ class PlanSearch:
                 self._without_margin.append((group, box, priced))
 
     def _needs_memory_choices(self, box: PlanGrid, priced: PricedGrid) -> Array:
-        """Returns where plans do not fit with a margin without recompute, but could be the best plan with recompute or
-        offload. If offload of activations is required, the result is true for all plans, because recompute may make
-        them faster."""
+        """Returns which plans do not fit with the safety margin without recompute, but could be the best plan with
+        recompute or offload. If offload of activations is pinned, the result is true for all plans, because recompute
+        may make them faster."""
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
         return _with_single_rank_shards(
@@ -157,7 +168,7 @@ class PlanSearch:
         )
 
     def _price_other_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Computes the cost of other orders of axes. Other orders are relevant only for the best plan."""
+        """Computes the cost of the plans with other orders of axes, if such a plan can be the best plan."""
         everything = self.objective == SearchObjective.headroom
         near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
         for axes in group.axes:
@@ -167,7 +178,7 @@ class PlanSearch:
                 )
 
     def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
-        """Computes the seconds of every plan of a grid, and the memory of the plans that take at most `ceiling`
+        """Computes the seconds of every plan of a grid, and the memory of the plans whose step takes at most `ceiling`
         seconds."""
         pricer = self.pricer
         ranks = pricer.ranks(box)
@@ -198,7 +209,8 @@ class PlanSearch:
         return whole
 
     def _with_memory(self, box: PlanGrid, parts: MemoryFootprint, step: Array) -> PricedGrid:
-        """Returns the cost of the plans whose steps take `step` seconds, with memory and score."""
+        """Returns the cost of the plans of `box` with score and memory. `step` is the seconds of a step, `parts` the
+        bytes of each rank class."""
         setting = self.pricer.setting
         usual, safe = reserved_bytes(setting, parts.total.max(axis=0))
         room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
@@ -209,13 +221,13 @@ class PlanSearch:
             if not box.compile
             else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         )
-        # One value per offload choice (axis f).
+        # The number of reasons for uncertainty depends on the offload choice (axis f).
         doubts = tight + np.array([int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload])
         worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count_unfit(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """Counts the plans that do not fit, and remembers the fastest of them."""
+        """Counts the plans that do not fit, and stores the fastest of them in `fastest`."""
         legal = box.legal_size
         self.priced += legal
         fitting = np.isfinite(found.score)
@@ -229,7 +241,7 @@ class PlanSearch:
                 self.fastest = PlanCandidate(box, tuple(map(int, at)), float(lost[at]), float(found.taken[at]))
 
     def _note_lowest_memory(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
-        """While no plan fits, remembers the plan with the lowest memory."""
+        """Stores the plan with the lowest memory in `lowest_memory`, as long as no plan fits."""
         at = np.unravel_index(int(found.taken.argmin()), box.shape)
         if (
             not self.ranking.best
@@ -242,8 +254,8 @@ class PlanSearch:
     # --------------------------------------------------------------------------------------
 
     def _price_memory_choices(self, group: DegreeGroup, box: PlanGrid, priced: PricedGrid) -> None:
-        """Computes the cost of partial recompute and offload for those plans of `box` that need them to fit with a
-        margin."""
+        """Computes the cost of partial recompute and offload for the plans of `box` that do not fit with the safety
+        margin otherwise."""
         if not (mask := self._needs_memory_choices(box, priced)).any():
             return
         box, at = crop_grid(box, mask)
@@ -269,16 +281,16 @@ class PlanSearch:
     def _may_be_best(
         self, box: PlanGrid, mask: Array, priced: PricedGrid, ways: Sequence[tuple[Offload, ...]]
     ) -> dict[tuple[Offload, ...], Array]:
-        """Returns, for each offload choice, which plans of `mask` it could make the best plan. The masks have the axes
-        `obsczf`, with length 1 along c and f."""
+        """Returns, for each offload choice in `ways`, which plans of `mask` could be the best plan with this choice.
+        The masks have the axes `obsczf` of GRID_AXES, with length 1 along c and f."""
         bound = lower_bounds(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_single_rank_shards(box), stay.min(axis=ZERO_AXIS, keepdims=True), stay)
-        # If offload is required, recompute may save time.
+        # If offload is pinned, recompute may save time, so the seconds without recompute are no lower bound.
         seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
         seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
-        # As long as no plan fits, the search is for the plan that is nearest to fitting.
+        # As long as no plan fits, the search also looks for the plan with the lowest memory.
         room = (
             self._usable
             if self.ranking.best
@@ -292,9 +304,9 @@ class PlanSearch:
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
     def _price_offloaded(self, group: DegreeGroup, offloaded: PlanGrid, mask: Array) -> Array:
-        """Computes the cost of plans with offload. Either all of these plans offload activations or none does. Returns
-        the minimum seconds of each plan over all recompute choices, along the axes `obsczf` of GRID_AXES with length
-        1 along c."""
+        """Computes the cost of the plans in `offloaded`. Either all offload choices of this grid offload activations,
+        or none. Returns the minimum seconds of each plan over all recompute choices, along the axes `obsczf` of
+        GRID_AXES with length 1 along c."""
         found = self.price(offloaded, self.ranking.limit)
         self.ranking.take(offloaded, found, with_families=False)
         return self._price_partial_recompute(
@@ -305,8 +317,8 @@ class PlanSearch:
         )
 
     def _price_partial_recompute(self, group: DegreeGroup, box: PlanGrid, mask: Array, priced: PricedGrid) -> Array:
-        """Computes the cost of all useful numbers of recomputed blocks for each plan in `mask`. Returns the minimum
-        seconds of each plan."""
+        """Computes the cost of all numbers of recomputed blocks that can be best, for each plan in `mask`. Returns the
+        minimum seconds of each plan."""
         kinds = [choice.kind for choice in box.recompute]
         if not (group.parts and kinds[0] == Recompute.none and mask.any()):
             return np.minimum(priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:])
@@ -315,8 +327,8 @@ class PlanSearch:
         valley = any(offloads_activations(choice) for choice in box.offload)
         for rung in recompute_ladder(kinds):
             less, more = at[rung.rest], at[rung.kind]
-            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # whether no block needs heavier recompute
-            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # without this, no number of blocks fits
+            enough = priced.roomy[less] & (rung.rest != Recompute.none)  # no block needs more recompute
+            there = priced.may_fit[more] | (rung.kind == Recompute.full)  # otherwise no number of blocks can fit
             there = priced.room[less] | priced.room[more] if valley else there & priced.room[more] & ~enough
             partial = PartialRecompute(
                 box, rung, lambda part: self.price(part, self.ranking.limit), self.ranking.record
@@ -328,14 +340,14 @@ class PlanSearch:
 
 
 def _single_rank_shards(box: PlanGrid) -> Array:
-    """Returns, over axes (z, f) of GRID_AXES, which ZeRO choices have one rank per shard group. Such choices are as
-    fast as ZeRO 0 and are valid only if weights are offloaded."""
+    """Returns, over axes (z, f) of GRID_AXES, which ZeRO choices have a shard group of one rank (`ZeroChoice.lone`).
+    They are as fast as ZeRO 0, and are legal only with an offload choice that requires ZeRO."""
     return np.array([each.lone for each in box.shards])[:, None]
 
 
 def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
-    """Returns `chosen` with additional plans: if any ZeRO choice of a plan is chosen, its choices with one rank per
-    shard group are chosen too."""
+    """Returns the mask `chosen` with additional plans. If a plan is marked with any ZeRO choice, it is also marked with
+    the ZeRO choices of `_single_rank_shards`."""
     return (
         chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone)
         if (lone := _single_rank_shards(box)).any()
@@ -346,8 +358,8 @@ def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
 def merge_offload_choices(
     candidates: Mapping[tuple[Offload, ...], Array], recompute: int
 ) -> tuple[tuple[Offload, ...], ...]:
-    """Returns the first offload choice, and the other choices that can share one grid with the first without much
-    additional computation."""
+    """Returns the first offload choice of `candidates`, and those other choices whose plans can be computed in one grid
+    with it without much additional computation. `recompute` is the number of recompute choices."""
     first, *others = candidates
     found, mask = [first], candidates[first]
     for way in others:
@@ -369,15 +381,15 @@ def crop_size(mask: Array) -> int:
 
 
 def _lowest_memory_batches(box: PlanGrid) -> Array:
-    """Returns, over axes (b, s) of GRID_AXES, which micro-batch choices can have the lowest memory: the smallest size,
-    and a single micro-batch per step."""
+    """Returns, over axes (b, s) of GRID_AXES, which micro-batch choices can have the lowest memory: those with the
+    smallest size, and those with one micro-batch per step."""
     lowest_memory = min(each.size for each in box.micro_batches)
     return np.array([each.size == lowest_memory or each.number == 1 for each in box.micro_batches])[:, None]
 
 
 def _candidate_grids(box: PlanGrid, near: Array) -> Iterator[PlanGrid]:
-    """Yields small parts of `box` that together contain all plans marked in `near`, over axes (o, b, s) of GRID_AXES.
-    Each part has several schedules."""
+    """Yields parts of `box` that together contain all plans marked in `near`, over axes (o, b, s) of GRID_AXES. The
+    schedules are divided among the parts so that a part has at most about MAX_GRID_PLANS plans."""
     orders = np.flatnonzero(near.any(axis=(1, 2)))
     each = int(np.count_nonzero(near.any(axis=(0, 2)))) * box.size // (len(box.orders) * len(box.micro_batches))
     for begin in range(0, len(orders), step := max(MAX_GRID_PLANS // max(each, 1), 1)):
@@ -393,24 +405,24 @@ def search_top_plans(
     runnable: bool = False,
     ceiling: float = np.inf,
 ) -> PlanSearch:
-    """Searches the space of `job` for its `top` best plans and the best plan of each family. Plans that take more than
-    `ceiling` seconds are ignored."""
+    """Searches the plan space of `job` for the `top` best plans and the best plan of each family. Plans with a score
+    above `ceiling` are ignored. `runnable` restricts the space to plans that this version runs."""
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 
 def find_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanCandidate | None:
-    """Returns the best plan that fits and takes at most `ceiling` seconds, or None. Plan families are not computed."""
+    """Returns the best plan that fits and has a score of at most `ceiling`, or None. Plan families are not computed."""
     best = search_best_plan(job, runnable, ceiling).ranking.best
     return best[0] if best else None
 
 
 def search_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanSearch:
-    """Searches the space of `job` only for its best plan."""
+    """Searches the plan space of `job` only for the best plan with a score of at most `ceiling`."""
     return run_search(job, TopK(1, ceiling, by_family=False), SearchObjective.fastest, runnable)
 
 
 def run_search(job: Job, ranking: TopK, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Searches the space of `job` for the results that `ranking` collects."""
+    """Searches the plan space of `job` for the results that `ranking` collects. Returns the completed search."""
     pricer = CostModel(job)
     space = PlanSpace(
         job, runnable, offloading=objective != SearchObjective.headroom, bucket=choose_bucket(pricer.setting)

@@ -1,8 +1,6 @@
-"""Lists the choices of a plan space: for each field of a plan, the values that pins and the runtime allow.
-
-Selects the choices that are worth searching for a job. It also splits integers: devices into degrees, and blocks into
-stages.
-"""
+"""Lists the choices of a plan space (space.py): for each field of a plan, the values that pins and the runtime allow
+and that are worth searching for the job. It also has functions that split devices into degrees and blocks into
+stages."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ from meshwright.spec.schedules.schedule import find_schedule, offered_schedules
 
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Returns the blocks of each stage if the last stage has `less` blocks fewer than an even split. The remainder goes
-    to the last of the other stages. Returns an empty tuple if the last stage would have no block.
+    """Returns the number of blocks of each stage if the last stage has `less` blocks fewer than in an even split. The
+    other stages divide the other blocks evenly, and the last of them get the remainder. Returns an empty tuple if the
+    last stage would have no block.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -59,18 +58,19 @@ def divisors(number: int) -> list[int]:
 
 
 def even_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Returns the blocks of each stage as `Plan.stage_layers` distributes them."""
+    """Returns the number of blocks of each stage in an even split. The first stages get the remainder, as in
+    `Plan.stage_layers`."""
     each, rest = divmod(blocks, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""The last stage may have at most this many blocks fewer than the other stages. The searched number is the work of the
-head divided by that of a block, rounded up."""
+"""The last stage may have at most this many blocks fewer than in an even split. The searched numbers go up to the FLOPs
+of the head divided by the FLOPs of a block, rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
 """Recompute of the attention core is searched if at least this fraction of a block's saved activations belongs to the
-attention core. Fused attention saves almost nothing there, so recomputing it never helps."""
+attention core. The attention core of fused attention saves almost nothing, so its recompute never helps."""
 
 
 def attention_core_fraction(job: Job) -> float:
@@ -87,11 +87,13 @@ def attention_core_fraction(job: Job) -> float:
 
 
 MIN_RECOMPUTABLE_FRACTION = 0.1
-"""Selective recompute is searched if at least this fraction of a block's saved activations is cheap to recompute."""
+"""Selective recompute is searched if at least this fraction of a block's saved activations can be recomputed by cheap
+operations."""
 
 
 def recomputable_fraction(job: Job) -> float:
-    """Returns the fraction of the blocks' saved activations that cheap operations can recompute.
+    """Returns the fraction of the blocks' saved activations that cheap operations (all except matrix products and
+    attention) can recompute.
 
     For compiled blocks, only the activations that a compiled block saves count.
     """
@@ -117,20 +119,21 @@ def recomputable_fraction(job: Job) -> float:
 
 
 def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
-    """Returns the recompute kinds that blocks may use, from none to full. The kind `pinned` is always included."""
+    """Returns the recompute kinds that are worth searching, in the order of increasing recompute. The kind `pinned` is
+    always included."""
     selective = attention_core_fraction(job) >= MIN_ATTENTION_CORE_FRACTION or pinned == Recompute.attn
     follows = recomputable_fraction(job) >= MIN_RECOMPUTABLE_FRACTION or pinned == Recompute.sac
     return [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
 
 
 def max_fewer_last_blocks(job: Job) -> int:
-    """Returns the maximum number of blocks by which the last stage may be shorter than all other stages."""
+    """Returns the largest searched number of blocks that the last stage has fewer than in an even split."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
     return min(ceil(work.get("head", 0.0) / work["block"]), MAX_FEWER_LAST_BLOCKS) if work.get("block") else 0
 
 
 AXIS_ORDERS: tuple[tuple[MeshAxis, ...], ...] = (MESH_AXES, ("dp", "pp", "tp"))
-"""The orders of axes that the search offers, the default order first."""
+"""The orders of mesh axes that the search includes. The default order is first."""
 
 OFFLOAD_CHOICES = tuple(
     choice
@@ -142,8 +145,8 @@ OFFLOAD_CHOICES = tuple(
 
 
 class PlanChoices:
-    """The values of each choice of a job's plans. `runnable` restricts them to those that this version runs.
-    `offloading` allows offload.
+    """The searched values of each field of a job's plans. `runnable` restricts them to values that this version runs.
+    `offloading`: whether offload is searched.
     """
 
     def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
@@ -159,17 +162,18 @@ class PlanChoices:
 
     @cached_property
     def pins(self) -> Mapping[str, Any]:
-        """Returns the pins of the job in the current field names."""
+        """Returns the pins of the job. Old names of offload fields are replaced by the current names."""
         return upgrade_offload_fields(self.job.pins)
 
     def select(self, name: str, choices: list[Any]) -> list[Any]:
-        """Returns the elements of `choices` that the pins and, if `runnable` is set, the runtime allow."""
+        """Returns the elements of `choices` that are allowed for the field `name`: by its pin, and, if `runnable` is
+        set, by the runtime."""
         if self.runnable and name in SUPPORTED_VALUES:
             choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
 
     def zero_choices(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
-        """Returns the ZeRO choices of a data-parallel degree from the cache."""
+        """Returns the ZeRO choices of a data-parallel and a context-parallel degree. Results are cached."""
         if (dp, cp) not in self._shards_of:
             self._shards_of[dp, cp] = tuple(self._list_zero_choices(dp, cp))
         return self._shards_of[dp, cp]
@@ -190,7 +194,8 @@ class PlanChoices:
     def expert_choices(
         self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]
     ) -> dict[tuple[int, int], list[ZeroChoice]]:
-        """Returns the possible ZeRO choices by (expert-parallel degree, tensor ranks per expert)."""
+        """Returns the elements of `shards` that allow each pair (expert-parallel degree, tensor ranks per expert), by
+        this pair."""
         degrees = self.select("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
         if not degrees and self.pins["ep"] > 1:
             degrees = [self.pins["ep"]]
@@ -203,7 +208,8 @@ class PlanChoices:
         return found
 
     def axis_orders(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
-        """Returns the orders of axes that differ in their use of the links."""
+        """Returns the orders of axes that place the ranks differently on the links. `data` is the number of data ranks
+        times context ranks. If several orders are equivalent, only the first is returned."""
         found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
         for axes in self.select("axes", list(AXIS_ORDERS)):
             strides = layout._replace(axes=axes).strides(data)
@@ -216,8 +222,8 @@ class PlanChoices:
         return tuple(found.values())
 
     def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
-        """Returns the schedules for which every stage has a block. The first schedule is included even if there are too
-        few blocks."""
+        """Returns the schedules for `pp` pipeline ranks, with the blocks of each stage. A schedule is omitted if there
+        are fewer blocks than stages, except if it would be the first in the list."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
@@ -254,8 +260,8 @@ class PlanChoices:
         return found
 
     def context_methods(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
-        """Returns the attention methods of a context-parallel degree: ring, ulysses, or both, with as many ulysses
-        ranks as the number of heads allows."""
+        """Returns the methods of context parallelism for the degrees `cp` and `tp`, as pairs (method, `ulysses` as in a
+        plan). They are ring, ulysses, and both together with as many ulysses ranks as the number of heads allows."""
         heads = self.job.model.divisible.get("heads", 0)
         part = self.pins.get("ulysses") or max(
             (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
@@ -276,8 +282,8 @@ class PlanChoices:
         return tuple(RecomputeChoice(kind) for kind in self.select("recompute", self._recompute))
 
     def partial_recompute(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
-        """Returns the recompute choices for every number of recomputed blocks of a stage. The other blocks have the
-        next lighter recompute kind."""
+        """Returns the recompute choices that treat the first blocks of a stage differently: one for each number of
+        first blocks and each pair of `recompute_ladder`."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._varies_recompute_layers else 0
         return tuple(
             rung._replace(layers=count, fewer=True)
@@ -286,10 +292,10 @@ class PlanChoices:
         )
 
     def offload_choices(self) -> list[tuple[Offload, ...]]:
-        """Returns the offload choices, beginning with no offload."""
+        """Returns the offload choices. The first is no offload, unless offload is pinned."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
-        # A pinned fraction implies an offload.
+        # A pinned fraction below 100 % requires an offload of the data to which the fraction applies.
         in_part = [waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100]
         ways = {
             what: (self.offloading or in_part)
@@ -305,6 +311,7 @@ class PlanChoices:
 
 
 def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
-    """Returns the pairs of recompute kinds that the blocks of a stage may mix: each kind with the next lighter kind."""
+    """Returns the pairs of recompute kinds that the blocks of one stage may have. A pair is a kind of `kinds`, and the
+    next kind with less recompute as `rest`."""
     steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
     return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))

@@ -1,10 +1,13 @@
-"""Explains the chosen plan in a few sentences: its time, its memory, and how much slower the best plans of other
+"""Explains the result of a search for the commands `plan` and `train`.
+
+`explain` describes the chosen plan in a few sentences: step time, memory, and how much slower the best plans of other
 families are.
 
-`why_not` explains why a plan was not chosen: it breaks rules, lacks memory, or takes longer.
+`why_not` states why another plan was not chosen: it breaks rules, needs too much memory, or takes longer. If it takes
+longer, the additional time is shown by kind. These are the differences of the fields of `TimeBreakdown` between the two
+plans, and their sum is the difference of the step times.
 
-The additional time is divided by kind: the differences of the fields of `TimeBreakdown` between the two plans, which
-add up to the difference of the step times. `pin_conflict` names the pins that contradict each other, with the reason.
+`pin_conflict` names pins that contradict each other, with the reason.
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ MAX_FAMILIES_NAMED = 3
 """The maximum number of families in one sentence."""
 
 MIN_TIME_FRACTION_NAMED = 0.005
-"""Kinds of time below this fraction of the step are not mentioned."""
+"""Kinds of time and differences below this fraction of the step are not mentioned."""
 
 
 def explain(job: Job, answer: SearchResult) -> list[Message]:
-    """Returns the sentences that follow the ranked plans."""
+    """Returns the sentences that `meshwright plan` prints after the ranked plans. `answer` is the result of the
+    search."""
     said = [_chosen_message(answer), *_passed_over_messages(job, answer), _breakdown_message(answer)]
     others = [family for family in answer.families if family.plan != answer.chosen.plan]
     slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
@@ -68,7 +72,8 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def family_name(words: str) -> Message:
-    """Returns the name of a family such as 'tensor + ZeRO-1', with each part translated."""
+    """Returns the name of a plan family, such as 'tensor + ZeRO-1', in the user's language. Each part is translated
+    separately."""
     first, _, rest = words.partition(" + ")
     return (
         Message("{first} + {rest}", first=term("family", first), rest=family_name(rest))
@@ -89,7 +94,8 @@ def _chosen_message(answer: SearchResult) -> Message:
 
 
 def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
-    """If the chosen plan was preferred over a faster plan because of risk, returns a sentence about the faster plan."""
+    """Returns a sentence about the fastest plan that fits if the chosen plan ranks before it because of the risk
+    margin. Otherwise the list is empty."""
     chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
@@ -137,8 +143,8 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
-    """Returns a sentence with the step time by kind, and the memory of the rank with the highest peak by kind, as
-    fractions."""
+    """Returns a text with the fractions of the step time by kind, and the memory of the peak rank with its largest
+    kind."""
     priced = answer.chosen.estimate
     items = {
         item: seconds
@@ -180,7 +186,7 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 
 
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
-    """Returns a text for each kind of time that takes longer."""
+    """Returns a text such as 'data +1.2 ms' for each difference in `lost`."""
     return tuple(
         Message("{item} +{seconds:seconds}", item=term("time", delta.name), seconds=delta.seconds) for delta in lost
     )
@@ -195,12 +201,12 @@ def _remaining_families(found: Sequence[object]) -> tuple[Message, ...]:
 
 
 MAX_CONFLICTING_PINS = 3
-"""Maximum number of pins that are reported together."""
+"""Maximum number of pins in a reported conflict."""
 
 
 def pin_conflict(job: Job) -> str:
-    """Returns one line with the smallest set of pins that together leave no plan for any model, or '' if there is
-    none."""
+    """Returns one line about the smallest set of pins with which no plan remains, or '' if there is no such set of at
+    most MAX_CONFLICTING_PINS pins."""
     for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
         for names in combinations(job.pins, count):
             pins = {name: job.pins[name] for name in names}
@@ -221,8 +227,8 @@ def pin_conflict(job: Job) -> str:
 
 
 def leaves_no_plans(job: Job) -> bool:
-    """Returns whether the pins leave no plan to consider. It returns False if a pin is valid only with another pin,
-    such as a number of blocks without a recompute kind."""
+    """Returns whether the plan space of `job` is empty. Returns False if the pins are rejected, because a pin may be
+    valid only together with another pin (a number of recomputed blocks needs a recompute kind)."""
     try:
         space = PlanSpace(job)
     except InputError:
@@ -231,7 +237,7 @@ def leaves_no_plans(job: Job) -> bool:
 
 
 def pin_violation(pins: dict[str, Any]) -> str:
-    """Returns the rule that a plan with only these pins breaks, or ''."""
+    """Returns the rule that a plan breaks if it has `pins` and default values in all other fields, or ''."""
     given = {("dp_replicate" if name == "dp" else name): value for name, value in pins.items()}
     try:
         Plan().but(**given)
@@ -255,8 +261,12 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """The outcome of the comparison with the chosen plan. `faster` occurs if the search does not try the plan or has
-    another objective."""
+    """The outcome of the comparison of a plan with the chosen plan.
+
+    `tight` and `unmeasured` mark a faster plan that ranks lower because its memory is tight or its host link is not
+    profiled. `faster` occurs if the search did not include the plan or had another objective. `unfit`: the plan needs
+    too much memory. `illegal`: the plan breaks a rule.
+    """
 
     chosen = "chosen"
     slower = "slower"
@@ -268,16 +278,15 @@ class ComparisonOutcome(StrEnum):
 
 
 class TimeDelta(StrictModel):
-    """The additional seconds of a plan for one kind of time, compared with the chosen plan. The value is negative if
-    the plan takes less."""
+    """The seconds of one kind of time under a plan minus the seconds under the chosen plan."""
 
     name: str
     seconds: float
 
 
 class PlanComparison(StrictModel):
-    """A plan compared with the chosen plan. `faults` are the rules that the plan breaks, or that all requested plans
-    break; then there is no estimate."""
+    """The comparison of a plan, or of the best plan with some pins, with the chosen plan. `faults` are the rules that
+    the plan, or all plans with these pins, break. If there are faults, `estimate` is None."""
 
     name: str
     outcome: ComparisonOutcome
@@ -288,13 +297,13 @@ class PlanComparison(StrictModel):
 
     @property
     def gap(self) -> float:
-        """Returns the additional seconds of a step, compared with the chosen plan."""
+        """Returns the seconds of a step under the plan minus the seconds under the chosen plan."""
         return math.fsum(term.seconds for term in self.terms)
 
 
 def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
-    """Returns the additional time of `other` by kind, the largest difference first. Kinds without a difference are
-    omitted."""
+    """Returns the differences in time between `other` and `chosen` by kind. The largest absolute difference is first;
+    kinds without a difference are omitted."""
     found = [
         TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS
     ]
@@ -302,7 +311,8 @@ def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
 
 
 def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
-    """Compares an estimated plan with the chosen plan."""
+    """Compares a plan, whose estimate is `priced`, with the chosen plan. `name` is the name of the plan in the
+    result."""
     outcome = (
         ComparisonOutcome.chosen
         if plan == chosen.plan
@@ -322,7 +332,8 @@ def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, pri
 
 
 def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
-    """Compares the best or nearest plan of every other family with the chosen plan."""
+    """Compares one plan of every other family with the chosen plan: the best plan that fits, or else the plan nearest
+    to fitting."""
     return tuple(
         compare_with_chosen(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
         for family in answer.families
@@ -333,8 +344,8 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
 def why_not(
     job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
 ) -> PlanComparison:
-    """Compares `wanted` with the chosen plan of `job`. `wanted` is a plan, or pins that allow several plans. If it
-    allows several plans, the best of them is compared, or the plan nearest to fitting if none fits."""
+    """Compares `wanted` with the chosen plan of `job`. If `wanted` is pins, the best plan with these pins is compared,
+    or the plan nearest to fitting if none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in plan_violations(job, wanted))
         if broken:
@@ -356,8 +367,8 @@ def why_not(
 
 
 def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
-    """Returns the reasons why a space has no legal plan: pins that contradict each other, or the rules that plans
-    break."""
+    """Returns the reasons why the searched space has no legal plan: the pins that contradict each other, or each rule
+    with the number of plans that break it."""
     said = pin_conflict(found.space.job)
     return (
         (said,)

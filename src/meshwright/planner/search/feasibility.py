@@ -1,7 +1,7 @@
-"""Filters out plans that are not feasible, before any cost is computed.
+"""Finds choices with which no plan is legal, before any cost is computed. The plan space (space.py) uses it.
 
 `check_pins` rejects pins that are not fields of a plan, or that contradict each other. The other functions find
-layouts, schedules and offload choices for which every plan breaks a rule of `spec.constraints`.
+layouts, schedules and offload choices with which every plan breaks a rule of `spec.constraints`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from meshwright.spec.violation import Violation
 from meshwright.spec.workload_constraints import UpdateProperties, diloco_violations, update_violations
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
-"""Pins that may contradict each other, whatever the rest of the plan is."""
+"""Pins of recompute and offload, which can contradict each other for every plan."""
 OFFLOAD_FRACTION_PINS = {"offload_share": offloads_states, "weights_share": offloads_weights}
-"""Pins of offload fractions, each with a function that returns whether an offload choice includes the data of the
-fraction."""
+"""Pins of offload fractions. Each comes with a function that returns whether an offload choice includes the data to
+which the fraction applies."""
 
 
 def check_pins(job: Job) -> None:
@@ -71,7 +71,7 @@ def check_pins(job: Job) -> None:
         )
     if "offload" in pins:
         _check_offload_fractions(pins, pins["offload"])
-        # This raises an error for invalid lists, such as an offload that occurs twice, or gradients without the
+        # The validation of Plan rejects invalid lists, such as an offload that occurs twice, or gradients without
         # optimizer.
         validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     _check_memory_policy_pins(pins)
@@ -81,7 +81,7 @@ def check_pins(job: Job) -> None:
 
 
 def _check_memory_policy_pins(pins: Mapping[str, Any]) -> None:
-    """Raises InputError if the pins of the recompute and offload policy contradict each other."""
+    """Raises InputError if pins of recompute and offload contradict each other."""
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
             Message(
@@ -104,7 +104,8 @@ def _check_memory_policy_pins(pins: Mapping[str, Any]) -> None:
 
 
 def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
-    """Raises InputError if the pinned degrees do not divide the number of devices."""
+    """Raises InputError if the product of the pinned degrees does not divide `devices`, or if all degrees are pinned
+    and the product is not `devices`."""
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
     factors = [
         (name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")
@@ -134,8 +135,8 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
 
 
 def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
-    """Raises InputError for an offload fraction if the pinned offload choice does not include the data of the
-    fraction."""
+    """Raises InputError if an offload fraction is pinned and the pinned `offload` does not include the data to which
+    the fraction applies."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
             Message(
@@ -157,8 +158,9 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
 
 
 class FeasibleSchedules(NamedTuple):
-    """The schedules of one pipeline degree: the schedules that the optimizer update of the job allows and the others,
-    each with the number of partial recompute choices."""
+    """The schedules of one pipeline degree. `legal` are the schedules that the job allows, `illegal` the schedules that
+    it does not allow. `parts` and `illegal_parts` are the total numbers of partial recompute choices of these
+    schedules."""
 
     legal: list[ScheduleChoice]
     illegal: list[ScheduleChoice]
@@ -167,7 +169,8 @@ class FeasibleSchedules(NamedTuple):
 
 
 class UpdateFeasibility:
-    """Checks which choices the optimizer update of a job and the pinned numbers of blocks allow."""
+    """Checks choices against the rules of the job's optimizer update and DiLoCo settings, and against the pinned
+    numbers of recomputed and offloaded blocks."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)
@@ -182,7 +185,8 @@ class UpdateFeasibility:
         self.update, self.local = UpdateProperties.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
     def violation(self, plan: Plan) -> Violation | None:
-        """Returns the reason why the job does not allow `plan`, or None."""
+        """Returns the first rule of the optimizer update, of DiLoCo or of the numbers of blocks that `plan` breaks, or
+        None."""
         return next(
             chain(
                 update_violations(plan, self.update),
@@ -193,19 +197,21 @@ class UpdateFeasibility:
         )
 
     def offload_violation(self, way: tuple[Offload, ...]) -> Violation | None:
-        """Returns the reason why no plan may have the offload choice `way`, or None if plans may have it."""
+        """Returns the rule that every plan with the offload choice `way` breaks, or None if some plan may have this
+        choice."""
         replicas = self.local.replicas if self.local is not None else 1
         return (
             self.violation(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
         )
 
     def excludes_zero(self, shards: ZeroChoice, cp: int) -> bool:
-        """Returns whether no plan with this ZeRO choice is allowed."""
+        """Returns whether every plan with the ZeRO choice `shards` and context-parallel degree `cp` is illegal."""
         return self.local is not None and cp > 1 and not shards.zero
 
     def schedule_violation(self, pp: int, order: ScheduleChoice) -> Violation | None:
-        """Returns the reason why no plan with this schedule is allowed, or None if plans with it are allowed."""
-        # Only the rules for float8 products and for numbers of blocks depend on the schedule.
+        """Returns the rule that every plan with the schedule `order` breaks, or None if some plan may have this
+        schedule."""
+        # Only the rules for 8-bit products and for pinned numbers of blocks depend on the schedule.
         if not self.update.recipe.products and max(self.counted, self.sent) <= max(order.stage_layers):
             return None
         plan = Plan(
@@ -230,17 +236,19 @@ def count_plans(
     orders: int,
     axes: int = 1,
 ) -> int:
-    """Returns the number of plans with one micro-batch choice and the given ZeRO and offload choices.
+    """Returns the number of plans with the ZeRO choices `shards` and the offload choices `ways`, for one choice of each
+    other field.
 
     Each of the `orders` schedules has `whole` uniform recompute choices. All schedules together have `parts` partial
-    recompute choices. The first offload choice is combined with all `axes` orders of axes.
+    recompute choices. There are `axes` orders of axes. Orders other than the default are combined only with uniform
+    recompute and the first offload choice.
     """
     counts = [sum(shard.allows(way) for shard in shards) for way in ways]
     return (whole * orders + parts) * sum(counts) + whole * orders * (axes - 1) * sum(counts[:1])
 
 
 def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violation | None:
-    """Returns the first rule that all plans with the layout of `plan` break, or None."""
+    """Returns the first rule that all plans with the degrees and choices of `plan` break, or None."""
     model = job.model
     rules = (
         tensor_parallel_violations(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),
@@ -255,5 +263,5 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
 
 
 def sequence_cut_violation(job: Job, plan: Plan) -> Violation | None:
-    """Returns the reason why the sequence cannot be split as in `plan`, or None."""
+    """Returns the rule by which the sequence cannot be divided as in `plan`, or None."""
     return next(sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence), None)

@@ -1,8 +1,9 @@
 """Finds the largest model that fits on a number of devices under each strategy, and the smallest cluster for a model.
+`meshwright fit` prints both.
 
-Only memory matters here, so only plans with low memory are considered: one sequence per micro-batch and device, and
-full recompute. A model counts as fitting only with a margin. Models are those of `planner.inputs.models`. Memory
-grows with the model size, so bisection finds the largest size to 1 %.
+Only memory matters here, so only plans with low memory are searched: one sequence per micro-batch and device, and full
+recompute. A plan that fits without a safety margin (a tight plan) does not count. `planner.inputs.models` creates a
+model for each number of parameters. Memory grows with this number, so bisection finds the largest model within 1 %.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     ANY_PLAN: {"schedule": "1f1b"},
 }
 LOWEST_MEMORY_PINS: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
-"""The pins of every strategy: the choices with the lowest memory, without offload. Only plans that this version runs
-are searched."""
+"""The pins of every strategy: the choices with the lowest memory, without offload."""
 SIZE_TOLERANCE = 1.01
 MAX_NODES = 4096
 
 
 class LargestModel(StrictModel):
-    """The largest model of a strategy on a number of devices, and the plan with which it fits."""
+    """The largest model that fits on `devices` devices under a strategy, and the plan with which it fits."""
 
     strategy: str
     devices: int
@@ -50,7 +50,8 @@ class LargestModel(StrictModel):
 
 
 class SmallestCluster(StrictModel):
-    """The fewest devices on which a model fits under a strategy. `devices` is 0 if no number of devices is enough."""
+    """The fewest devices on which a model fits under a strategy. `devices` is 0 if the model fits on no tested number
+    of devices."""
 
     strategy: str
     devices: int
@@ -80,8 +81,8 @@ def sub_cluster(cluster: Cluster, devices: int) -> Cluster:
 
 
 def device_counts(cluster: Cluster) -> list[int]:
-    """Returns the numbers of devices of a chart: powers of two inside a node, then 1, 2, 4, ... whole nodes, and all
-    devices."""
+    """Returns the numbers of devices for a chart in ascending order: 1, 2, 4, ... devices of one node, then the devices
+    of 1, 2, 4, ... nodes, and all devices."""
     group = cluster.groups[0]
     inside = [1 << power for power in range(group.devices.bit_length()) if 1 << power < group.devices]
     nodes = [1 << power for power in range(group.nodes.bit_length()) if 1 << power < group.nodes]
@@ -89,13 +90,14 @@ def device_counts(cluster: Cluster) -> list[int]:
 
 
 def strategy_job(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> Job:
-    """Returns a job with one sequence per device, under the pins of the strategy."""
+    """Returns the job of a strategy: the batch is one sequence per device, and the pins are those of the strategy."""
     pins = {**LOWEST_MEMORY_PINS, **STRATEGIES[strategy]}
     return Job(model=model, cluster=cluster, workload=workload.but(batch=cluster.devices), pins=pins)
 
 
 def fit_with_margin(job: Job) -> LargestModel | None:
-    """Returns the plan of `job` that fits with a margin, or None."""
+    """Returns the best plan of `job` with the model's size, or None if no plan fits with a safety margin. The field
+    `strategy` of the result is empty."""
     try:
         found = find_best_plan(job, runnable=True)
     except InputError:
@@ -112,7 +114,8 @@ def fit_with_margin(job: Job) -> LargestModel | None:
 
 
 def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
-    """Returns the minimum bytes of a rank per parameter of the model. Source: Rajbhandari et al., ZeRO, section 3.1."""
+    """Returns the minimum bytes of states on a rank, divided by the parameters of the model: weights, gradients and
+    optimizer. Source: Rajbhandari et al., ZeRO, section 3.1."""
     precision = workload.recipe
     states = precision.master + workload.optimizer.states * workload.optimizer.state_bytes(precision.state_size)
     shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(
@@ -124,8 +127,8 @@ def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> floa
 def largest_model(
     strategy: str, cluster: Cluster, workload: Workload, known: SizesByName, least: float = MIN_PARAMETERS
 ) -> LargestModel | None:
-    """Returns the largest model that fits, by bisection of the number of parameters from `least` up. Returns None if
-    even the smallest model does not fit."""
+    """Returns the largest model that fits on `cluster`, by bisection of the number of parameters. Returns None if a
+    model with `least` parameters does not fit. `known` is the models that are scaled to other sizes."""
 
     def at(parameters: float) -> LargestModel | None:
         return fit_with_margin(
@@ -145,8 +148,8 @@ def largest_model(
 
 
 def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
-    """Yields the largest model for every strategy and number of devices for which some model fits. The last strategy
-    includes all plans, so it fits at least the models of the other strategies."""
+    """Yields the largest model for every strategy and number of devices. Pairs for which no model fits are omitted. The
+    last strategy includes all plans, so its search starts from the largest model of the other strategies."""
     known = scalable_sizes()
     largest: dict[int, float] = {}
     for strategy in STRATEGIES:
@@ -160,8 +163,9 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
 
 
 def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> SmallestCluster:
-    """Returns the fewest devices of this type of node. It tries the numbers of `device_counts` in ascending order, then
-    searches the smallest number of whole nodes."""
+    """Returns the fewest devices, on nodes of the first type in `cluster`, on which the model fits. The numbers of
+    `device_counts` are tested in ascending order. If the first number that fits spans several nodes, bisection then
+    finds the smallest number of nodes."""
     each = cluster.groups[0].devices
     wide = cluster.but(groups=(cluster.groups[0].but(nodes=MAX_NODES),))
     floor = model.parameters * bytes_per_parameter(strategy, workload, MAX_NODES * each)

@@ -1,16 +1,18 @@
-"""Searches plans over heterogeneous groups of nodes, and plans that do not use all groups.
+"""Searches plans over heterogeneous groups of nodes, including plans that do not use all groups. ranking.py and
+infeasible.py add the results to those of the search over identical ranks.
 
-For every choice of groups the space contains:
+The searched plans are, for every set of groups:
 
-- One group: all plans of its devices.
-- Several groups: 1f1b pipelines with each pipeline rank on one group. Groups are ordered by memory (the first ranks
-  have the most micro-batches in flight), by speed, or as in the cluster. The number of devices of a pipeline rank
-  divides that of every group. Tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO vary as usual. If
-  there are few ways to split the blocks, all of them are tried. Otherwise blocks are split evenly, or by speed: each
-  block goes to the rank that would end first with it.
-- Data parallelism with uneven batches (uneven_batches.py).
+- With one group: all 1f1b plans for the devices of the group.
+- With several groups: 1f1b pipelines with each pipeline rank on one group. Groups are ordered by memory (the first
+  ranks have the most micro-batches in flight), by speed, or as in the cluster. All pipeline ranks have equally many
+  devices, so this number divides the number of devices of every group. Tensor ranks, micro-batch, sequence parallelism,
+  recompute and ZeRO vary as usual. If there are at most MAX_EXHAUSTIVE_SPLITS ways to split the blocks into stages, all
+  of them are searched. Otherwise blocks are split evenly, or by speed: each block goes to the rank that would finish it
+  first.
 
-A choice of groups that would be slower than the best plan even at its peak rate is skipped.
+In addition there are data-parallel plans with uneven batches over all groups (uneven_batches.py). A set of groups is
+skipped if it would be slower than the best plan even at its peak FLOP/s.
 """
 
 from __future__ import annotations
@@ -46,21 +48,22 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_EXHAUSTIVE_SPLITS = 100
-"""If there are at most this many ways to split the blocks, all are tried."""
+"""If there are at most this many ways to split the blocks into stages, all of them are searched."""
 
 ScoredPlan = tuple[float, Plan]
 
 
 def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[ScoredPlan]:
-    """Returns the best plans that place ranks on groups or distribute micro-batches unevenly, with their scores. With
-    `runnable`, it returns only plans that this version runs."""
+    """Returns the `top` best plans that place pipeline ranks on groups or distribute micro-batches unevenly, as pairs
+    (score, plan). `runnable` restricts them to plans that this version runs. The result is empty if the job has pins or
+    all devices are equal."""
     groups, precision = job.cluster.groups, job.workload.recipe.rate
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
     found: list[ScoredPlan] = [
         pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable
     ]
-    fewest = len(groups) if runnable else 1  # a plan that runs must use all started ranks
+    fewest = len(groups) if runnable else 1  # the runtime needs a plan that uses all ranks
     choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
     rates = {
         chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen)
@@ -79,7 +82,8 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
 
 
 def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
-    """Yields the best plans on one group, with their scores."""
+    """Yields the `top` best plans on one group, as pairs (score, plan). Plans that take more than `ceiling` seconds are
+    omitted."""
     only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": DEFAULT_SCHEDULE})
     try:
         best = search_top_plans(only, top, ceiling=ceiling).ranking.best
@@ -90,7 +94,7 @@ def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterat
 
 
 def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
-    """Returns the best plan of every layout of a pipeline over `groups`."""
+    """Returns the best plan of each placement of a pipeline on `groups`, for each tensor-parallel degree."""
     kinds = [job.cluster.groups[group] for group in groups]
     sizes = {group: kind.nodes * kind.devices for group, kind in zip(groups, kinds, strict=True)}
     precision, world = job.workload.recipe.rate, sum(sizes.values())
@@ -114,7 +118,8 @@ def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
 def best_of_placement(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int
 ) -> Iterator[ScoredPlan]:
-    """Yields the best plan of one placement, if there is one."""
+    """Yields the best plan of one placement and the degrees `tp` and `dp`, or nothing if no plan fits. `on` has the
+    cost model of each group."""
     batch, pp = job.workload.batch, len(placement)
     sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
     if not sizes or any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
@@ -146,8 +151,8 @@ def best_of_placement(
 def stage_splits(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yields ways to split the blocks: all ways if there are few; otherwise an even split, and a split by speed for
-    each micro-batch size."""
+    """Yields the numbers of blocks of the stages. All splits are yielded if there are at most MAX_EXHAUSTIVE_SPLITS;
+    otherwise an even split, and a split by speed for each micro-batch size in `sizes`."""
     blocks, pp = job.model.blocks, len(placement)
     if comb(blocks - 1, pp - 1) <= MAX_EXHAUSTIVE_SPLITS:
         for cuts in combinations(range(1, blocks), pp - 1):

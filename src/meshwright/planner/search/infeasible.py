@@ -1,9 +1,9 @@
-"""Diagnoses why no plan fits: the plan that is nearest to fitting, its largest kind of memory, and the smallest changes
-with which a plan fits.
+"""Diagnoses why no plan of a job fits. The error for the user names the plan that is nearest to fitting, and the
+largest kind of memory of this plan. It also names small changes of the job with which a plan fits.
 
-A change is tried by searching the changed job: without a pin, with a chunked loss, a local disk, more nodes, or a
-shorter sequence. More recompute, a higher ZeRO stage and a smaller micro-batch are not tried, because the search
-includes them if they are not pinned.
+Each change is tested by a search of the changed job: without a pin, with a chunked loss, a local disk, more nodes, or a
+shorter sequence. More recompute, a higher ZeRO stage and a smaller micro-batch are not tested, because the search
+already includes them unless they are pinned.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_NODE_COUNTS_TRIED = 6
-"""The maximum number of node counts that are tried. The first is the smallest count that could store the states."""
+"""The maximum number of node counts that are tested. The first tested count is the smallest multiple of the cluster
+whose device memory could store the states."""
 SEQUENCE_DIVISORS = (2, 4, 8, 16)
 LOSS_CHUNKS_TRIED = 8
-"""The number of loss chunks that is tried."""
+"""The number of loss chunks that is tested."""
 MAX_MEMORY_INCREASE = 4.0
-"""Devices with more than this many times the memory are suggested only if nothing else helps."""
+"""Devices with more than this many times the memory are suggested only if no other change makes a plan fit."""
 DISK_BYTES_PER_SECOND = 2e9
-"""The bandwidth in bytes/s of the disk that is tried if the cluster has none: that of a common NVMe disk."""
+"""The bandwidth of a common NVMe disk in bytes/s. A disk with this bandwidth is tested if the cluster has no disk."""
 MIB, GIB = 2.0**20, 2.0**30
 LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
-"""The choices with the lowest memory for any plan: the fewest sequences, saved activations and micro-batches in
+"""The choices with which a plan has the lowest memory: the fewest sequences, saved activations and micro-batches in
 flight."""
 
 
 class NoPlanFits(NothingFits):
-    """No legal plan fits. The message names the nearest plan and changes with which a plan would fit."""
+    """The error if no legal plan fits. The message names the plan nearest to fitting, and changes with which a plan
+    would fit."""
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
-    """Returns the error to raise: InputError if no plan is legal, otherwise NothingFits."""
+    """Returns the error to raise after a search without a result: InputError if no plan is legal, otherwise
+    NothingFits."""
     candidate = lowest_memory_candidate(found)
-    if candidate is None and found.fastest is not None:  # legal plans exist, but hosts lack memory for their offload
+    if candidate is None and found.fastest is not None:  # legal plans exist, but offload needs more host memory
         notes = estimate_grid(found.pricer, found.fastest.grid).notes
         return NothingFits(
             Message(
@@ -88,12 +91,14 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
 
 
 def lowest_memory_candidate(found: PlanSearch) -> PlanCandidate | None:
-    """Returns the legal plan with the lowest memory."""
+    """Returns the legal plan with the lowest device memory, or None if there is no legal plan whose offloaded data
+    fits."""
     return found.lowest_memory
 
 
 def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) -> Iterator[Message]:
-    """Yields the smallest change of each kind with which a plan fits."""
+    """Yields messages: for each kind of change, the smallest change with which a plan fits, and the plan. `candidate`
+    is the plan nearest to fitting. Suggests a larger memory budget or devices with more memory last."""
     found = 0
     for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
         for msgid, values, changed in kind(job):
@@ -124,8 +129,8 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
 
 
 def device_with_memory(memory: float, link: str) -> str:
-    """Returns the device of the catalog with the least sufficient memory and a link of the same vendor, or '' if there
-    is none."""
+    """Returns the catalog name of the smallest device with at least `memory` bytes, or '' if there is none. Only
+    devices with links of the family of `link` (such as NVLink) are considered."""
     make = link.rstrip("0123456789")
     rows = {
         name: row
@@ -137,7 +142,7 @@ def device_with_memory(memory: float, link: str) -> str:
 
 
 class FastestPlan(NamedTuple):
-    """A plan, the seconds of its step, and whether its memory is tight."""
+    """A plan, the seconds of a step under this plan, and whether its memory is tight."""
 
     plan: Plan
     seconds: float
@@ -145,8 +150,9 @@ class FastestPlan(NamedTuple):
 
 
 def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
-    """Returns the best plan that fits, or None. Includes plans over heterogeneous groups. If the plan `known` fits,
-    only faster plans are searched.
+    """Returns the best plan of `job` that fits, or None. The search includes plans over heterogeneous groups.
+    `runnable` restricts it to plans that this version runs. If the plan `known` fits, plans that are slower than
+    `known` are not searched.
     """
     try:
         even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
@@ -159,8 +165,8 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
 
 
 def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
-    """Returns the best plan with identical ranks. If even the plans with the lowest memory do not fit, other plans are
-    not searched."""
+    """Returns the best plan with identical ranks that fits, or None. If no plan fits under the choices with the lowest
+    memory, other plans are not searched."""
     try:
         priced = estimate(job, known) if known is not None else None
     except InputError:  # the known plan has micro-batch counts or an action table for another batch size
@@ -174,7 +180,7 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 
 
 def with_lowest_memory_pins(job: Job) -> Job:
-    """Returns the job with only the plans of lowest memory. If none of these fits, no other plan fits."""
+    """Returns the job restricted to the plans with the lowest memory. If none of them fits, no plan of `job` fits."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
     return job.but(
         pins={
@@ -185,11 +191,11 @@ def with_lowest_memory_pins(job: Job) -> Job:
 
 
 JobChange = tuple[str, dict[str, object], Job]
-"""A change: a message that describes it, its values by field, and the changed job."""
+"""A change of a job: a message that describes the change, the values in this message by name, and the changed job."""
 
 
 def without_pins(job: Job) -> Iterator[JobChange]:
-    """Yields the job without each single pin, then without all pins."""
+    """Yields, for each pin, the job without this pin. If there are several pins, the last job has no pins."""
     for name, value in job.pins.items():
         pins = {other: other_value for other, other_value in job.pins.items() if other != name}
         yield (
@@ -202,8 +208,8 @@ def without_pins(job: Job) -> Iterator[JobChange]:
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """Yields the job with a chunked loss, so that the full logits never exist. The search itself does not try a chunked
-    loss, because it gains almost nothing if another plan fits (docs/log/planner.md)."""
+    """Yields the job with a chunked loss, so that the full logits never exist. A normal search does not include chunked
+    losses, because they gain almost nothing if another plan fits (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield (
             mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:seconds} a step)"),
@@ -232,13 +238,13 @@ def with_disks(job: Job) -> Iterator[JobChange]:
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
-    """Yields jobs with more nodes of the same types. Pins of the number of replicas are dropped, because it grows with
-    the devices."""
+    """Yields the job on clusters with several times as many nodes of each type. Pins of dp, dp_replicate and dp_shard
+    are dropped, because the number of replicas grows with the number of devices."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
     for times in islice((times for times in node_multiples() if times >= least), MAX_NODE_COUNTS_TRIED):
-        if times * job.cluster.devices > MAX_CLUSTER_NODES:  # larger clusters do not exist
+        if times * job.cluster.devices > MAX_CLUSTER_NODES:  # a larger cluster is not a valid spec
             return
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)

@@ -1,18 +1,21 @@
-"""Searches the number of recomputed blocks per stage for plans that need recompute to fit with a margin.
+"""Searches the number of recomputed blocks per stage. branch_and_bound.py uses it for plans that do not fit with the
+safety margin without recompute.
 
-The results for each plan are the smallest number of blocks with which it fits, and the smallest with which it fits with
-a margin. There are two rungs (pairs of recompute kinds). In the first, some blocks use selective recompute and the
-others none. In the second, some blocks use full recompute and the others selective recompute.
+For each plan there are two results: the smallest number of recomputed blocks with which the plan fits, and the smallest
+number with which it fits with the safety margin. The first blocks of a stage have one recompute kind, and the other
+blocks have a kind with less recompute. Such a pair of kinds is called a rung: selective recompute and none, or full and
+selective recompute.
 
-More recompute takes longer. So the search for a plan ends at the first number of blocks that fits with a margin or is
-too slow. If activations are offloaded, this is different: recomputed activations need no transfer, so a medium number
-of blocks can be the fastest. Then all numbers are tried. The search first increases the number of blocks in
-RECOMPUTE_PARTS_PER_STAGE parts of a stage. Then it tries single numbers between two parts if they can still give the
-best plan. So the result is exact to one block.
+More recomputed blocks take longer. So the search for a plan ends at the first number of blocks with which the plan fits
+with the safety margin or is too slow. Offload of activations changes this: recomputed activations need no transfer, so
+a medium number of blocks can be fastest, and the whole range is searched. In both cases, the search first computes
+multiples of one part (a RECOMPUTE_PARTS_PER_STAGE-th of a stage). Then it computes the numbers between two parts, if
+they can still give the best plan. So the result is exact to one block.
 
-[Note: valley] If activations are offloaded, the seconds are assumed to be a convex function of the number of blocks.
-The work grows linearly, and the exposed time is the maximum of two linear functions. So the line through the values at
-two parts is a lower bound outside the interval between them. Parts whose bound exceeds the best plan are skipped.
+[Note: valley] If activations are offloaded, the step time is assumed to be a convex function of the number of blocks.
+The computation grows linearly, and the exposed time is the maximum of two linear functions. So the line through the
+values at two parts is a lower bound outside the interval between these parts. Parts whose bound exceeds the best plan
+are skipped.
 """
 
 from __future__ import annotations
@@ -29,23 +32,25 @@ from meshwright.planner.search.best_plans import PricedGrid
 from meshwright.spec.enums import offloads_activations
 
 SMALL_GRID_PLANS = 4096
-"""Up to this number of plans, computing the cost of a whole grid is as fast as computing a part of it."""
+"""For grids with at most this number of plans, the cost of the whole grid takes as long to compute as the cost of a
+part."""
 
 VALLEY_PROBE_ORDER = (
     (RECOMPUTE_PARTS_PER_STAGE // 2,),
     (RECOMPUTE_PARTS_PER_STAGE // 4, 3 * RECOMPUTE_PARTS_PER_STAGE // 4),
     tuple(range(1, RECOMPUTE_PARTS_PER_STAGE, 2)),
 )
-"""The parts in the order in which they are tried with offload ([Note: valley])."""
+"""The parts in the order in which they are computed with offload of activations ([Note: valley])."""
 
 PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
-"""The values of a plan that cannot be the best, in the order of the fields of `PricedGrid`."""
+"""The cost of a plan that was not computed, because it cannot be the best, in the order of the fields of
+`PricedGrid`."""
 
 
 class RecomputeInterval(NamedTuple):
-    """The numbers of blocks between part `until` and the part before. `open` marks the plans that may need fewer blocks
-    than `until`, along the axes `obsczf` of GRID_AXES with length 1 along c. `least` is a lower bound of the seconds
-    of these plans."""
+    """The numbers of blocks between part `until` - 1 and part `until`. `open` marks the plans for which these numbers
+    may be best, along the axes `obsczf` of GRID_AXES with length 1 along c. `least` is a lower bound of the seconds of
+    these plans."""
 
     until: int
     open: Array
@@ -53,11 +58,11 @@ class RecomputeInterval(NamedTuple):
 
 
 class PartialRecompute:
-    """Searches the plans of `box` in which some blocks have recompute `rung.kind` and the others `rung.rest`. `price`
-    computes the cost of a grid. A plan with a score above `record` is not the best.
+    """Searches the plans of `box` in which the first blocks of a stage have recompute `rung.kind` and the other blocks
+    `rung.rest`. `price` computes the cost of a grid. A plan with a score above `record` cannot be the best.
 
-    `fastest_seconds` is the minimum seconds of each plan along the axes `obsczf` of GRID_AXES (length 1 along c),
-    whether it fits or not.
+    `fastest_seconds` is the minimum seconds of each plan over the computed numbers of blocks, along the axes `obsczf`
+    of GRID_AXES with length 1 along c. Plans that do not fit are included.
     """
 
     def __init__(
@@ -70,9 +75,9 @@ class PartialRecompute:
         self.fastest_seconds = np.empty(0)
 
     def explore(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
-        """Yields the best numbers of blocks of each plan that `mask` marks, along the axes `obsczf` of GRID_AXES with
-        length 1 along c. `none` is the cost if all blocks have recompute `rung.rest`, `whole` the cost if all have
-        `rung.kind`."""
+        """Yields grids with their costs, which contain the best number of blocks of each plan that `mask` marks. All
+        other scores are infinite. `mask` is along the axes `obsczf` of GRID_AXES with length 1 along c. `none` is the
+        cost if all blocks have recompute `rung.rest`, `whole` the cost if all blocks have `rung.kind`."""
         mask, self.fastest_seconds = mask.copy(), np.minimum(none.seconds, whole.seconds)
         for span in [
             *(
@@ -89,8 +94,8 @@ class PartialRecompute:
             yield part, each._replace(score=np.where(each.score <= best[at], each.score, np.inf))
 
     def _parts(self, mask: Array, before: Array) -> Iterator[RecomputeInterval]:
-        """Computes the cost of one part after another, until a part is enough for the plan to fit. If the parts have
-        few plans, several are computed together. Yields the intervals between parts."""
+        """Computes the cost of one part after another, until each plan fits with the safety margin or is too slow. If
+        the parts have few plans, several parts are computed together. Yields the intervals between parts."""
         parts = self.coarse
         while parts and mask.any():
             part, at = crop_grid(self.box, mask)
@@ -110,7 +115,8 @@ class PartialRecompute:
         yield RecomputeInterval(RECOMPUTE_PARTS_PER_STAGE, mask, before)
 
     def _valley(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[RecomputeInterval]:
-        """Computes the cost of the middle part, then of the parts that [Note: valley] does not exclude."""
+        """Computes the cost of the middle part, then of all parts that [Note: valley] does not exclude. Yields the
+        intervals between parts."""
         found = {
             part: each._replace(taken=np.full_like(each.taken, np.inf))
             for part, each in {0: none, RECOMPUTE_PARTS_PER_STAGE: whole}.items()
@@ -133,12 +139,13 @@ class PartialRecompute:
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _interval_lower_bound(known[before], known[part])
-            if before + 1 < part:  # pruned parts lie between; numbers next to them may still be searched
+            if before + 1 < part:  # pruned parts are in between; numbers next to a computed part may be best
                 yield RecomputeInterval(before + 1, mask, least)
             yield RecomputeInterval(part, mask & _may_fit(found[before], found[part]), least)
 
     def _between(self, span: RecomputeInterval) -> None:
-        """Computes the cost of those numbers of blocks between two parts that can still be the best."""
+        """Computes the cost of the numbers of blocks in the interval `span` for the plans that can still be the
+        best."""
         near = span.open & (span.least <= self.record)
         if not near.any():
             return
@@ -163,8 +170,8 @@ class PartialRecompute:
 
 
 def _may_fit(one: PricedGrid, other: PricedGrid) -> Array:
-    """Returns where plans between two numbers of blocks may fit. The condition considers both ends, because recompute
-    may need more device memory than offload but less host memory."""
+    """Returns which plans may fit with a number of blocks between `one` and `other`. Each condition must hold at one of
+    the ends, because more recompute may need more device memory but less host memory than offload."""
     return (one.may_fit | other.may_fit) & (one.room | other.room)
 
 
@@ -175,8 +182,8 @@ def _interval_lower_bound(one: Array, other: Array) -> Array:
 
 
 def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
-    """Returns a lower bound of the seconds of `part`: the line through the two nearest known parts before it, and the
-    line through the two nearest after it."""
+    """Returns a lower bound of the seconds of `part`: the maximum of two lines at `part`. One line goes through the two
+    nearest known parts before `part`, the other through the two nearest after `part`."""
     found = np.full_like(known[0], -np.inf)
     for parts in (sorted((at for at in known if at < part), reverse=True), sorted(at for at in known if at > part)):
         if len(parts) > 1:
@@ -197,8 +204,8 @@ def _scatter(shape: tuple[int, ...], at: Any, values: Array, otherwise: Any) -> 
 
 
 def crop_grid(box: PlanGrid, mask: Array) -> tuple[PlanGrid, Any]:
-    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. If `mask` has length 1
-    along c, this one choice represents all recompute choices."""
+    """Returns the smallest grid that contains all plans of `mask`, and the indices of this grid in `mask`. If `mask`
+    has length 1 along c, the result contains all recompute choices of `box`."""
     one = mask.shape[3] == 1
     chosen = {
         name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)

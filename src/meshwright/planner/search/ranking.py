@@ -1,17 +1,17 @@
-"""Ranks the plans of a job: the best plans that fit, the rejected plans with reasons, and the best plan of every
-family.
+"""Ranks the plans of a job for `meshwright plan`, the Python API and re-planning. `search_plans` returns the best plans
+that fit, the rejected plans with reasons, and the best plan of every family.
 
-The objectives `fewest` and `cheapest` run the same search on each smaller cluster. A smaller cluster has fewer nodes in
-every group, or fewer devices if it has only one node.
+The objectives `fewest` and `cheapest` run this search on each smaller cluster. A smaller cluster has fewer nodes, or
+fewer devices if the cluster has only one node.
 
-Offload fractions: the search offloads all optimizer states or weights, or none. `minimize_offload` then lowers the
-fractions for the resulting plans.
+Offload fractions: the search offloads all optimizer states or none, and all weights or none. `minimize_offload` then
+lowers the offloaded fractions of the resulting plans. The costs of all pairs (fraction of states, fraction of weights)
+in steps of FRACTION_STEP_PERCENT are computed together. The fastest safe pair is chosen. Among equally fast pairs, it
+is the pair with the lowest fraction of states, then of weights. If both are offloaded and the host updates the weights,
+the fraction of weights is at most that of states.
 
-Guarantees: a plan with lower fractions is not slower than the original plan and as safe: if the original fits with a
-margin, so does the new plan. The costs of all fractions in steps of FRACTION_STEP_PERCENT are computed together, for
-every pair of fractions of states and weights. The fastest safe pair is chosen; among equally fast pairs, the pair with
-the most bytes on the device. The offloaded fraction of weights is at most that of states, since the host needs the
-states to update weights.
+Guarantees: a plan with lower fractions is not slower than the original plan. If the original plan fits with the safety
+margin, so does the new plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.workload_constraints import UpdateProperties
 
 FRACTION_STEP_PERCENT = 5
-"""Step of offload fractions in percent. Finer steps would exceed the accuracy of memory estimates."""
+"""Step of offload fractions in percent. Memory estimates are not accurate enough for smaller steps."""
 
 OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
 
@@ -59,7 +59,8 @@ FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
-    """Returns the only plan of `box` with its offload fractions minimized, and the estimate of the new plan."""
+    """Returns the grid with the only plan of `box` under lower offload fractions, and the estimate of this plan. If
+    lower fractions are not possible, the result is `box` and its estimate."""
     whole = estimate_grid(pricer, box)
     less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
     if less is None:
@@ -69,8 +70,8 @@ def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estima
 
 
 def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
-    """Returns the grid with the best offload fractions that are as safe as `safety`, or None if there are no
-    alternatives."""
+    """Returns `box` with the best offload fractions whose fit status is at least `safety` (an index into
+    FIT_STATUS_ORDER), or None if the fractions cannot vary."""
     job, (offload,) = pricer.setting.job, box.offload
     pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
     of_states, of_weights = (
@@ -89,7 +90,7 @@ def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGri
 
 
 def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
-    """Returns the fit status of each plan along f, as an index into FIT_STATUS_ORDER."""
+    """Returns the fit status of each plan of `box` along f, as an index into FIT_STATUS_ORDER."""
     setting, prices = pricer.setting, pricer.price(box)
     taken, safe = reserved_bytes(setting, prices.allocated)
     fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
@@ -99,9 +100,10 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
 def search_plans(
     job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> SearchResult:
-    """Returns the `top` best plans that fit. `runnable` restricts them to plans that this version runs.
+    """Returns the `top` best plans of `job` that fit. `runnable` restricts them to plans that this version runs.
 
-    Raises: NothingFits with the nearest plan and the smallest change that would fit.
+    Raises: NothingFits if no plan fits; the message names the nearest plan and changes with which a plan would fit.
+    InputError if no plan is legal, or if the objective is `cheapest` and a device has no price.
     """
     began = time.perf_counter()
     found = search_cluster_sizes(job, top, objective, runnable)
@@ -124,8 +126,8 @@ def search_plans(
 def rank_plans(
     job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
-    """Returns the ranked plans of a search, including plans over heterogeneous groups, and the best plan of every
-    family."""
+    """Returns the ranked plans of the search `found`, and the best plan of every family. With the objective `fastest`,
+    plans over heterogeneous groups are included."""
     scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
     if objective == SearchObjective.fastest:
         scored += [
@@ -138,7 +140,7 @@ def rank_plans(
 
 
 def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
-    """Returns the score of a candidate, and the candidate as a ranked plan with the lowest offload fractions."""
+    """Returns a candidate as a pair (score, ranked plan), with the offload fractions of `minimize_offload`."""
     box, estimate = minimize_offload(pricer, candidate.grid)
     plan = box.plan((0,) * len(box.shape))
     gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
@@ -146,7 +148,8 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
 
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Searches each cluster size, and returns the search on the size that is best for the objective."""
+    """Returns the search on the cluster size that is best for the objective. With `fewest`, sizes are searched in
+    ascending order until a plan fits. With `cheapest`, all sizes are searched; otherwise only the whole cluster."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")
@@ -163,7 +166,7 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
             found = search_top_plans(
                 job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
             )
-        # the pins do not divide this number of devices; only for the whole cluster the error is raised
+        # The pins do not divide this number of devices. The error is raised only if no cluster size gives a plan.
         except InputError:
             continue
         if not found.ranking.best:
@@ -177,15 +180,15 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
 
 
 def with_used_devices(job: Job, answer: SearchResult) -> Job:
-    """Returns `job` restricted to the devices that the answer uses."""
+    """Returns `job` on the smaller cluster with the devices that the plans in `answer` use."""
     if answer.devices in (0, job.cluster.devices):
         return job
     return job.but(cluster=next(each for each in smaller_clusters(job.cluster) if each.devices == answer.devices))
 
 
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the cluster with fewer nodes, or with fewer devices if it has one node, in ascending order; the whole
-    cluster is last."""
+    """Yields smaller clusters in ascending order: with fewer nodes, or with fewer devices if the cluster has one node.
+    The whole cluster is last."""
     group = cluster.groups[0]
     if len(cluster.groups) == 1 and group.nodes == 1:
         for devices in range(1, group.devices + 1):
@@ -202,10 +205,12 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
-    """Returns the best plan of each family. Families with plans that fit come first, sorted by speed. Other families
-    follow with the plans that are nearest to fitting. During the search, families contain only plans with uniform
-    recompute and without offload. So if a plan in `ranked` is better than the best of its family, it replaces that
-    plan."""
+    """Returns one plan of each family. Families in which a plan fits are first, with their best plans, sorted by step
+    time. The other families follow, with the plans nearest to fitting.
+
+    During the search, families contain only plans with uniform recompute and without offload. So a plan in `ranked`
+    replaces the best plan of its family if its score is lower.
+    """
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {
         name: PlanFamily(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)

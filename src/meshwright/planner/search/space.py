@@ -1,28 +1,30 @@
-"""Enumerates the plan space of a job: all factorizations of the devices into replicas, shards, tensor, pipeline and
-context ranks, and all other choices.
+"""Enumerates the plan space of a job: all factorizations of the number of devices into degrees of parallelism, with all
+other choices. The search (branch_and_bound.py) computes the cost of these plans.
 
 The space is the product of these choices:
 
 - degrees: tp x pp x cp x dp_replicate x dp_shard = number of devices
 - expert parallelism: ep divides the number of experts and dp_shard x cp x tp
-- ZeRO: 0 (one rank per shard group), or 1 to 3 (several ranks)
-- micro-batch: the divisors of the batch
-- schedule for pp > 1: 1f1b, gpipe, interleaved with from 2 to blocks / pp stages per rank, zbh1, zbv, dualpipev
-- blocks: split evenly, or with a few blocks less on the last stage
-- recompute: none, attention core (if it is large), selective (if many activations are recomputable), or full; for all
-  blocks of each stage, or for any number of its first blocks
-- sequence parallelism for tp > 1
-- offload of any of optimizer, parameters and activations, if devices have a link to their host
+- ZeRO stage: 0 if a shard group has one rank, or 1, 2 or 3 if it has several ranks
+- micro-batch size: the divisors of the batch
+- schedule for pp > 1: 1f1b, gpipe, zbh1, zbv, dualpipev, or interleaved with 2, 3, ... up to blocks / pp stages per
+  rank
+- blocks of each stage: an even split, or a few blocks fewer on the last stage
+- recompute: none, attention core (if it saves much), selective (if many activations are recomputable), or full; for all
+  blocks of each stage, or for any number of first blocks of each stage
+- sequence parallelism, off or on, for tp > 1
+- offload of optimizer states, gradients, parameters and activations, in any combination that is allowed, if devices
+  have a link to their host or a disk
 - context parallelism for cp > 1: ring, ulysses, or both with as many ulysses ranks as the number of heads allows
 
-Other orders of axes are offered only for plans with uniform recompute and without offload. They have data ranks
-outermost, if that changes a link. Tensor ranks stay innermost, because their communication does not overlap with
-compute.
+Orders of mesh axes other than the default are searched only for plans with uniform recompute and without offload. The
+other order has data ranks outermost, and it is searched only if it changes a link. Tensor ranks stay innermost, because
+their communication does not overlap with compute.
 
 Plans that break a rule of `spec.constraints` are counted by reason and not listed. All other plans are in degree
-groups. Their grids mark which combinations are plans (`PlanGrid.legal`). Context-parallel degrees change the
-micro-batch but not the rank layout, so they share a group. A pin leaves one value of a choice. `runnable` leaves only
-values that this version runs.
+groups (`DegreeGroup`), whose grids mark the legal combinations (`PlanGrid.legal`). Plans with different
+context-parallel degrees can be in one group, because these degrees do not change the rank layout. A pin restricts a
+choice to one value. `runnable` restricts all choices to values that this version runs.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ from meshwright.spec.violation import Violation
 
 @dataclass
 class RejectionCount:
-    """The number of plans that break a rule, and the message for the first of these plans."""
+    """The number of plans that are rejected for one reason, and the message about one of these plans."""
 
     count: int
     example: str
@@ -79,10 +81,10 @@ class RejectionCount:
 
 @dataclass(frozen=True)
 class DegreeGroup:
-    """Plans of equal degrees.
+    """Plans with equal tensor, pipeline and expert degrees.
 
-    `box` contains the plans with the default order of axes, uniform recompute and no offload. The other plans of the
-    group have another order of axes, partial recompute, or offload.
+    `box` contains the plans with the default order of axes, uniform recompute, and no offload (or the pinned offload).
+    The other fields are the additional choices: orders of axes, partial recompute, and offload choices.
     """
 
     box: PlanGrid
@@ -92,7 +94,7 @@ class DegreeGroup:
 
     @property
     def ways(self) -> tuple[tuple[Offload, ...], ...]:
-        """Returns all offload choices, beginning with the offload choice of `box`: none, or the pinned choice."""
+        """Returns all offload choices. The first is that of `box`: no offload, or the pinned choice."""
         return (*self.box.offload, *self.offloads)
 
     @cached_property
@@ -103,18 +105,19 @@ class DegreeGroup:
         return every.legal_size + parts + self.box.legal_size * len(self.axes)
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields all grids of the group."""
+        """Yields all grids of the group: one with the default order of axes and all other choices, then one per other
+        order."""
         yield replace(self.box, offload=self.ways, recompute=(*self.box.recompute, *self.parts))
         for axes in self.axes:
             yield self.other(axes)
 
     def other(self, axes: tuple[MeshAxis, ...]) -> PlanGrid:
-        """Returns the grid with another order of axes."""
+        """Returns `box` with the order of axes `axes`."""
         return replace(self.box, layout=self.box.layout._replace(axes=axes))
 
 
 class ContextSlice(NamedTuple):
-    """The legal choices for one context-parallel degree."""
+    """The legal choices for one layout and one context-parallel degree."""
 
     layout: RankLayout
     axes: tuple[tuple[MeshAxis, ...], ...]
@@ -125,7 +128,11 @@ class ContextSlice(NamedTuple):
 
 @dataclass
 class PlanSpace:
-    """The degree groups of a job. `considered` and `rejected` are complete once `groups` is exhausted."""
+    """The plan space of a job. `considered` is the number of plans, `rejected` the number of illegal plans by reason.
+    Both are complete after the last item of `groups`.
+
+    Raises: InputError if pins are invalid or contradict each other.
+    """
 
     job: Job
     runnable: bool = False
@@ -144,13 +151,13 @@ class PlanSpace:
         """The offload choices that the optimizer update does not allow."""
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields grids that contain all legal plans, beginning with simple degrees. Rules of interleaved schedules are
-        not yet applied."""
+        """Yields grids that together contain all legal plans, in ascending order of pp, then of tp. A grid may also
+        contain illegal combinations."""
         for group in self.groups():
             yield from group.boxes()
 
     def groups(self) -> Iterator[DegreeGroup]:
-        """Yields the legal degree groups, beginning with simple degrees."""
+        """Yields the legal degree groups, in ascending order of pp, then of tp."""
         devices = self.job.cluster.devices
         for pp in self.choices.select("pp", divisors(devices)):
             every = self.choices.schedule_choices(pp)
@@ -177,17 +184,18 @@ class PlanSpace:
                     yield self._group(cells, orders.legal)
 
     def reject(self, reason: str, count: int, example: str) -> None:
-        """Counts rejected plans under a reason. `example` is the message for one of them."""
+        """Adds `count` rejected plans to the reason `reason`. `example` is the message about one of these plans."""
         if count:
             self.rejected.setdefault(reason, RejectionCount(0, example)).count += count
 
-    # --- regions
+    # --- degree groups
     # ----------------------------------------------------------------------------------------------------------------
 
     def _context_slice(
         self, layout: RankLayout, cp: int, shards: tuple[ZeroChoice, ...], orders: FeasibleSchedules
     ) -> ContextSlice | None:
-        """Returns the legal choices of one layout and context-parallel degree, and counts the illegal ones."""
+        """Returns the legal choices for one layout and context-parallel degree, or None if there are none. Counts legal
+        and illegal plans."""
         job, data = self.job, shards[0].replicas * shards[0].holders
         dp, batch = data // cp, job.workload.batch
         contexts = self.choices.context_methods(cp, layout.tp)
@@ -244,9 +252,10 @@ class PlanSpace:
         parallel: list[bool],
         contexts: list[tuple[ContextParallelMethod, int]],
     ) -> tuple[list[int], list[bool], list[tuple[ContextParallelMethod, int]]]:
-        """Returns the legal micro-batch sizes, sequence-parallel choices and attention methods of plans like `first`.
+        """Returns the legal elements of `sizes`, `parallel` and `contexts` for plans that equal `first` in all other
+        fields.
 
-        The illegal combinations are counted as rejected, with `each` plans per combination.
+        Illegal combinations are counted as rejected; every combination counts as `each` plans.
         """
         job, batch = self.job, self.job.workload.batch
         if True in parallel and (fault := sequence_cut_violation(job, cut := first.but(sequence_parallel=True))):
@@ -267,10 +276,10 @@ class PlanSpace:
     def _count_update_rejections(
         self, cell: ContextSlice, illegal: Sequence[ZeroChoice], orders: FeasibleSchedules, other_choices: int
     ) -> None:
-        """Counts plans that the optimizer update of the job does not allow: by offload choice, by schedule, then by
-        ZeRO choice.
+        """Counts the plans that the optimizer update of the job does not allow because of their offload choice, their
+        schedule, or their ZeRO choice.
 
-        `other_choices`: the number of combinations of all other choices.
+        `other_choices` is the number of combinations of micro-batch size, sequence parallelism and context method.
         """
         every = [*self._offloads, *self._never_offloaded] or [()]
         axes, whole, parts = (
@@ -312,7 +321,7 @@ class PlanSpace:
                 _count_rejection(self, fault, plan, count * other_choices)
 
     def _group(self, cells: list[ContextSlice], orders: list[ScheduleChoice]) -> DegreeGroup:
-        """Returns the degree group of slices that differ in their context-parallel degree."""
+        """Returns the degree group that joins `cells`, which differ only in their context-parallel degree."""
         whole = cells[0]._replace(
             micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
             shards=tuple(

@@ -1,14 +1,15 @@
-"""Selects plans for trials, which run for a few steps. Then it refits the cluster, so that the estimates match the
-measured step times.
+"""Selects plans for trials and refits the cluster to the measured step times. A trial runs a plan for a few steps.
+`meshwright train --trials` uses this module.
 
-- Refit: there is one factor for all devices and one for all links. The factors minimise the sum of log(estimate /
-  measured)^2 over the trials plus RIDGE_WEIGHT log(factor)^2. The second term keeps a factor near 1 if the trials do
-  not depend on it.
-- Next trial: the first trial is the best plan. The second is the best plan with other degrees, which depends on other
-  parts of the cluster. After that it is the first untried plan of the refitted ranking, as long as its predicted gain
-  over the best measured plan is at least MIN_TRIAL_GAIN.
+- Refit: there is one speed factor for all devices and one for all links. The factors minimise the sum of log(estimate /
+  measured)^2 over the trials, plus RIDGE_WEIGHT log(factor)^2 for each factor. Because of the second term, a factor
+  stays near 1 if the step times do not depend on this factor.
+- Next trial: the first trial is the best plan. The second trial is the best plan with other degrees, because its time
+  depends more on other devices or links. Each further trial is the best plan without a trial, ranked on the refitted
+  cluster. There are further trials as long as the predicted gain over the best measured plan is at least
+  MIN_TRIAL_GAIN.
 
-The refitted cluster is an ordinary `Cluster`. The whole search runs on it, and it is saved for the next job.
+The refitted cluster is an ordinary `Cluster`. The search runs on it, and it is saved for the next job.
 """
 
 from __future__ import annotations
@@ -28,21 +29,20 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MIN_TRIAL_GAIN = 0.01
-"""Minimum predicted gain for a further trial, as a fraction of the step."""
+"""Minimum predicted gain for a further trial, as a fraction of the best measured step time."""
 
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
 REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
-"""The number of rounds of refitting, and a speed-up so large that the accelerated part of a step takes almost no
-time."""
+"""The number of refit rounds, and a speed-up so large that the accelerated devices or links take almost no time."""
 
 MAX_TRIAL_CANDIDATES = 40
-"""Number of plans among which the next trial is chosen."""
+"""Number of ranked plans from which the next trial is chosen."""
 
 
 class Trial(StrictModel):
-    """A trial of a plan. `predicted` is the estimate before the trial. If `measured` is None, `why` is the reason why
-    the plan could not run."""
+    """A trial of a plan. `predicted` is the estimated seconds of a step before the trial, `measured` the measured
+    seconds. If the plan could not run, `measured` is None and `why` is the reason."""
 
     plan: Plan
     predicted: Seconds
@@ -54,8 +54,8 @@ class Trial(StrictModel):
 
 
 def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:
-    """Returns the next plan to run and its predicted seconds. Returns None if a further trial would not help, or if
-    `most` plans have been run."""
+    """Returns the plan of the next trial and the predicted seconds of a step. Returns None after `most` trials, or if
+    no plan without a trial has a sufficient predicted gain."""
     if len(trials) >= most:
         return None
     again = refit_job(job, trials)
@@ -73,13 +73,13 @@ def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, floa
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:
-    """Returns the fastest measured trial."""
+    """Returns the trial with the shortest measured step, or None if no plan ran."""
     ran = [trial for trial in trials if trial.measured]
     return min(ran, key=lambda trial: trial.measured or 0.0, default=None)
 
 
 def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
-    """Returns `job` on the cluster whose estimates are nearest to `trials`."""
+    """Returns `job` on the refitted cluster, whose estimates are nearest to the measured times of `trials`."""
     ran = [trial for trial in trials if trial.measured]
     compute = links = 1.0
     for _ in range(REFIT_ROUNDS if ran else 0):
@@ -89,8 +89,9 @@ def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
 
 
 def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
-    """Returns the seconds of a step that depend on the devices, on the links, and on neither. They are differences from
-    estimates with almost infinitely fast devices or links."""
+    """Returns three parts of the estimated seconds of a step: the parts that depend on the devices, on the links, and
+    on neither. They are computed from estimates with almost infinitely fast devices or links. `compute` and `links` are
+    the speed factors of the cluster."""
 
     def step(compute: float, links: float) -> float:
         return estimate(job.but(cluster=scale_cluster(job.cluster, compute, links)), plan).time.step
@@ -106,7 +107,9 @@ def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[flo
 def _fit_factors(
     parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float
 ) -> tuple[float, float]:
-    """Returns the factors with which the estimates are nearest to the measurements, by a search over both factors."""
+    """Returns the speed factors of devices and of links with which the estimates are nearest to the measurements, by a
+    search over both. `parts` has, for each trial, the result of `_step_parts` and the measured seconds. `compute` and
+    `links` are the current factors."""
 
     def loss(at: tuple[float, float]) -> float:
         sums = ((a / at[0] + b / at[1] + rest) / measured for (a, b, rest), measured in parts)

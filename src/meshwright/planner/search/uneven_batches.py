@@ -1,25 +1,28 @@
-"""Searches data-parallel plans over heterogeneous groups with uneven batches and uneven ZeRO shards.
+"""Searches data-parallel plans over heterogeneous groups with uneven batches and uneven ZeRO shards. The search over
+heterogeneous groups (heterogeneous.py) uses it.
 
-Every replica is on one group and runs as many micro-batches as its speed allows. The space has replicas of tp x pp
-ranks inside a group (the ranks of a pipeline are adjacent), 1f1b, ZeRO, micro-batch sizes, sequence parallelism and
-uniform recompute. A step ends with its last replica. Replica r takes t_r seconds per micro-batch, and f_r seconds once.
-If n micro-batches could be divided arbitrarily, all replicas would end at
+Every replica is on one group, and runs as many micro-batches as the speed of this group allows. The searched plans have
+replicas of tp x pp ranks inside a group (the ranks of a pipeline are adjacent). They use 1f1b, and all ZeRO stages,
+micro-batch sizes, choices of sequence parallelism and uniform recompute kinds. A step ends when the last replica ends.
+Replica r takes t_r seconds per micro-batch, and f_r further seconds per step. If n micro-batches could be divided into
+fractions, all replicas could end at the time
 
-    T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
+    T = (n + sum of f_r / t_r) / (sum of 1 / t_r)
 
-which is a lower bound. In ascending order of T, as long as T is below the best result, plans get integer numbers of
-micro-batches. Each replica gets the micro-batches that it finishes by T. Each remaining micro-batch goes to the replica
-that would end first with it, which is optimal for integers. Then the exact cost of the best of these plans is computed.
+No division into whole micro-batches ends earlier. So plans are computed in ascending order of T until T exceeds the
+best result. For each plan, every replica first gets the whole micro-batches that it finishes by T. Each remaining
+micro-batch goes to the replica that would finish it first; this is the optimal division. Then the exact cost of the
+best of these plans is computed.
 
-If a common micro-batch size does not fit on every group or divides the work too coarsely, each group may have a
+A common micro-batch size may not fit on every group, or may divide the work too coarsely. Then each group may have a
 separate size (uneven_micro_batch.py).
 
 Uneven shards: if equal shards do not fit on every group, shard sizes are chosen by memory. With ZeRO 1, replicas may
-have any number of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal numbers. A
-rank needs a + b w bytes, where w is the size of its shard relative to an equal shard, and a and b are constants. The
-free memory of a group limits w. Ranks below their limit divide the remaining states evenly, so that the largest shard,
-for which all ranks wait, is as small as possible. The weights are rounded down to SHARD_WEIGHT_LEVELS levels of the
-largest weight.
+have unequal numbers of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal
+numbers. A rank needs a + b w bytes, where w is the size of its shard relative to an equal shard, and a and b are
+constants. The free memory of a group limits w. Groups below their limit divide the remaining states evenly. So the
+largest shard, for which all ranks wait, is as small as possible. The weights are rounded down to multiples of the
+largest weight / SHARD_WEIGHT_LEVELS.
 """
 
 from __future__ import annotations
@@ -60,8 +63,9 @@ SHARD_WEIGHT_LEVELS = 16
 
 
 def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
-    """Returns for each group the size of the largest shard that fits on its devices, relative to an equal shard, over
-    `obsczf`. The size is negative if a plan does not fit even without a shard."""
+    """Returns, for each group, the size of the largest shard that fits on the group's devices, relative to an equal
+    shard. The arrays are over the axes `obsczf` of GRID_AXES. A negative size means that a plan does not fit even
+    without a shard."""
     return [_shard_weight_cap(pricer, box) for pricer in on.values()]
 
 
@@ -80,8 +84,8 @@ def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Array:
-    """Returns the shard size of each group (first axis), relative to an equal shard, or NaN if the states do not fit.
-    `cap`: the largest size that fits on each group. `replicas`: the number of replicas on each group.
+    """Returns the shard size of each group (first axis), relative to an equal shard, or NaN where the states do not
+    fit. `cap` is the largest size that fits on each group. `replicas` is the number of replicas on each group.
 
     >>> balance_shard_weights([np.array([0.5, 1.5, 0.5]), np.array([9.0, 1.5, 1.2])], [2, 2]).round(2).tolist()
     [[0.5, 1.0, nan], [1.5, 1.0, nan]]
@@ -100,7 +104,8 @@ def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Arra
 
 
 def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
-    """Returns integer weights of the shards of all replicas, group by group, or () if all shards are equal.
+    """Returns integer weights of the shards of all replicas, ordered by group, or () if all weights are equal. `levels`
+    is the shard size of each group relative to an equal shard, `replicas` the number of replicas on each group.
 
     >>> round_shard_weights([0.5, 1.5], [2, 2]), round_shard_weights([1.0, 1.0], [2, 2])
     ((5, 5, 16, 16), ())
@@ -117,9 +122,12 @@ ADJACENT_PIPELINE_AXES: tuple[MeshAxis, ...] = ("dp", "pp", "tp")
 
 
 class BoundedPlan(NamedTuple):
-    """A plan whose micro-batch counts are not yet determined. `least` is the lower bound T plus `after`, the seconds of
-    the common work after the last micro-batch. `each` is the seconds of each replica per micro-batch, `once` its
-    further seconds per step."""
+    """A plan whose numbers of micro-batches are not yet determined: the plan at index `at` of the grid `box`.
+
+    `after` is the seconds of the common work of all replicas after the last micro-batch. `least` is a lower bound of
+    the step time: T plus `after`. For each replica, `each` is the seconds per micro-batch and `once` the further
+    seconds per step. `weights` are the weights of uneven shards, or () for equal shards.
+    """
 
     least: float
     after: float
@@ -130,7 +138,8 @@ class BoundedPlan(NamedTuple):
     weights: tuple[int, ...] = ()
 
     def shared(self, batch: int) -> tuple[float, Plan]:
-        """Returns the approximate seconds of a step with integer numbers of micro-batches, and the plan."""
+        """Returns the approximate seconds of a step with whole micro-batches, and the plan. `batch` is the global batch
+        in sequences."""
         plan = self.box.plan(self.at).but(shard_weights=self.weights)
         number = batch // plan.micro_batch
         counts = split_micro_batches(number, self.each, self.once) if plan.zero < 2 else (number // plan.dp,) * plan.dp
@@ -139,8 +148,8 @@ class BoundedPlan(NamedTuple):
 
 
 def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
-    """Yields the best plans with uneven micro-batch counts, uneven micro-batch sizes or uneven shards, with their
-    scores."""
+    """Yields the best plans with uneven numbers of micro-batches, uneven micro-batch sizes or uneven shards, as pairs
+    (score, plan). At most `top` of them have a common micro-batch size."""
     groups = [group.nodes * group.devices for group in job.cluster.groups]
     found: list[BoundedPlan] = []
     tables: list[uneven_micro_batch.MicroBatchTable] = []
@@ -174,14 +183,15 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
 
 
 def _plan_score(job: Job, plan: Plan) -> float:
-    """Returns the score of a plan, or infinity if the plan does not fit or breaks a rule."""
+    """Returns the score of a plan (`risk_adjusted_seconds`), or infinity if the plan does not fit or breaks a rule."""
     if any(plan_violations(job, plan)) or (priced := estimate(job, plan)).verdict == FitStatus.no:
         return np.inf
     return risk_adjusted_seconds(job, plan, priced)
 
 
 def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
-    """Returns the grid of all plans of these degrees, where all replicas have equal numbers of micro-batches."""
+    """Returns the grid of all searched plans with the degrees `tp` and `pp`. In this grid all replicas have equally
+    many micro-batches."""
     batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
     parallel = (
         (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
@@ -198,9 +208,12 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
 
 
 class GroupGridCosts(NamedTuple):
-    """The cost of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES: seconds per micro-batch,
-    further seconds per step, seconds of the common work afterwards, and whether a plan fits. `replicas` is the number
-    of replicas on each group."""
+    """The cost of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES.
+
+    There is one array for each group. `each` is the seconds per micro-batch, `once` the further seconds per step.
+    `after` is the seconds of the common work of all replicas after the last micro-batch. `fits` is whether a plan fits.
+    `replicas` is the number of replicas on each group.
+    """
 
     box: PlanGrid
     on: dict[int, CostModel]
@@ -213,7 +226,7 @@ class GroupGridCosts(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, box: PlanGrid, on: dict[int, CostModel], replicas: Sequence[int]) -> GroupGridCosts | None:
-        """Computes the costs. Returns None if no micro-batch size is possible."""
+        """Computes the costs of the plans of `box`. Returns None if no micro-batch size is possible."""
         if not box.micro_batches:
             return None
         said = {group: pricer.price(box) for group, pricer in on.items()}
@@ -231,8 +244,8 @@ class GroupGridCosts(NamedTuple):
         )
 
     def bounded(self) -> Iterator[BoundedPlan]:
-        """Yields the plans that fit on every group, with or without uneven shards, and their bounds. Plans that need
-        neither uneven counts nor uneven shards are omitted."""
+        """Yields the plans that fit on every group, with equal or uneven shards, and the lower bounds of their step
+        times. At ZeRO 2 and 3, plans that fit with equal shards are omitted, since they need nothing uneven."""
         box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
         after = np.maximum.reduce(self.after)
         number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(
@@ -267,13 +280,13 @@ def _micro_batch_seconds(prices: GridCost) -> Array:
 
 
 def _fixed_seconds(prices: GridCost) -> Array:
-    """Returns the seconds that do not depend on the number of micro-batches. The number of messages is that with equal
-    numbers of micro-batches."""
+    """Returns the seconds of a step that do not depend on the number of micro-batches. Messages are counted as if all
+    replicas had equally many micro-batches."""
     return (prices.seconds.bubble + prices.seconds.messages)[0]
 
 
 def _final_seconds(prices: GridCost) -> Array:
-    """Returns the seconds of the common work of all replicas, once per step."""
+    """Returns the seconds of the work that all replicas do together once per step: reductions and the update."""
     return prices.seconds.once + prices.seconds.update
 
 
@@ -286,8 +299,9 @@ def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Arr
 
 
 def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
-    """Returns the number of micro-batches of each replica. They add up to `number`, each replica has at least one, and
-    the last replica ends as early as possible.
+    """Returns the number of micro-batches of each replica. The sum is `number`, each replica has at least one, and the
+    last replica ends as early as possible. `each` is the seconds of each replica per micro-batch, `once` the further
+    seconds per step.
 
     >>> (split_micro_batches(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4),
     ...     split_micro_batches(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4))

@@ -1,16 +1,19 @@
-"""Searches micro-batch sizes that differ between the replicas of heterogeneous groups, if a common size does not fit or
-divides the work too coarsely.
+"""Searches micro-batch sizes that differ between the groups of a heterogeneous cluster. uneven_batches.py uses it if a
+common size does not fit or divides the work too coarsely.
 
-The space is that of uneven_batches.py with one size for each group (divisors of the batch). With ZeRO 0 and 1, replicas
-may have any number of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal
-numbers. Let a replica have m sequences and t seconds per micro-batch, and f further seconds per step. It finishes m (T
-- f) / t sequences by time T. So with R replicas in each group, no step ends before
+The searched plans are those of uneven_batches.py, but with one micro-batch size for each group. Each size is a divisor
+of the batch. With ZeRO 0 and 1, replicas may have unequal numbers of micro-batches. With ZeRO 2 and 3, replicas
+synchronize in every micro-batch and need equal numbers.
 
-    T = (batch + sum of R f m / t) / (sum of R m / t) + the common work afterwards.
+Let a group have R replicas. Let each of them have m sequences and t seconds per micro-batch, and f further seconds per
+step. A replica finishes m (T - f) / t sequences by the time T. So no step ends before the following time, where the
+sums are over the groups:
 
-In the order of T, choices of sizes get integer numbers of micro-batches, as long as T is below MAX_UNEVEN_STEP_RATIO
-times the best result. The groups must add up to the batch exactly. This is checked with the set of reachable sums,
-stored as the bits of one integer.
+    T = (batch + sum of R f m / t) / (sum of R m / t) + seconds of the common work after the last micro-batch
+
+Choices of sizes are computed in ascending order of T, until T exceeds MAX_UNEVEN_STEP_RATIO times the best result. For
+each choice, replicas get whole micro-batches whose sequences add up to the batch exactly. The function `_exact_totals`
+finds them with the set of reachable sums, stored as the bits of one integer.
 """
 
 from __future__ import annotations
@@ -25,23 +28,25 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid
 from meshwright.spec.plan import Plan
 
 MAX_UNEVEN_STEP_RATIO = 0.99
-"""The maximum step time relative to a plan with a common size. With a smaller gain the plan with a common size is
-preferred, because it is simpler."""
+"""The maximum step time of a plan with uneven sizes, relative to the best plan so far. If the gain is smaller, the plan
+with a common size is preferred, because it is simpler."""
 
 MAX_SPLIT_SIZE_CHOICES = 500
-"""For each kind of plan, integer numbers of micro-batches are computed for at most this many size choices, the most
-promising first."""
+"""Maximum number of size choices for which the numbers of micro-batches are computed, for each table
+(`MicroBatchTable`). The choices with the lowest T are used."""
 
 MAX_SIZE_CHOICES = 2**17
-"""For each kind of plan, at most this many size choices are considered. If there are more, only the fastest sizes of
-each group are used."""
+"""Maximum number of size choices for which T is computed, for each table. If there are more choices, only the fastest
+sizes of each group are used."""
 
 MAX_REACHABLE_SUMS = 2**16
-"""Maximum number of sums that are searched, in units of the greatest common divisor of all sizes."""
+"""Maximum batch for which exact sums are searched, in units of the greatest common divisor of the batch and all
+sizes."""
 
 
 class GroupMicroBatches(NamedTuple):
-    """The `replicas` replicas of one group: sequences and seconds per micro-batch, and further seconds per step."""
+    """The replicas of one group: their number, the sequences per micro-batch (`size`), the seconds per micro-batch
+    (`each`), and the further seconds per step (`once`)."""
 
     replicas: int
     size: int
@@ -49,13 +54,18 @@ class GroupMicroBatches(NamedTuple):
     once: float
 
     def by(self, end: float) -> int:
-        """Returns the number of micro-batches that one replica finishes by `end`."""
+        """Returns the number of micro-batches that one replica finishes by the time `end`, in seconds from the start of
+        the step."""
         return int((end - self.once) / self.each + 1e-9)
 
 
 class MicroBatchTable(NamedTuple):
-    """The times of plans of one kind over (group, size): seconds per micro-batch (infinite if the plan does not fit),
-    further seconds per step, and seconds of the common work afterwards."""
+    """The times of plans that differ only in the micro-batch sizes, over (group, size).
+
+    `each` is the seconds per micro-batch (infinite if the plan does not fit), `once` the further seconds per step.
+    `after` is the seconds of the common work after the last micro-batch. `at` is the index of the plans in `box` along
+    the axes `osczf`.
+    """
 
     box: PlanGrid
     at: tuple[int, ...]
@@ -87,8 +97,9 @@ def micro_batch_tables(
     fits: Sequence[Array],
     replicas: Sequence[int],
 ) -> Iterator[MicroBatchTable]:
-    """Yields one table for each kind of plan of `box`. The arrays of each group are over the axes `obsczf` of
-    GRID_AXES."""
+    """Yields one table for each set of plans of `box` that differ only in the micro-batch size. The arguments `each` to
+    `fits` have one array per group, over the axes `obsczf` of GRID_AXES. Sets that do not fit on a group are
+    omitted."""
     parts = [
         np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1)
         for part in (each, once, after, fits)
@@ -102,8 +113,8 @@ def micro_batch_tables(
 def uneven_micro_batch_plans(
     found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
 ) -> Iterator[tuple[float, Plan]]:
-    """Yields plans with uneven sizes and their scores. Each plan is better than `best` and than all plans yielded
-    before."""
+    """Yields plans with uneven sizes as pairs (score, plan). The score of each plan is below MAX_UNEVEN_STEP_RATIO
+    times `best` and times all previous scores."""
     ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
     for least, number in ordered:
         if least >= MAX_UNEVEN_STEP_RATIO * best:
@@ -115,7 +126,8 @@ def uneven_micro_batch_plans(
 
 
 def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
-    """Returns the plan of one kind with the best sizes, or None if no plan seems better than `best`."""
+    """Returns the plan of `table` with the best sizes, or None if no step time is below MAX_UNEVEN_STEP_RATIO times
+    `best`."""
     groups, counts = len(table.replicas), np.array(table.replicas)
     rates = np.array(table.sizes) / table.each
     fast = [
@@ -160,9 +172,9 @@ def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tu
 
 
 def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-    """Returns the seconds until the step ends, and the number of micro-batches of each replica of each group. The
-    micro-batches contain exactly `batch` sequences, each replica has at least one, and the step ends as early as
-    possible. The time is infinite if there is no such split.
+    """Returns the seconds until the last replica ends, and the number of micro-batches of each replica by group. The
+    micro-batches contain exactly `batch` sequences, each replica has at least one micro-batch, and the last replica
+    ends as early as possible. The time is infinite if there is no such division.
 
     >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
     (8.0, ((2,), (3,)))
@@ -183,7 +195,7 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
         ]
         if not ends:
             return inf, ()
-        # each replica has at least one micro-batch, which rounding could hide next to a large `once`
+        # A large `once` may round `by` to 0, but each replica has at least one micro-batch.
         most[min(ends)[1]] += 1
     shares = tuple(
         tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
@@ -195,9 +207,9 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
 
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
-    """Returns the total number of micro-batches of each group such that their sequences add up to `batch`, or None if
-    this is impossible. No replica of a group has more than the group's number in `most`. In the code, bit n of an
-    integer is set if the sum n is reachable."""
+    """Returns the total number of micro-batches of each group, or None if no numbers add up to `batch`. `batch` is the
+    sequences of the batch divided by `unit`. `most` is the maximum number of micro-batches of a replica in each group.
+    In the integers of `reached`, bit n is set if the sum n is reachable."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):
         size, more = kind.size // unit, kind.replicas * (count - 1)

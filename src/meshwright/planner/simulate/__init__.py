@@ -1,1 +1,1 @@
-"""Simulates discrete events: one step with stragglers and slow links, and months of a fleet with failures."""
+"""Simulates training over time: one step of a plan with stragglers and slow links, and months with device failures."""

@@ -1,8 +1,8 @@
-"""Implements a discrete-event simulation: tasks that progress at a rate, events with callbacks, and sequential
-processes.
+"""Implements a discrete-event simulation: tasks with a variable rate, events with callbacks, and sequential processes.
+step.py uses it to simulate a training step; the module itself has no code about training.
 
-Guarantees: events occur in the order of their times. Events at the same time occur in the order in which they were
-scheduled, so a simulation is the same on every machine. The module does not depend on training.
+Guarantees: events occur in the order of their times. Simultaneous events occur in the order in which they were
+scheduled, so a simulation gives the same result on every machine.
 
 A process is a generator. It yields a `SimEvent` and continues when this event has fired.
 
@@ -11,8 +11,9 @@ on one port share its bandwidth.
 
     rate of a transfer = minimum over its ports of (available fraction of the bandwidth) / (transfers on the port)
 
-A collective uses the input and output ports of all members from its start to its end. Each rank has two tiers of ports:
-to the devices of its own domain, and to all other devices, as in `cost.links`.
+A collective uses the input and output ports of all members from its start to its end. Each rank has ports in two tiers:
+near ports to the devices of its own domain (a node, for example), and far ports to all other devices, as in
+`cost.links`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class SimEvent:
 
 
 class SimTask:
-    """A task that takes `seconds` at rate 1. Its rate may change. `done` is called at its end."""
+    """A task that takes `seconds` at rate 1. `SimClock.at` sets and changes the rate. At the end of the task, `done` is
+    called."""
 
     __slots__ = ("done", "left", "rate", "serial", "since")
 
@@ -63,7 +65,7 @@ class SimTask:
 
 
 class SimClock:
-    """The current time and the scheduled events."""
+    """The current simulated time (`now`, in seconds) and the scheduled ends of tasks."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -71,7 +73,7 @@ class SimClock:
         self._agenda: list[tuple[float, int, SimTask]] = []
 
     def at(self, work: SimTask, rate: float) -> None:
-        """Continues `work` at `rate` from now on, in seconds of work per second. Rate 0 stops it."""
+        """Starts or continues `work` at `rate`, in seconds of work per simulated second. Rate 0 stops the task."""
         if rate == work.rate and work.serial >= 0:
             return
         if work.serial >= 0:
@@ -83,7 +85,7 @@ class SimClock:
             heappush(self._agenda, (self.now + work.left / rate, self._serial, work))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls `call` after `seconds`."""
+        """Schedules `call` in `seconds` simulated seconds from now."""
         self.at(SimTask(seconds, call), 1.0)
 
     def start(self, process: SimProcess) -> None:
@@ -98,7 +100,7 @@ class SimClock:
         go_on()
 
     def run(self, until: float = inf) -> None:
-        """Runs scheduled events up to time `until`."""
+        """Runs all tasks that end up to time `until`, in the order of their ends."""
         agenda = self._agenda
         while agenda and agenda[0][0] <= until:
             time, serial, work = heappop(agenda)
@@ -109,14 +111,15 @@ class SimClock:
 
 
 class LinkTier(StrEnum):
-    """The tier of a link: between devices of one domain, or between all devices."""
+    """The tier of a link: `near` between the devices of one domain, `far` between devices of different domains."""
 
     near = "near"
     far = "far"
 
 
 class LinkPort:
-    """One direction of one link of one rank."""
+    """One direction of one link of one rank. `share` is the available fraction of the bandwidth, `users` the transfers
+    in progress."""
 
     __slots__ = ("share", "users")
 
@@ -126,8 +129,8 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """A transfer that takes `seconds` without contention. `pace` is a factor on its rate while compute runs on the same
-    device."""
+    """A transfer that takes `seconds` without contention on `ports`. `pace` is a factor on its rate. It is below 1
+    while compute runs on a device of the transfer."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 
@@ -152,7 +155,7 @@ class LinkTransfer:
         return leave
 
     def retime(self) -> None:
-        """Recomputes the rate from the number of transfers on its ports."""
+        """Recomputes the rate of this transfer from the number of transfers on its ports."""
         rate = min((port.share / len(port.users) for port in self.ports), default=1.0)
         self.clock.at(self.work, rate * self.pace)
 

@@ -1,22 +1,22 @@
-"""Models months of training on devices that fail: the fraction of the wall time that is progress, and the fractions
-that are lost.
+"""Models months of training on devices that fail. `meshwright simulate` prints the fraction of the wall time that is
+progress, and the fractions that are lost.
 
 Failures occur at random, one at a time, with a rate per device. M is the mean time between failures of all devices
 together. Training is saved after every interval t. A save stops training for time d, and the checkpoint can be restored
-after a further time w. A failure loses the work since the last checkpoint that can be restored. Recovery takes R =
-detect + rebuild + restore; a failure during recovery restarts it. A failed node is repaired while a spare node replaces
-it. Without a spare all devices wait.
+after a further time w. A failure loses the work after the last checkpoint that can be restored. Recovery takes
+R = detect + rebuild + restore, and a failure during recovery restarts the recovery. A spare node replaces a failed node
+until the failed node is repaired. Without a spare all devices wait.
 
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
-The interval is Daly's optimum. The progress is Daly's efficiency times the probability that no failure occurs between a
-save and the time from which it can be restored. The formula is exact for this model. Source: J. T. Daly, Future
-Generation Computer Systems 22, 2006, equations 37 and 20. `expected_fractions` computes each kind of lost time in the
-same way. `simulate_fleet` simulates each failure, and a limited number of spares.
+The interval is Daly's optimum. The progress is Daly's efficiency times the probability that no failure occurs in the
+time w after a save. The formula for progress is exact for this model. Source: J. T. Daly, Future Generation Computer
+Systems 22, 2006, equations 37 and 20. `expected_fractions` computes all fractions by formula, with unlimited spares.
+`simulate_fleet` simulates each failure, with a limited number of spares.
 
-`--failures` is the failure rate of a device: a name of the catalog, failures per device hour (`2e-5`), or the time
-between two failures of one device (`5 y`).
+The option `--failures` gives the failure rate: a name of the catalog, failures per device hour (`2e-5`), or the mean
+time between failures of one device (`5 y`).
 
 >>> round(optimal_save_interval(60.0, mean_time_between_failures(1.973e-5, 16384)))
 1116
@@ -45,8 +45,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class RecoveryPolicy(StrictModel):
-    """The parameters of saves and recovery. The defaults are those of a careful training run: asynchronous saves, and
-    ten minutes to recover."""
+    """The parameters of saves and recovery. The defaults describe asynchronous saves, and a recovery of ten minutes."""
 
     save: Seconds = Field(default=1.0, description="seconds that a save blocks training")
     durable: Seconds = Field(
@@ -64,12 +63,13 @@ class RecoveryPolicy(StrictModel):
 
     @property
     def recovery(self) -> float:
-        """Returns the seconds from a failure to resumed training."""
+        """Returns the seconds from a failure until training resumes, if no other failure occurs."""
         return self.detect + self.rebuild + self.restore
 
 
 class FleetSpec(StrictModel):
-    """A fleet of devices that fail. `spares` is the number of spare nodes; None means that there is always a spare."""
+    """The devices of a training run, and their failures. `spares` is the number of spare nodes; None means that there
+    is always a spare."""
 
     devices: int = Field(ge=1)
     devices_per_node: int = Field(default=8, ge=1)
@@ -86,7 +86,8 @@ class FleetSpec(StrictModel):
 
 
 class WallTimeFractions(NamedTuple):
-    """Fractions of the wall time by use. They add up to 1."""
+    """Fractions of the wall time by use, with sum 1. `rework` is lost work that is repeated, `waiting` the wait for a
+    spare node."""
 
     progress: float
     save: float
@@ -99,8 +100,12 @@ class WallTimeFractions(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """The result for a fleet: the means over `runs` simulations of `seconds` each, the standard deviation of their
-    progress, and the expected fractions by formula."""
+    """The result for a fleet, as means over `runs` simulations of `seconds` each.
+
+    `interval` is the seconds of training between saves. `failures` is the mean number of failures of a simulation.
+    `shares` is the mean fractions, `deviation` the standard deviation of the progress fraction. `expected` is the
+    fractions by formula.
+    """
 
     fleet: FleetSpec
     policy: RecoveryPolicy
@@ -128,7 +133,11 @@ def optimal_save_interval(save: float, mean: float) -> float:
 
 
 def save_interval(policy: RecoveryPolicy, mean: float) -> float:
-    """Returns the interval of the policy, or Daly's optimum if the policy has none."""
+    """Returns the seconds of training between saves: the interval of the policy, or Daly's optimum if the policy has
+    none. `mean` is the mean seconds between failures.
+
+    Raises: InputError if the interval is 0, or if a save takes no time and there is no interval.
+    """
     if policy.interval is not None:
         if policy.interval == 0.0:
             raise InputError(Message("interval 0 s: must be above 0; leave it out for Daly's optimum"))
@@ -139,7 +148,10 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
 
 
 def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> WallTimeFractions:
-    """Returns the fractions of the wall time by formula, with unlimited spares.
+    """Returns the fractions of the wall time by formula, with unlimited spares. `mean` is the mean seconds between
+    failures, `interval` the seconds of training between saves.
+
+    Raises: InputError if failures are so frequent that no work is ever saved.
 
     >>> policy = RecoveryPolicy(save=60, durable=0, detect=1800, rebuild=0, restore=0)
     >>> mean = mean_time_between_failures(1.973e-5, 16384)
@@ -166,8 +178,8 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
 
 
 def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
-    """Returns the number of spare nodes with which, at any time, no node is missing with probability `chance`. The
-    number of nodes under repair has a Poisson distribution.
+    """Returns the smallest number of spare nodes that is enough at any time with probability `chance`. The number of
+    nodes under repair has a Poisson distribution.
 
     >>> spares_needed(FleetSpec(devices=16384, failures_per_device_hour=1.973e-5))
     18
@@ -175,7 +187,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     failing = fleet.repair / fleet.mean_between_failures
     term = total = math.exp(-failing)
     count = 0
-    if term == 0.0:  # many nodes: the normal distribution approximates the Poisson distribution
+    if term == 0.0:  # with so many nodes, the normal distribution approximates the Poisson distribution
         return math.ceil(failing + 3.0902 * math.sqrt(failing))
     while total < chance:
         count += 1
@@ -187,7 +199,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
 def simulate_fleet(
     fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1
 ) -> FleetOutcome:
-    """Simulates the fleet `runs` times, each for `seconds` of wall time."""
+    """Simulates the fleet `runs` times. Each simulation covers `seconds` of wall time."""
     mean = fleet.mean_between_failures
     interval = save_interval(policy, mean)
     formula = expected_fractions(policy, mean, interval)
@@ -201,7 +213,8 @@ def simulate_fleet(
 
 
 class _FleetSimulation:
-    """One simulation of a fleet."""
+    """One simulation of a fleet. `seconds` is the wall time by use, in the order of the fields of
+    `WallTimeFractions`."""
 
     def __init__(
         self, fleet: FleetSpec, policy: RecoveryPolicy, interval: float, seconds: float, random: Random
@@ -227,8 +240,8 @@ class _FleetSimulation:
             self.now += seconds
 
     def _train(self, until_failure: float) -> None:
-        """Trains until the next failure or the end. Only work up to the last restorable checkpoint counts as
-        progress."""
+        """Trains until the next failure, or until the end of the simulation. Work after the last checkpoint that can be
+        restored counts as rework."""
         interval, save = self.interval, self.policy.save
         ends = self.now + until_failure >= self.end
         run = min(until_failure, self.end - self.now)
@@ -245,7 +258,7 @@ class _FleetSimulation:
             self.now = self.end
 
     def _recover(self) -> bool:
-        """Tries to recover. Returns whether recovery ended without a failure."""
+        """Tries to recover once. Returns whether no failure occurred during the recovery."""
         self._take_spare()
         until_failure = self.random.expovariate(1.0 / self.mean)
         limit = min(until_failure, max(self.end - self.now, 0.0))
@@ -258,7 +271,7 @@ class _FleetSimulation:
         return done
 
     def _take_spare(self) -> None:
-        """Takes a spare node. Without a spare, all devices wait until a node is repaired."""
+        """Takes a spare node. If there is none, all devices wait until a node is repaired."""
         if self.free is None:
             return
         heappush(self.repairs, self.now + self.fleet.repair)
@@ -273,7 +286,8 @@ class _FleetSimulation:
 
 
 class FleetTableCell(NamedTuple):
-    """One cell of the fleet table."""
+    """One cell of the fleet table (docs/en/simulate.md): a policy by description, the number of devices, and the
+    result."""
 
     policy: str
     devices: int
@@ -317,7 +331,7 @@ TABLE_DAYS, TABLE_RUNS = 54, 12
 def fleet_table(
     failures_per_device_hour: float, days: float = TABLE_DAYS, runs: int = TABLE_RUNS
 ) -> Iterator[FleetTableCell]:
-    """Yields the results by policy and number of devices."""
+    """Yields one result for each policy in TABLE_POLICIES and each number of devices in TABLE_DEVICES."""
     for name, policy in TABLE_POLICIES:
         for devices in TABLE_DEVICES:
             fleet = FleetSpec(devices=devices, failures_per_device_hour=failures_per_device_hour)
@@ -329,7 +343,7 @@ DAYS_PER_YEAR = 365.25
 
 
 class FailureRate(NamedTuple):
-    """The failures per device hour, with a description of their source."""
+    """The number of failures per device hour, and the source of this number as text."""
 
     per_device_hour: float
     words: str
@@ -337,6 +351,8 @@ class FailureRate(NamedTuple):
 
 def parse_failure_rate(text: str) -> FailureRate:
     """Parses the value of `--failures`.
+
+    Raises: InputError if `text` is neither a name of the catalog nor a rate or time above 0.
 
     >>> parse_failure_rate("2e-5").per_device_hour, round(parse_failure_rate("5 y").per_device_hour, 9)
     (2e-05, 2.2815e-05)

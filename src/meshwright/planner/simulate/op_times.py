@@ -1,11 +1,17 @@
-"""Computes the times of the operations of a plan on an undisturbed device or link, from the cost model.
+"""Computes the times of all operations of a plan for the simulation of a step (run.py). The times are those of the cost
+model, without faults and without contention.
 
-The forward or backward of one micro-batch on one virtual stage is a list of segments. A segment ends where
-communication begins. At ZeRO 3 each layer is a segment, because its weights are gathered before it and its gradients
-are reduced after its backward. At ZeRO 2 every backward has one segment for each gradient bucket. At most
-MAX_BUCKETS_SIMULATED buckets are simulated; small buckets are merged. At ZeRO 0 and 1 only the last backward has
-several segments. All other passes have one segment. If the schedule splits backward, gradients are reduced after W (the
-weight gradients).
+A pass is the forward or the backward of one micro-batch on one virtual stage. A pass is a list of segments, and a
+segment ends where communication begins:
+
+- ZeRO 3: each layer is a segment, because the layer's weights are gathered before it runs and the layer's gradients are
+  reduced after its backward.
+- ZeRO 2: every backward has one segment for each gradient bucket. At most MAX_BUCKETS_SIMULATED buckets are simulated;
+  neighbouring buckets are merged.
+- ZeRO 0 and 1: only the last backward has one segment for each gradient bucket. All other passes have one segment.
+
+If the schedule splits backward into B (gradients of inputs) and W (gradients of weights), gradients are reduced after
+W.
 """
 
 from __future__ import annotations
@@ -32,13 +38,17 @@ from meshwright.spec.schedules.schedule import stage_to_rank
 MAX_BUCKETS_SIMULATED = 8
 
 ComputeCommSeconds = tuple[float, float]
-"""Seconds of compute, and of communication during which compute waits."""
+"""Seconds of compute, and seconds of communication that does not overlap with compute."""
 
 
 class PassSegment(NamedTuple):
-    """One segment of a pass: seconds of compute, and seconds of tensor, context and expert communication. `unit` is the
-    index of the parameter group whose weights the segment needs or whose gradients it computes. `ahead`: the weights
-    are requested when the previous segment begins (ZeRO 3)."""
+    """One segment of a pass. `compute` is the seconds of compute, `exchange` the seconds of tensor, context and expert
+    communication.
+
+    `unit` is the index of the parameter group whose weights are gathered before the segment or whose gradients are
+    reduced after it. It is -1 if there is no such group. `ahead`: whether the gather of the weights is prefetched, so
+    that it starts with the previous segment (ZeRO 3).
+    """
 
     compute: float
     exchange: float
@@ -50,10 +60,11 @@ PassSegments = tuple[PassSegment, ...]
 
 
 class StageOpTimes(NamedTuple):
-    """The times of one virtual stage: its passes, the last backward (or W), and the seconds to gather and to reduce
-    each parameter group.
+    """The times of one virtual stage. `last` is the last backward of a step (with a split backward, the last W).
+    `gathers` and `reductions` are the seconds for each parameter group.
 
-    `weights` is W (the weight gradients) of a split backward; then `backward` excludes W.
+    `weights` is W (the weight gradients) if the schedule splits backward. In this case `backward` is only B (the
+    gradients of inputs). Otherwise `weights` is empty.
     """
 
     forward: PassSegments
@@ -65,8 +76,8 @@ class StageOpTimes(NamedTuple):
 
 
 class EndOfStepTimes(NamedTuple):
-    """The times of a pipeline rank after its last backward: the reduction over replicas, the update on the device and
-    on the host, and the gather of new weights."""
+    """The seconds of a pipeline rank after its last backward: the gradient reduction over replicas, the update on the
+    device (`update`) and on the host (`on_host`), and the gather of the updated weights."""
 
     replicas: float
     update: float
@@ -75,8 +86,11 @@ class EndOfStepTimes(NamedTuple):
 
 
 class OpTimes(NamedTuple):
-    """All times that a simulation of a plan needs. `message` is the bytes of one message between neighbouring pipeline
-    ranks."""
+    """All times that a simulation of a plan needs, by virtual stage and by pipeline rank.
+
+    `message` is the bytes of one message between neighbouring pipeline ranks. `tie` is the seconds to sum the gradients
+    of a tied weight on the first and last stage. `on_host`: whether ranks are CPU processes.
+    """
 
     stages: tuple[StageOpTimes, ...]
     endings: tuple[EndOfStepTimes, ...]
@@ -86,8 +100,12 @@ class OpTimes(NamedTuple):
 
 
 class LayerOpTimes(NamedTuple):
-    """The times of one layer: seconds (compute, communication) of its forward and backward and of its deferrable weight
-    gradient, and the elements of its dense weights and of its expert weights."""
+    """The times and sizes of one layer.
+
+    `forward`, `backward` and `weights` are seconds of compute and communication; `weights` is the deferrable weight
+    gradient, a part of `backward`. `dense` and `experts` are the elements of dense weights and of expert weights on one
+    rank.
+    """
 
     forward: ComputeCommSeconds
     backward: ComputeCommSeconds
@@ -98,19 +116,21 @@ class LayerOpTimes(NamedTuple):
 
 
 class GroupCommCost(NamedTuple):
-    """The cost of reductions and gathers over one shard group and one replica group. A buffer is padded to equal shards
-    on `holders` ranks."""
+    """The cost of reductions and gathers over one shard group and one replica group. `holders` is the number of ranks
+    in the shard group. Buffers are padded so that all shards are equal."""
 
     shard: CollectiveRates
     replicate: CollectiveRates
     holders: int
 
     def scatter(self, elements: int, size: int) -> float:
-        """Returns the seconds of a reduce-scatter or an all-gather over the shard group."""
+        """Returns the seconds of a reduce-scatter or an all-gather over the shard group. `size` is the bytes per
+        element."""
         return float(self.shard.gather(align_numel(elements, self.holders * ALIGN_NUMEL) * size)) if elements else 0.0
 
     def reduce(self, elements: int, size: int) -> float:
-        """Returns the seconds of an all-reduce of a shard over the replicas."""
+        """Returns the seconds of an all-reduce over the replicas. Each rank reduces its shard of a buffer of `elements`
+        elements."""
         return (
             float(self.replicate.reduce(align_numel(elements, self.holders * ALIGN_NUMEL) * size / self.holders))
             if elements
@@ -119,8 +139,11 @@ class GroupCommCost(NamedTuple):
 
 
 class DataParallelCost(NamedTuple):
-    """The communication cost of data ranks, for dense weights and for experts. The bytes of an element are `size` when
-    stored, `sent` in a reduction and `fetched` in a gather."""
+    """The communication cost of data ranks, for dense weights and for experts.
+
+    A weight element has `size` bytes in memory and `fetched` bytes in a gather; `fetched` is 0 if the ranks of a host
+    share one replica of the weights. A gradient element has `sent` bytes in a reduction.
+    """
 
     dense: GroupCommCost
     experts: GroupCommCost
@@ -130,22 +153,24 @@ class DataParallelCost(NamedTuple):
     fetched: int
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
-        """Returns the total seconds of the reductions of several buckets and of the experts, one after the other."""
+        """Returns the total seconds to reduce dense buckets and the gradients of experts one after another. `dense` has
+        the elements of each bucket, `experts` is the elements of the expert weights."""
         cost = GroupCommCost.reduce if self.zero == 0 else GroupCommCost.scatter
         return sum(cost(self.dense, each, self.sent) for each in dense) + cost(self.experts, experts, self.sent)
 
     def gather(self, dense: int, experts: int) -> float:
-        """Returns the seconds of the gathers of one parameter group."""
+        """Returns the seconds to gather the dense weights and the expert weights of one parameter group. `dense` and
+        `experts` are numbers of elements."""
         opened = 0.0 if self.fetched else constants.SHARED_UNSHARD_SECONDS * ((dense > 0) + (experts > 0))
         return self.dense.scatter(dense, self.fetched) + self.experts.scatter(experts, self.fetched) + opened
 
     def replicas(self, dense: int, experts: int) -> float:
-        """Returns the seconds of the all-reduce over replicas."""
+        """Returns the seconds of the all-reduces over replicas. `dense` and `experts` are numbers of elements."""
         return self.dense.reduce(dense, self.sent) + self.experts.reduce(experts, self.sent)
 
 
 def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
-    """Returns the times of `plan`, the only plan of `box`."""
+    """Returns the times of all operations of `plan`. `box` is the grid with only this plan."""
     setting = pricer.setting
     bucket = None if plan.zero == 3 else max(-(-plan.bucket // setting.recipe.size), 1)
     contents = [tuple(row) for row in stage_contents(setting.entries, box.orders[0]).tolist()]
@@ -170,12 +195,12 @@ def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
 
 
 def micro_batch_tokens(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns the tokens of a micro-batch on one rank."""
+    """Returns the tokens of a micro-batch on one rank, for each micro-batch choice of `box`."""
     return box.tokens(setting.job.workload.sequence)
 
 
 def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
-    """Returns the communication cost of the data-parallel groups."""
+    """Returns the communication cost of the data-parallel groups of the only plan in `box`."""
     shard, replicate = map(_as_scalars, dp_group_rates(setting, box))
     dense = GroupCommCost(shard, replicate, int(box.holders.item()))
     shard, replicate = map(_as_scalars, expert_group_rates(setting, box))
@@ -188,13 +213,13 @@ def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
 
 
 def _as_scalars(group: CollectiveRates) -> CollectiveRates:
-    """Converts rates that are arrays of one element to numbers."""
+    """Converts rates in arrays of one element to numbers."""
     return CollectiveRates(*(np.asarray(value).item() for value in group))
 
 
 def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes, LayerOpTimes]]:
-    """Returns two times of one layer for each layer run: with the recompute kind of the plan, and with that of the
-    remaining blocks."""
+    """Returns the times of one layer for each layer run, as pairs: with the recompute kind of the plan, and with the
+    kind that applies to the blocks after the first recomputed blocks."""
     entries = pricer.setting.entries
     classes = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
     both = [
@@ -219,8 +244,9 @@ def _single_layer_class(at: int, entries: int) -> RankClass:
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Returns forward, backward, and the deferrable part of backward, each as compute and communication. The fraction
-    of communication is assumed to be equal in forward and backward."""
+    """Returns the seconds of forward, of backward, and of the deferrable weight gradient in layer run `at`. Each is
+    split into compute and communication. The fraction of communication is assumed to be equal in forward and
+    backward."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
@@ -236,8 +262,8 @@ def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeC
 def stage_layers(
     table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
 ) -> list[LayerOpTimes]:
-    """Returns the layers of a stage in forward order. With partial recompute, the first blocks have the plan's
-    recompute kind."""
+    """Returns the times of all layers of a stage in forward order. `content` is the number of layers of each layer run.
+    With partial recompute, only the first blocks have the plan's recompute kind."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):
@@ -248,7 +274,8 @@ def stage_layers(
 
 
 def add_stage_overhead(layers: list[LayerOpTimes], each: tuple[float, float]) -> list[LayerOpTimes]:
-    """Adds the overhead of a stage to its first layer."""
+    """Returns `layers` with the overhead of the stage added to the first layer. `each` is the seconds per micro-batch
+    in forward and in backward."""
     if not layers or not any(each):
         return layers
     first, (forward, backward) = layers[0], each
@@ -260,12 +287,12 @@ def add_stage_overhead(layers: list[LayerOpTimes], each: tuple[float, float]) ->
 
 
 def offload_waits(pricer: CostModel, box: PlanGrid) -> list[float]:
-    """Returns the seconds that a micro-batch waits for the host, by pipeline rank."""
+    """Returns, for each pipeline rank, the seconds that offload adds to a micro-batch."""
     return values_by_rank(pricer, box, pricer.price(box).seconds.offload)
 
 
 def values_by_rank(pricer: CostModel, box: PlanGrid, values: Array) -> list[float]:
-    """Expands values of rank classes to pipeline ranks."""
+    """Returns the value of each pipeline rank. `values` has one value for each class of equal ranks."""
     order = box.orders[0]
     kinds = pricer.rank_contents(order, box.pp).kinds
     line = np.broadcast_to(values, (len(kinds), *values.shape[1:])).reshape(len(kinds))
@@ -280,10 +307,10 @@ def stage_op_times(
     waits: float,
     split_backward: bool = False,
 ) -> StageOpTimes:
-    """Returns the times of a virtual stage of `layers`, in forward order.
+    """Returns the times of a virtual stage. `layers` are its layers in forward order.
 
     `ends` is the number of elements of each parameter group. Each micro-batch waits `waits` seconds for transfers to
-    and from the host. `split_backward` means that backward is two actions.
+    and from the host. `split_backward`: whether backward is two actions, B and W.
     """
     if split_backward:
         without = [
@@ -332,17 +359,18 @@ def stage_op_times(
 
 
 def single_segment(parts: Sequence[ComputeCommSeconds]) -> PassSegments:
-    """Returns the parts of a pass as one segment."""
+    """Returns a pass with one segment. `parts` are the seconds of each layer."""
     return (PassSegment(sum(compute for compute, _ in parts), sum(exchange for _, exchange in parts)),)
 
 
 def add_wait(pieces: PassSegments, seconds: float) -> PassSegments:
-    """Returns `pieces` with a wait of `seconds` at the beginning of the first segment."""
+    """Returns the segments `pieces` with `seconds` added to the communication of the first segment."""
     return (pieces[0]._replace(exchange=pieces[0].exchange + seconds), *pieces[1:])
 
 
 def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> PassSegments:
-    """Returns one segment per layer. The weights of a block are requested when the previous block begins."""
+    """Returns one segment per layer in the order of `layers`, for ZeRO 3. `way` is "forward" or "backward". `units` is
+    the number of parameter groups. Weights of a block after another block are prefetched."""
     pieces = []
     unit = -1 if way == "forward" else units
     before = False
@@ -356,8 +384,8 @@ def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> P
 
 
 def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
-    """Returns at most MAX_BUCKETS_SIMULATED groups of neighbouring buckets. The last bucket is a separate group,
-    because nothing overlaps with its reduction.
+    """Returns at most MAX_BUCKETS_SIMULATED groups of neighbouring buckets. `ends` is the elements of each bucket. The
+    last bucket is never merged, because no compute overlaps with its reduction.
 
     >>> merge_buckets([4, 4, 1]), len(merge_buckets([1] * 100)), merge_buckets([1] * 100)[-1]
     ([[4], [4], [1]], 8, [1])
@@ -370,8 +398,9 @@ def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
 
 
 def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Returns after how many layers, in backward order, each bucket is full. `elements`: the elements of each layer.
-    `ends`: the elements of each bucket. A layer without elements belongs to the bucket of its neighbour.
+    """Returns the number of layers in backward order after which each bucket is full. `elements` is the elements of
+    each layer, `ends` the elements of each bucket. A layer without elements belongs to the bucket of a neighbouring
+    layer.
 
     >>> bucket_boundaries([10, 10, 0, 10, 0], [20, 10])
     [2, 5]
@@ -385,7 +414,7 @@ def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]
 
 
 def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) -> Iterator[EndOfStepTimes]:
-    """Yields the times after the last backward for each pipeline rank."""
+    """Yields the times after the last backward, for each pipeline rank in order."""
     seconds = pricer.price(box).seconds
     update, on_host = (values_by_rank(pricer, box, part) for part in (seconds.update, seconds.on_host))
     bucket = None if data.zero == 3 else max(-(-box.bucket // data.size), 1)
@@ -408,5 +437,6 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
 def sum_collectives(
     cost: Callable[[int, int], float], dense: Sequence[tuple[int, int]], experts: Sequence[tuple[int, int]]
 ) -> float:
-    """Returns the total seconds of one collective per buffer."""
+    """Returns the total seconds of one collective per buffer. `dense` and `experts` are pairs: elements of a buffer,
+    and number of such buffers. `cost` returns the seconds for the elements of a dense and of an expert buffer."""
     return sum(cost(end, 0) * times for end, times in dense) + sum(cost(0, end) * times for end, times in experts)

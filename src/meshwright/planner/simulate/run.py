@@ -1,14 +1,15 @@
-"""Simulates one step of a job under a plan, with faults, and several steps during which ranks die.
+"""Simulates one step of a job under a plan with faults, and several steps in which ranks die. `meshwright simulate` and
+`mw.simulate` call `simulate`.
 
 `simulate` returns the time of a step, the actions and waits of each pipeline rank, and the estimate. Without faults the
-simulation agrees with the estimate. They are equal up to rounding for gpipe, and for 1f1b and interleaved with equal
-stages, if no communication overlaps with compute. For reductions the simulation is more detailed: it simulates each
-bucket on each rank, while the estimate adds up the reductions of the slowest rank.
+simulation agrees with the estimate. If no communication overlaps with compute, both are equal up to rounding in two
+cases: gpipe, and 1f1b or interleaved with equal stages. For reductions the simulation is more detailed: it simulates
+each bucket on each rank, while the estimate adds up the reductions of the slowest rank.
 
 If a rank dies during a step, on average half of the step is lost. Then the failure is detected, processes restart and
-the state is loaded (`RecoveryPolicy`). The state of a rank is also on ranks of other replicas: at ZeRO 0 on all data
-ranks, from ZeRO 1 on in other shard groups. If one of these ranks is alive, the interrupted step is repeated. Otherwise
-training resumes from the last checkpoint and repeats the steps since then.
+the state is loaded (`RecoveryPolicy`). Ranks of other replicas have the same state: at ZeRO 0 all data ranks, from
+ZeRO 1 on the corresponding ranks of the other shard groups. If one of these ranks is alive, the interrupted step is
+repeated. Otherwise training resumes from the last checkpoint and repeats the steps after it.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.schedules.schedule import schedule_orders
 
 LOST_STEP_FRACTION = 0.5
-"""The fraction of a step that is lost on average if a rank dies during it."""
+"""The fraction of the current step that is lost on average if a rank dies."""
 
 
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    `holders` is the number of living ranks that have the state of a dead rank, for the dead rank with the fewest.
-    `again` is the number of complete steps that are repeated.
+    For each dead rank, some living ranks have the same state; `holders` is the smallest number of such ranks. If it is
+    0, training resumes from a checkpoint. `again` is the number of complete steps that are then repeated.
     """
 
     step: int
@@ -61,7 +62,8 @@ class RankDeaths(NamedTuple):
 
 
 class RunSeconds(NamedTuple):
-    """The wall time of several steps by use, in seconds."""
+    """The wall time of several steps by use, in seconds. `interrupted` is the lost time of interrupted steps, `rework`
+    the time of repeated complete steps."""
 
     progress: float
     save: float
@@ -74,7 +76,8 @@ class RunSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class RunWithFailures:
-    """The simulation of `steps` steps with a save after every `every` steps (0: no saves)."""
+    """The simulation of `steps` steps with a checkpoint after every `every` steps (0: no checkpoints). `spent` is the
+    wall time by use."""
 
     steps: int
     every: int
@@ -83,16 +86,17 @@ class RunWithFailures:
 
     @property
     def seconds(self) -> float:
-        """Returns the wall time."""
+        """Returns the wall time of all steps in seconds."""
         return sum(self.spent)
 
 
 def simulate_failures(
     plan: Plan, step: float, kills: Sequence[KilledRank], steps: int, every: int, policy: RecoveryPolicy
 ) -> RunWithFailures:
-    """Simulates `steps` steps of `step` seconds each. If `steps` is 0, the simulation ends after the last death.
+    """Simulates `steps` steps of `step` seconds each, with a checkpoint after every `every` steps (0: none). If `steps`
+    is 0, the simulation ends with the last step in which a rank dies.
 
-    Raises: InputError for a death after the last step.
+    Raises: InputError if a rank is to die after the last step.
     """
     last = max((kill.step for kill in kills), default=1)
     steps = steps or last
@@ -132,7 +136,7 @@ def simulate_failures(
 
 
 def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
-    """Returns the number of living ranks that have the complete state of `rank`.
+    """Returns the number of ranks outside `dead` that have the complete state of `rank`.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> failures = (("dp4.tp2", {0, 2}), ("dp4.tp2.z1", {0}), ("dp2x2.tp2.z3", {0}))
@@ -157,8 +161,9 @@ DEFAULT_RECOVERY_POLICY = RecoveryPolicy()
 
 @dataclass(frozen=True)
 class SimulatedRankTime:
-    """The seconds of one pipeline rank in one step, by activity. `replicas` is the number of replicas with an identical
-    rank."""
+    """The seconds of one pipeline rank in one step, by activity. `replicas` is the number of replicas in which this
+    rank is identical. `waiting` is the idle seconds by reason (WAIT_REASONS). `faulty`: whether the rank has a
+    fault."""
 
     rank: int
     pipeline_rank: int
@@ -170,7 +175,7 @@ class SimulatedRankTime:
 
     @property
     def idle(self) -> float:
-        """Returns the seconds without compute."""
+        """Returns the seconds in which the rank waits."""
         return sum(self.waiting.values())
 
 
@@ -178,8 +183,9 @@ class SimulatedRankTime:
 class SimulationResult:
     """One simulated step.
 
-    `healthy` is the seconds of the same step without faults. `cells` contains every action and transfer, for traces.
-    `stretch` is the simulation of several steps with deaths of ranks, if requested.
+    `seconds` is the time of the step with faults, `healthy` the time without faults. `cells` contains every action and
+    transfer, for traces. `stretch` is the simulation of several steps in which ranks die; without such faults it has no
+    deaths.
     """
 
     job: Job
@@ -206,8 +212,8 @@ def simulate(
     every: int = DEFAULT_SAVE_EVERY_STEPS,
     policy: RecoveryPolicy = DEFAULT_RECOVERY_POLICY,
 ) -> SimulationResult:
-    """Simulates one step of `plan`. If ranks die, also simulates `steps` steps (0: up to the last death) with a save
-    after every `every` steps.
+    """Simulates one step of `plan`. Also simulates `steps` steps in which ranks die, with a checkpoint after every
+    `every` steps (0: none). If `steps` is 0, the last simulated step is the last one in which a rank dies.
 
     Raises: InputError if the plan cannot run, or if a fault names a rank or a step that does not exist.
     """
@@ -225,8 +231,8 @@ def simulate(
 
 
 def check_equal_replicas(plan: Plan) -> None:
-    """Raises InputError for replicas with different work or states, because the simulation uses one replica for all
-    healthy replicas."""
+    """Raises InputError if replicas have different work or states. The simulation represents all healthy replicas by
+    one."""
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
@@ -241,7 +247,8 @@ def check_equal_replicas(plan: Plan) -> None:
 
 
 def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
-    """Simulates one step. Returns the ranks of every replica class in their final state."""
+    """Simulates one step. Returns the simulated ranks in their final state: all pipeline ranks of each class of
+    replicas."""
     pricer = CostModel(job)
     box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     rows = replica_classes(plan, faults)
@@ -267,7 +274,8 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
 
 
 def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
-    """Returns the times of operations. Each pipeline rank has the speed of its node group."""
+    """Returns the times of the operations of a plan over heterogeneous groups. Each pipeline rank has the times of its
+    group."""
     each = {
         group: compute_op_times(pricer, plan, box)
         for group, pricer in heterogeneous.group_cost_models(job, plan.placement, plan.world).items()
@@ -281,12 +289,12 @@ def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
 
 
 def link_speed(link: Link) -> LinkSpeed:
-    """Returns the bandwidth and the latency of a link for one rank."""
+    """Returns the bandwidth (bytes/s) and the latency (seconds) of a link for one rank."""
     return LinkSpeed(link.bandwidth * link.efficiency, link.latency + link.meeting)
 
 
 def summarize_rank(cell: SimulatedRank) -> SimulatedRankTime:
-    """Returns the seconds of a simulated rank by activity."""
+    """Returns the seconds of a simulated rank by activity. Reasons without waiting time are omitted."""
     waiting = {reason: seconds for reason in WAIT_REASONS if (seconds := cell.waits[reason]) > 0.0}
     lane: ReplicaClass = cell.lane
     faulty = any(mark.pp == cell.pp for mark in lane.marks)

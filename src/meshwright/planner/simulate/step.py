@@ -1,14 +1,17 @@
-"""Simulates one step of a plan action by action.
+"""Simulates one step of a plan action by action. run.py prepares the input (`StepProgram`) and summarizes the result.
 
 The simulation contains every forward and backward of every virtual stage in the order of the schedule, and every
 message between stages. It also contains every gather and reduction of the data ranks, and the update.
 
-The following rules apply in addition to the order of the schedule. A rank posts its collectives in order. A collective
-starts when all members have arrived and their previous collectives have ended. A collective and compute on one device
-slow each other by OVERLAP_SLOWDOWN. On a CPU, where the cores also communicate, compute stops during a collective.
-Transfers on one port share its bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while
-backward fills the next parameter group. If gradients are clipped, no rank updates before all ranks have reduced their
-gradients.
+The following rules apply in addition to the order of the schedule:
+
+- A rank posts its collectives in order. A collective starts when all members have posted it and the previous
+  collective of each member has ended.
+- A collective and compute on one device slow each other by OVERLAP_SLOWDOWN. On a CPU, the cores also communicate, so
+  compute stops during a collective.
+- Transfers on one port share the bandwidth of the port.
+- At ZeRO 2 and 3, at most MAX_INFLIGHT_REDUCE reductions are in flight while backward fills the next parameter group.
+- If gradients are clipped, no rank updates before all ranks have reduced their gradients.
 """
 
 from __future__ import annotations
@@ -50,11 +53,12 @@ WAIT_REASONS = (
     WAIT_HOST,
     WAIT_STEP_END,
 )
-"""The reasons why a rank waits."""
+"""The reasons why a rank is idle, in the order in which a report lists them."""
 
 
 class TraceSpan(NamedTuple):
-    """An interval in the trace: an action, the update, or a transfer. `to` is the rank that receives a message."""
+    """An interval in the trace, in seconds from the start of the step: an action, the update, a collective, or a
+    message. `to` is the index of the simulated rank that receives a message, otherwise -1."""
 
     name: str
     start: float
@@ -63,15 +67,21 @@ class TraceSpan(NamedTuple):
 
 
 class LinkSpeed(NamedTuple):
-    """A link of one tier: the bytes/s for one rank, and the seconds of latency."""
+    """A link of one tier: the bandwidth of one rank in bytes/s, and the latency in seconds."""
 
     bandwidth: float
     latency: float
 
 
 class StepProgram(NamedTuple):
-    """The input of a simulation: the order of actions by pipeline rank, the times of the actions, the replica classes,
-    the links by tier, and the tier that each process group uses."""
+    """The input of a simulation.
+
+    `orders` is the order of actions of each pipeline rank, `durations` the times of these actions. `lanes` are the
+    classes of identical replicas. `lines` has the speed of the links of each tier. `hops` is the tier between each pair
+    of pipeline ranks. `data` and `tensor` are the tiers of the data-parallel groups and of the tensor and context
+    groups. Link faults apply to the ports of tier `faulty`. `zero` is the ZeRO stage. `barrier`: whether all ranks
+    synchronise before the update, for the norm of clipped gradients.
+    """
 
     orders: RankOrders
     durations: OpTimes
@@ -87,8 +97,13 @@ class StepProgram(NamedTuple):
 
 @dataclass
 class SimulatedRank:
-    """The state of one pipeline rank during the simulation. It represents this rank in all replicas of a class of
-    identical replicas."""
+    """The state of one simulated rank. It represents pipeline rank `pp` in all replicas of the class `lane`.
+
+    `at` is the index of the simulated rank. `running` is the collective in flight, `queue` the posted collectives that
+    have not ended, in order. `pending` are the reductions that a later action or the end of the step waits for. All
+    times are in seconds: `busy` of compute, `update` of the update on the device, `waits` by reason, and `finish` at
+    the end of the rank's step.
+    """
 
     at: int
     pp: int
@@ -112,7 +127,8 @@ class SimulatedRank:
 
 @dataclass(eq=False)
 class SimulatedCollective:
-    """A collective of `members`."""
+    """A collective of the simulated ranks `members`. It takes `seconds` without contention. `came` is the number of
+    members that have posted it."""
 
     name: str
     members: list[SimulatedRank]
@@ -130,11 +146,12 @@ COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] 
     ("tie", lambda cell, width: cell.pp in (0, width - 1)),
     ("all", lambda cell, width: True),
 )
-"""The kinds of process groups, each with a condition for its member ranks."""
+"""The types of process groups, each with a condition for its members: shard group (at ZeRO 0 all data ranks), replicas,
+first and last pipeline rank with a tied weight, and all ranks."""
 
 
 class StepSimulator:
-    """Simulates one step."""
+    """Simulates one step of the plan in `play`. An instance is used for one call of `run`."""
 
     def __init__(self, play: StepProgram) -> None:
         self.play = play
@@ -169,7 +186,8 @@ class StepSimulator:
         return self.cells
 
     def _faults(self, cell: SimulatedRank) -> None:
-        """Sets the bandwidth fractions of a rank's ports, and schedules their changes."""
+        """Sets the bandwidth fractions of a rank's ports. Schedules the changes at the start and end of temporary link
+        faults."""
         ports = [cell.ports[self.play.faulty, way] for way in ("out", "in")]
         links = cell.lane.mark(cell.pp).links
 
@@ -320,7 +338,8 @@ class StepSimulator:
         collective.transfer.retime()
 
     def _send(self, cell: SimulatedRank, action: Action) -> None:
-        """Sends the output of `action` to the rank that needs it."""
+        """Sends the output of `action` to the rank of the next stage, or the gradient to the rank of the previous
+        stage."""
         neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind, -1)
         receiver = self.owner.get(neighbour, cell.pp)
         if receiver == cell.pp:
@@ -344,7 +363,8 @@ class StepSimulator:
         )
 
     def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
-        """Posts the next collective of the process group `scope`. Returns the event that occurs at its end."""
+        """Posts the next collective of the rank's process group of type `scope`. Returns the event at the end of this
+        collective. `seconds` is the time without contention."""
         place = self._place(cell, scope)
         number = cell.posted.get((scope, place), 0)
         cell.posted[scope, place] = number + 1
@@ -358,13 +378,14 @@ class StepSimulator:
         return collective.done
 
     def _place(self, cell: SimulatedRank, scope: str) -> int:
-        """Returns a key of the rank's process group of kind `scope`; all members of the group have the same key."""
+        """Returns the key of the rank's process group of type `scope`. All members of a group have one key."""
         if scope == "data":
             return cell.pp if self.play.zero == 0 else cell.lane.group * self.width + cell.pp
         return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]
 
     def _try(self, collective: SimulatedCollective) -> None:
-        """Starts the collective if all members have arrived and no earlier collective of them is in flight."""
+        """Starts the collective if all members have posted it and it is the oldest unfinished collective of each
+        member."""
         if (
             collective.started
             or collective.came < len(collective.members)

@@ -1,11 +1,15 @@
-"""Selects the ranks to simulate: one of each set of identical ranks.
+"""Selects the ranks that the simulation of a step (run.py) computes: one rank of each set of identical ranks.
 
-The tensor and context ranks of one pipeline rank advance together. They are simulated as one rank with the speed of the
-slowest of them. A lane is a simulated replica, with one simulated rank for each pipeline rank. Healthy replicas are
-identical, so one lane represents all of them. A fault breaks this symmetry. Each faulty replica has a separate lane. A
-second lane represents the healthy replicas of its shard group, which wait for the faulty replica in every collective of
-the group. A third lane represents all other shard groups, which synchronize with the faulty group when gradients are
-reduced over replicas.
+The tensor and context ranks of one pipeline rank advance together. The simulation computes them as one rank, with the
+speed of the slowest.
+
+A lane (`ReplicaClass`) is a simulated replica, with one simulated rank for each pipeline rank. A lane represents all
+identical replicas. Without faults there is one lane. With faults there are three types of lanes:
+
+- Faulty replicas. Replicas with equal faults in shard groups with equal faults have one lane.
+- Healthy replicas of a shard group with a faulty replica. They wait for this replica in every collective of the group.
+- Replicas of all shard groups without a fault. They synchronize with the faulty groups when gradients are reduced over
+  replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from meshwright.spec.plan import Plan
 
 
 class RankFault(NamedTuple):
-    """The faults of one simulated rank: its slowdown, and the faults of its links."""
+    """The faults of one simulated rank. `slow` is the factor on its compute time. `links` are the faults of its
+    links."""
 
     pp: int
     slow: float
@@ -29,7 +34,8 @@ class RankFault(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Returns the fraction of the link bandwidth that is permanently available."""
+        """Returns the fraction of the link bandwidth that remains under the permanent faults. Temporary faults are
+        ignored."""
         return min((link.share for link in self.links if link.seconds is None), default=1.0)
 
 
@@ -37,8 +43,12 @@ ReplicaFaults = tuple[RankFault, ...]
 
 
 class ReplicaClass(NamedTuple):
-    """A class of `replicas` identical replicas. For each pipeline rank, `ranks` has its first rank and `marks` its
-    fault. `group` is the class of the shard group."""
+    """A class of `replicas` identical replicas, also called a lane.
+
+    `ranks` is the global rank of each pipeline rank in the first replica of the class, with tensor and context
+    coordinates 0. `marks` is the faults of the pipeline ranks that have faults. Shard groups with equal faults have one
+    index, and `group` is this index.
+    """
 
     replicas: int
     group: int
@@ -46,12 +56,12 @@ class ReplicaClass(NamedTuple):
     marks: ReplicaFaults
 
     def mark(self, pp: int) -> RankFault:
-        """Returns the fault of a pipeline rank."""
+        """Returns the faults of pipeline rank `pp`, or a `RankFault` without slowdown if the rank is healthy."""
         return next((mark for mark in self.marks if mark.pp == pp), RankFault(pp, 1.0, ()))
 
 
 def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
-    """Returns one lane for every class of identical replicas. Lanes with faults come first.
+    """Returns one lane for every class of identical replicas. Lanes of shard groups with faults come first.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
@@ -74,7 +84,7 @@ def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
 
 
 def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], ReplicaFaults]:
-    """Returns the faults of each replica with faults."""
+    """Returns the faults of each faulty replica, by its coordinates (dp_replicate, dp_shard)."""
     slow: dict[Coords, list[float]] = {}
     links: dict[Coords, list[SlowLink]] = {}
     for fault in faults.slow:
@@ -91,7 +101,7 @@ def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], Repl
 
 
 def rank_at_coords(plan: Plan, place: Coords) -> int:
-    """Returns the rank at the coordinates `place`, in the plan's order of axes.
+    """Returns the global rank at the coordinates `place`. The plan's order of axes determines the rank.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))
@@ -102,11 +112,12 @@ def rank_at_coords(plan: Plan, place: Coords) -> int:
 
 
 def coords_of_rank(plan: Plan, rank: int) -> Coords:
-    """Returns the coordinates of a rank."""
+    """Returns the mesh coordinates of the global rank `rank`."""
     strides = rank_strides(plan)
     return Coords(**{axis: rank // strides[axis] % getattr(plan, axis) for axis in Coords._fields})
 
 
 def link_tier(ranks: Sequence[int], domain: int) -> LinkTier:
-    """Returns the near tier if all of `ranks` are in one domain, otherwise the far tier."""
+    """Returns the near tier if all global ranks in `ranks` are in one domain of `domain` devices, otherwise the far
+    tier."""
     return LinkTier.near if len({rank // domain for rank in ranks}) == 1 else LinkTier.far

@@ -1,8 +1,8 @@
-"""Converts a row of the tables of published measurements to a job, the plans that the row may mean, and the measured
-values. If a row cannot be predicted, the result is the reason.
+"""Converts rows of the tables of published measurements to jobs, plans and measured values, for the scores in score.py.
+If a row cannot be predicted, the result is the reason.
 
-Choices that the source omits (micro-batch, virtual stages, recompute) are assumed to be the best: the fastest plan that
-fits.
+A source may not state all choices (micro-batch size, virtual stages, recompute). Then a case has one plan for each
+possible combination, and score.py assumes the fastest of these plans that fits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VOCABULARY_SIZES = (
 
 
 class MemoryMeter(StrEnum):
-    """Which bytes the memory figure of a published benchmark counts."""
+    """The meaning of the memory figure in a published measurement: which bytes it counts, and on which rank."""
 
     first = "peak allocated on rank 0"
     last = "peak allocated on the last rank"
@@ -58,8 +58,9 @@ class MemoryMeter(StrEnum):
 
 
 class BenchmarkCase(NamedTuple):
-    """A row with its job and plans. If the source states the complete plan, there is one plan. `seconds` and `memory`
-    (bytes) are None if they were not measured."""
+    """A row with its job and the plans that the row may mean. If the source states the complete plan, there is one
+    plan. `practice` is the runtime of the measurement. `seconds` per step and `memory` in bytes are None if they were
+    not measured. `meter` is the meaning of `memory`."""
 
     row: MeasurementRow
     job: Job
@@ -71,12 +72,12 @@ class BenchmarkCase(NamedTuple):
 
     @property
     def ran(self) -> bool:
-        """Returns whether the run succeeded."""
+        """Returns whether the measured training step succeeded (and did not run out of memory)."""
         return self.row.text("status") == "ok"
 
 
 def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
-    """Returns the case of a row, or the reason why the row cannot be used."""
+    """Returns the case of a row, or the reason why the row cannot be predicted."""
     system = identify_framework(row)
     reason = _unsupported_reason(row, system)
     if reason:
@@ -103,7 +104,7 @@ def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
 
 
 def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
-    """Returns the reason why `row` cannot be used; empty if it can."""
+    """Returns the reason why `row` cannot be predicted, or '' if it can."""
     task = row.text("task")
     if row.text("status") == "analytic":
         return "a formula, no measurement"
@@ -127,7 +128,8 @@ def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
 
 
 def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
-    """Returns the architecture that the columns state. Expert sizes come from the catalog row with the same shape."""
+    """Returns the architecture that the columns of `row` state. The sizes of experts are those of the catalog model
+    with equal layers, hidden size, heads and number of experts."""
     shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary_size(row)}
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
@@ -153,8 +155,8 @@ def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
 
 
 def vocabulary_size(row: MeasurementRow) -> int:
-    """Returns the vocabulary size that the row states, or else the size of the tokenizer that all models of this name
-    share. Returns 0 if neither is known."""
+    """Returns the vocabulary size that the row states. If the row states none, returns the size that is common for
+    models of this name (VOCABULARY_SIZES), or 0 for other models."""
     name = row.text("model").lower()
     return row.count("vocab", 0) or next((size for word, size in VOCABULARY_SIZES if word in name), 0)
 
@@ -174,7 +176,9 @@ def _case_model_spec(name: str, sizes: ArchitectureSizes, kernels: FrameworkKern
 
 
 def case_cluster(row: MeasurementRow) -> Cluster:
-    """Returns a cluster of the stated device, with the stated network if its rate is known."""
+    """Returns the cluster that the row states. If the row states no network with a known rate, the network is the
+    catalog's default for the device. Raises InputError if the device is not in the catalog, or if the number of devices
+    is not a multiple of the devices per node."""
     per_node = min(row.count("gpus_per_node", 8), row.count("gpus"))
     nodes, rest = divmod(row.count("gpus"), per_node)
     if rest:
@@ -195,8 +199,8 @@ def _build_cluster(nodes: int, devices: int, device: str, network: str) -> Clust
 
 
 def device_name(row: MeasurementRow) -> str:
-    """Returns the name of a device in the catalog. `A100` with 80 GB is a100-80gb; devices with only one memory size
-    have no suffix."""
+    """Returns the catalog name of the row's device. For example, `A100` with 80 GB is a100-80gb. Devices with only one
+    memory size have no suffix. Raises InputError for an unknown device."""
     name, memory = row.text("gpu").lower().rstrip("?").replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
     rows = catalog.devices()
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
@@ -206,8 +210,8 @@ def device_name(row: MeasurementRow) -> str:
 
 
 def case_network(row: MeasurementRow) -> str:
-    """Returns the network in the notation of `--cluster`: `4x Omni-Path 100Gb/s per node` is 4x100Gb. The rate may be
-    per node or per device. Returns '' if the source states no network."""
+    """Returns the network of the row in the notation of `--cluster`. For example, `4x Omni-Path 100Gb/s per node` is
+    4x100Gb. A rate in the row may be per node or per device. Returns '' if the row states no network."""
     text = row.text("inter_link")
     if "EFA" in text:
         return EFA_LINK if "3200" in text else "efa-p4d"
@@ -221,14 +225,14 @@ def case_network(row: MeasurementRow) -> str:
 
 
 def case_workload(row: MeasurementRow) -> Workload:
-    """Returns the workload that a row states."""
+    """Returns the workload that a row states: sequence length, batch and precision, with the default optimizer."""
     precision = {"fp8": "bf16"}.get(row.text("prec_class"), row.text("prec_class"))
     batch = row.count("global_batch", 0) or row.count("micro_batch") * row.count("dp") * max(row.count("pp"), 1)
     return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=OptimizerConfig())  # type: ignore[arg-type]
 
 
 def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
-    """Returns every plan that the row may mean."""
+    """Returns every plan that the row may mean. Choices that the row does not state have all usual values."""
     batch = case_workload(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
     micro = (
@@ -259,7 +263,8 @@ def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
 def case_plan(
     row: MeasurementRow, system: Framework, degrees: tuple[int, int, int], choices: tuple[int, int, str]
 ) -> Plan:
-    """Returns the plan of a row under one choice of degrees and options."""
+    """Returns one plan of a row. `degrees` is (dp, pp, tp), `choices` is (micro-batch size, virtual stages, recompute
+    as in the row)."""
     (dp, pp, tp), (micro_batch, virtual, ckpt) = degrees, choices
     zero = row.count("zero_stage", 0)
     shard = min(row.count("hsdp", dp), dp) if zero else 1
@@ -282,8 +287,8 @@ def case_plan(
 
 
 def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage by nanotron's rule: a stage ends with the layer at which the
-    cumulative cost exceeds an equal share of the total. The costs are those of nanotron's Llama: matrix products for a
+    """Returns the number of blocks of each stage by nanotron's rule. Stage i of pp stages ends with the layer at which
+    the cumulative cost exceeds i / pp of the total. The costs are those of nanotron's Llama: matrix products for a
     block, the vocabulary product for the head, and 0 for the embedding."""
     layers, hidden = row.count("layers"), row.count("hidden")
     block = hidden * (4 * hidden + 3 * row.count("ffn"))
@@ -298,8 +303,9 @@ def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
 
 
 def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
-    """Moves blocks so that every stage has a block, as this project requires. If the last stage has only the head, it
-    takes one block from the stage before. Raises InputError if other stages are empty."""
+    """Returns the numbers of blocks `found` with at least one block on every stage, as this project requires. If the
+    last stage has only the head, it gets one block of the previous stage. Raises InputError if another stage has no
+    block."""
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):
@@ -308,7 +314,7 @@ def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
 
 
 def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
-    """Returns the meaning of the figure in `mem_gb`."""
+    """Returns the meaning of the figure in the column `mem_gb`, or None if it is missing or not a measurement."""
     kind = row.text("mem_kind").lower()
     if not kind or "analytic" in kind or "formula" in kind:
         return None

@@ -1,25 +1,27 @@
-"""Describes the frameworks of the published measurements by properties of their code, with sources. No number is fitted
-to a measurement.
+"""Describes the frameworks with which the published measurements were made (benchmark_cases.py). The properties are
+those of each framework's code, with sources. No number is fitted to a measurement.
 
-The first framework whose pattern matches the row's `system` is used. Properties that the row states (attention kernel,
-recompute, compilation, sequence parallelism) take precedence.
+A row uses the first framework in FRAMEWORKS whose pattern matches the column `system` of the row. Properties that the
+row states (attention kernel, recompute, compilation, sequence parallelism) take precedence over those of the framework.
 
-`FrameworkKernels` describes what the kernels of other frameworks save for backward and move through memory.
-
-The table is in elements of the compute type per token. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for
-fused kernels with dropout: 10 and 24 bytes s b h per layer, and 5 a s^2 b for attention that is not fused (s tokens,
-batch b, hidden size h, a heads). For all other operations the rules of autograd apply
+`FrameworkKernels` describes which tensors the kernels of other frameworks save for backward, and how much they move
+through memory. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with dropout. There, let s be
+the tokens, b the batch, h the hidden size and a the number of heads. A layer saves 10 s b h + 24 s b h bytes. Attention
+that is not fused saves 5 a s^2 b further bytes. For all other operations the rules of autograd apply
 (planner/inputs/activation_formulas.py).
+
+The table has the saved elements and the moved elements per token, in elements of the compute dtype unless bytes are
+stated. Widths are numbers of features: h hidden, q all query heads, k all key heads, f feed-forward.
 
 | operation | fused: saves, moves | not fused: saves, moves |
 |---|---|---|
 | norm of width h | h, 2 h | as in this project's runtime |
 | rotation of q and k | 0, 2 (q + k) | 0, 10 (q + k) |
-| gelu of width f | f, 2 f | f, 2 f and the bias 2 f |
+| gelu of width f | f, 2 f | f, 2 f and for the bias 2 f |
 | gated product of width f | 2 f, 3 f | 3 f, 5 f |
 | residual | 0, 3 h | 0, 3 h |
-| dropout of width h | a byte each, 0 | a byte each, 2.5 h |
-| scores, a token of context and head | 5 bytes with dropout, 6.5 elements | the same, 10 elements |
+| dropout of width h | h bytes, 0 | h bytes, 2.5 h |
+| scores, per token of context and head | 5 bytes with dropout, 6.5 | 5 bytes with dropout, 10 |
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from meshwright.spec.model import LayerSpec, ModelSpec
 
 
 class FrameworkKernels(NamedTuple):
-    """The kernels of a framework. `flash`: whether attention is one fused kernel. `loss`: the elements per logit that
-    the forward of the loss moves."""
+    """The kernels of a framework. `norm`, `rotation`, `product` (gated or gelu) and `residual`: whether these
+    operations are fused. `flash`: whether attention is one fused kernel. `dropout`: whether there is dropout. `loss` is
+    the elements per logit that the forward of the loss moves through memory."""
 
     norm: bool = True
     rotation: bool = True
@@ -46,28 +49,28 @@ class FrameworkKernels(NamedTuple):
     dropout: bool = False
     loss: float = 8.0
     operand: float = 1.0
-    """Saved elements per operand element of an 8-bit product, in elements of the compute type. Transformer Engine saves
-    its 8-bit copy; other frameworks save the original."""
+    """Saved elements of the compute dtype per input element of a matrix product. The value is 0.5 if an 8-bit product
+    saves the 8-bit input (Transformer Engine). Other frameworks save the original input."""
     passing: float = 1.0
-    """Transient elements of the compute type per logit while the loss runs. The value is 4 if logits are first
+    """Transient elements of the compute dtype per logit while the loss runs. The value is 4 if logits are first
     converted to float32 (8 of 12 bytes)."""
     chunked: bool = False
-    """Whether logits stay in the compute type and are converted to float32 chunk by chunk."""
+    """Whether logits stay in the compute dtype, and the loss converts them to float32 chunk by chunk."""
     logits: float = 0.0
     """Additional saved bytes per logit, for copies that the loss makes."""
     gathered: int = 1
-    """The number of tensor ranks if each rank saves the complete gathered inputs of column-parallel products, otherwise
-    1."""
+    """The number of tensor ranks if each rank saves the gathered inputs of column-parallel products completely,
+    otherwise 1."""
     again: bool = False
-    """Whether selective recompute is used. With it, the block's input, the attention output and the output of every
-    second matrix product are saved."""
+    """Whether selective recompute by operation is used. It saves the block's input, the attention output and the output
+    of every second matrix product."""
     labelled: float = 1.0
-    """Fraction of the tokens whose logits are computed. It is below 1 for masked language models whose head reads only
-    masked positions."""
+    """Fraction of the tokens whose logits are computed. The value is below 1 for masked language models whose head
+    computes only masked positions."""
 
 
 def framework_model_spec(name: str, sizes: ArchitectureSizes, kernels: FrameworkKernels) -> ModelSpec:
-    """Returns the model spec with the kernels of the framework."""
+    """Returns the model spec of an architecture under the kernels of a framework."""
     spec = model_spec(name, sizes)
     return spec.but(layers=tuple(_framework_layer(layer, sizes, kernels) for layer in spec.layers))
 
@@ -161,8 +164,8 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
 
 
 class Framework(NamedTuple):
-    """A framework. `bias` and `learned`: whether plain GPT models of this framework have biases and learned
-    positions."""
+    """A framework: name, pattern for the column `system`, source of the properties, and its runtime and kernels. `bias`
+    and `learned`: whether plain GPT models of this framework have biases and learned positions."""
 
     name: str
     pattern: str
@@ -172,23 +175,24 @@ class Framework(NamedTuple):
     bias: bool = False
     learned: bool = False
     balanced: bool = False
-    """Whether stages are split by FLOPs, including the head. Otherwise stages are split by number of blocks."""
+    """Whether blocks are split into stages by FLOPs, including those of the head. Otherwise stages have equal numbers
+    of blocks."""
     selective: str = "core"
-    """The meaning of `selective` recompute: the attention core (`core`), every second product and the operations around
-    it (`op`), or only gelu (`gelu`)."""
+    """The operations that `selective` recompute recomputes in this framework: the attention core (`core`), every second
+    matrix product and the operations around it (`op`), or only gelu (`gelu`)."""
 
 
 CUDNN_ATTENTION_SPEEDUP = 1.5
-"""Rate of cuDNN's attention on Hopper divided by that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 and
-350 TFLOP/s forward)."""
+"""Rate of cuDNN's attention on Hopper divided by the rate of FlashAttention-2. In forward, cuDNN reaches between 500
+and 550 TFLOP/s, and FlashAttention-2 reaches 350 TFLOP/s (arXiv 2407.08608, figure 5)."""
 
 CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
-"""Matches the configurations of torchtune's table that use the chunked loss. Each row of the table adds one option, and
-the chunked loss comes before recompute."""
+"""Matches the notes of the configurations in torchtune's table that use the chunked loss. Each row of this table adds
+one option to the previous row. The chunked loss is added before recompute, so the row of recompute matches too."""
 
 FLASH1_ATTENTION_SPEED = 0.55
-"""Rate of the first FlashAttention divided by that of the second version (arXiv 2307.08691: the second is about twice
-as fast). `flash-attn` without a number is the first version."""
+"""Rate of the first version of FlashAttention divided by the rate of FlashAttention-2, which is about twice as fast
+(arXiv 2307.08691). `flash-attn` without a number means the first version."""
 
 EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
@@ -340,8 +344,8 @@ FRAMEWORKS = (
 
 
 def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
-    """Returns the description of Megatron-LM with Transformer Engine, for the options `flags` of its command line.
-    Options that the row omits have Megatron's defaults (dropout 0.1, biases, no overlap)."""
+    """Returns the description of Megatron-LM with Transformer Engine under the command-line options `flags`. Missing
+    options have Megatron's defaults (dropout 0.1, biases, no overlap)."""
     return Framework(
         "Megatron-Core",
         "",
@@ -371,8 +375,8 @@ EAGER_TORCH = Framework(
 
 
 def identify_framework(row: MeasurementRow) -> Framework:
-    """Returns the framework of `row` with the kernels that the row states, or EAGER_TORCH if the framework is not
-    known."""
+    """Returns the framework of `row`, changed by the properties that the row states. Rows of an unknown framework use
+    EAGER_TORCH."""
     word = row.text("system")
     found = next((system for system in FRAMEWORKS if re.search(system.pattern, word)), EAGER_TORCH)
     if (flags := row.flags).get("transformer-impl") == "transformer_engine":

@@ -1,30 +1,31 @@
-"""Predicts published measurements with the cost model and scores the predictions by family of rows.
+"""Predicts published measurements with the cost model and scores the predictions by family. A family is the rows of one
+source (column `family`).
 
 `meshwright validate` prints the scores, and a test checks that they do not change. Memory is predicted in the quantity
-that the source measures:
+that the source measures (`MemoryMeter`):
 
-| meter | what it is | predicted as |
+| meter | measured quantity | predicted quantity |
 |---|---|---|
-| first, last | torch's peak of allocated bytes on that rank | that pipeline rank's total |
-| peak rank | torch's peak of allocated bytes on the rank with the most | the largest total |
-| reserved | torch's peak of reserved bytes, no context | the peak rank's, without the driver |
-| device | nvidia-smi: reserved, context and communication buffers | the peak rank's, reserved and context |
+| first, last | torch's peak of allocated bytes on the first or last rank | total bytes of this pipeline rank |
+| peak rank | torch's peak of allocated bytes on the peak rank | total bytes of the peak rank |
+| reserved | torch's peak of reserved bytes on the peak rank | reserved bytes of the peak rank, without the context |
+| device | nvidia-smi: reserved bytes, context, communication buffers | reserved bytes of the peak rank |
 
 The scores:
 
 - error: |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; median and 90th percentile.
-- scaling: for one model and micro-batch, the error of the ratio of tokens per second and device between the largest and
-  the smallest number of devices.
-- correlation: Spearman's rank correlation of predicted and measured seconds, among plans for the same model, number of
-  devices and batch.
-- regret: measured seconds of the plan that is predicted to be fastest, divided by those of the best measured plan of
-  the group, minus 1.
-- memory: the error by meter on rows of trust A; the number of plans that ran but are predicted not to fit; the number
-  of plans that ran out of memory but are predicted to fit.
+- scaling: let the speed be tokens per second and device. Among rows that differ only in the number of data ranks, the
+  ratio is the speed on most devices divided by the speed on fewest devices. The score is the error of this ratio.
+- correlation: Spearman's rank correlation of predicted and measured seconds in a group of plans with equal model,
+  number of devices and batch.
+- regret: let the choice be the plan of a group that the planner would rank first. The regret is the measured seconds of
+  the choice, divided by those of the fastest plan of the group, minus 1.
+- memory: the error by meter on rows with `trust` A; the number of plans that ran but are predicted not to fit; the
+  number of plans that ran out of memory but are predicted to fit.
 
-Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each figure belongs to one family
-or meter. Measured collectives are compared with `cost.links`. Their errors are reported by operation, in one node and
-across nodes, for small and large messages.
+Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each score belongs to one family,
+or to one meter of a family. Measured collectives are compared with `cost.links`. Their errors are reported by
+operation, separately for one node and several nodes, and for small and large messages.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ from meshwright.spec.plan import Plan
 
 
 class StepPrediction(NamedTuple):
-    """The prediction for one case. `memory` is in the quantity that the case's source measures. `fits` is the planner's
-    decision."""
+    """The prediction for one case: the plan that is assumed for the case, and its estimate."""
 
     case: BenchmarkCase
     plan: Plan
@@ -65,7 +65,7 @@ class StepPrediction(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Returns the predicted bytes in the quantity that the case's source measures."""
+        """Returns the predicted bytes, in the quantity that the source of the case measures."""
         stages, busiest = self.estimate.per_stage, self.estimate.memory
         context = self.case.job.cluster.groups[0].device.context
         match self.case.meter:
@@ -86,8 +86,8 @@ class StepPrediction(NamedTuple):
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
-    """Returns the prediction for a case: for the fastest plan whose allocated bytes fit, or for the plan with the least
-    memory if none fits. If no plan can be estimated, returns the reason."""
+    """Returns the prediction for the fastest plan of the case whose allocated bytes fit in the device. If no plan fits,
+    returns the prediction for the plan with the lowest memory. If a plan cannot be estimated, returns the reason."""
     pricer = CostModel(case.job, case.practice)
     found = []
     for plan in case.plans:
@@ -111,11 +111,12 @@ def predict_case(case: BenchmarkCase) -> StepPrediction | str:
 
 
 MIN_GROUP_PLANS = 5
-"""Minimum number of plans of a group, so that their ranking is meaningful."""
+"""Minimum number of plans of a group. The ranking of fewer plans is not meaningful."""
 
 
 class RelativeErrors(NamedTuple):
-    """Statistics of relative errors. `signed` is the median of the signed errors."""
+    """Statistics of relative errors of `rows` predictions: median and 90th percentile of the absolute errors, and the
+    median of the signed errors (`signed`)."""
 
     rows: int
     median: float
@@ -124,7 +125,8 @@ class RelativeErrors(NamedTuple):
 
 
 class FamilyScore(NamedTuple):
-    """The scores of the rows of one source."""
+    """The scores of one family. A score is None if too few rows have the needed values. `groups` is the number of
+    groups with at least MIN_GROUP_PLANS plans."""
 
     name: str
     rows: int
@@ -137,7 +139,8 @@ class FamilyScore(NamedTuple):
 
 
 class MemoryScore(NamedTuple):
-    """The scores of one meter of one source."""
+    """The memory scores of one meter in one family. `ran` is the number of plans that ran, `refused` the number of them
+    that are predicted not to fit."""
 
     family: str
     meter: str
@@ -147,7 +150,9 @@ class MemoryScore(NamedTuple):
 
 
 class ValidationReport(NamedTuple):
-    """The result of `validate`. `left` counts the rows that could not be predicted, by family and reason."""
+    """The result of `meshwright validate`. `out_of_memory` is the number of plans that ran out of memory, `false_fits`
+    the number of them that are predicted to fit. `left` is the numbers of rows without a prediction, by family and
+    reason."""
 
     families: tuple[FamilyScore, ...]
     memory: tuple[MemoryScore, ...]
@@ -160,7 +165,7 @@ class ValidationReport(NamedTuple):
 
 
 def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
-    """Returns the scores of all rows that can be predicted."""
+    """Returns the scores of `rows`, and the reasons why some of them are not predicted."""
     found, left = predict_rows(rows)
     families = tuple(_family_score(name, each) for name, each in sorted(found.items()))
     memory = tuple(_memory_scores(found))
@@ -197,7 +202,8 @@ def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPre
 
 
 def _core_rows(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Returns the rows that count for errors. In a table without the column `core` all rows count."""
+    """Returns the predictions that count for errors: those of successful rows with `core` 1. Without this column, all
+    successful rows count."""
     return [each for each in found if each.case.row.text("core") in ("1", "") and each.case.ran]
 
 
@@ -241,7 +247,8 @@ def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemorySco
 
 
 def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Returns the predictions of timed rows that ran, except rows for whose plan the source has two results."""
+    """Returns the predictions of successful rows with a measured time. Rows with `trust` C, and rows whose source has
+    two results for one plan, are omitted."""
     return [
         each
         for each in found
@@ -260,7 +267,8 @@ def _group_by(found: Sequence[StepPrediction], key: Callable[[StepPrediction], A
 
 
 def _comparable_groups(found: Sequence[StepPrediction]) -> list[list[StepPrediction]]:
-    """Returns groups of different plans for the same model, number of devices and batch."""
+    """Returns the groups of plans with equal model, devices, batch and precision. Groups with fewer than
+    MIN_GROUP_PLANS different plans are omitted."""
     columns = ("model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "prec_class")
     groups = _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns))
     return [group for group in groups if len({each.plan.name for each in group}) >= MIN_GROUP_PLANS]
@@ -276,14 +284,14 @@ def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
 
 
 def _planner_key(each: StepPrediction) -> tuple[bool, float]:
-    """Returns the sort key with which the planner ranks: plans that do not fit come last, and the time of an uncertain
-    plan is raised by RISK_MARGIN."""
+    """Returns the sort key of the planner's ranking. Plans that do not fit are last, and RISK_MARGIN raises the time of
+    an uncertain plan (best_plans.py)."""
     doubts = (each.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(each.case.job.cluster, each.plan.offload)
     return not each.fits, each.seconds * (1.0 + RISK_MARGIN) ** doubts
 
 
 def _rank_correlation(group: Sequence[StepPrediction]) -> float:
-    """Returns Spearman's rank correlation, without special treatment of ties."""
+    """Returns Spearman's rank correlation of predicted and measured seconds. Equal values get different ranks."""
     predicted, measured = (
         np.argsort(np.argsort(values))
         for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)
@@ -292,8 +300,8 @@ def _rank_correlation(group: Sequence[StepPrediction]) -> float:
 
 
 def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
-    """Returns the errors of the speed ratio between the largest and the smallest number of devices, for plans that
-    differ only in their data ranks."""
+    """Returns the relative errors of the speed ratio between the largest and the smallest number of devices. There is
+    one error for each set of rows that differ only in the number of data ranks."""
     columns = (
         "model",
         "layers",
@@ -331,15 +339,15 @@ def _measured_speed(one: StepPrediction) -> float:
 
 
 LARGE_MESSAGE_BYTES = 2**24
-"""Minimum bytes of a large message."""
+"""Messages of at least this number of bytes count as large."""
 
 EQUIVALENT_DEVICES = {"n/s (A100-class NVLink node)": "a100-80gb"}
-"""Devices that a source describes but does not name."""
+"""Catalog names of devices that a source describes but does not name."""
 
 
 def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeErrors]:
-    """Returns the errors by operation, number of nodes and size. Omits rows without a size, a time or a known
-    device."""
+    """Returns the errors of predicted collectives, by operation, one or several nodes, and large or small messages.
+    Rows without a size, a time or a known device are omitted."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         seconds, size = row.number("time_us"), row.number("payload_bytes")
@@ -352,7 +360,8 @@ def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeError
 
 
 def predict_collective(row: MeasurementRow, size: float) -> float | None:
-    """Returns the predicted seconds, or None if the row does not state the hardware."""
+    """Returns the predicted seconds of the row's collective over `size` bytes, or None if the row does not state the
+    devices and the network."""
     ranks, nodes = row.count("gpus"), row.count("nodes")
     found = catalog.find_entry(catalog.devices(), EQUIVALENT_DEVICES.get(row.text("gpu"), row.text("gpu")))
     if found is None or ranks % nodes or (nodes > 1 and not row.text("inter")):
@@ -376,7 +385,7 @@ def predict_collective(row: MeasurementRow, size: float) -> float | None:
 
 
 def link_text(text: str) -> str:
-    """Returns the network in the notation of `@LINK`."""
+    """Returns the network `text` of a row in the notation of `@LINK` (inputs/clusters.py)."""
     if "EFA" in text:
         return EFA_LINK if "v2" in text else "efa-p6"
     ports = re.search(r"(\d+)x(\d+)\s*Gb/s", text)

@@ -1,7 +1,8 @@
-"""Reads the published tables of the package, and users' tables with the same columns.
+"""Reads the tables of published measurements in the package, and tables of users with equal columns, for
+`meshwright validate`.
 
 `measurements.csv.gz` has the published times and memory of training steps, each with its source. `collectives.csv.gz`
-has collectives by size. If a cell is empty, the source does not state the value.
+has published times of collectives by message size. An empty cell means that the source does not state the value.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ class MeasurementRow:
         self.cells = cells
 
     def text(self, name: str) -> str:
-        """Returns a cell, or an empty text if it is absent."""
+        """Returns the cell of column `name`, or '' if the table has no such column."""
         return self.cells.get(name) or ""
 
     def number(self, name: str) -> float | None:
-        """Returns a cell as a number, or None if it is empty or not a number."""
+        """Returns the cell of column `name` as a number, or None if the cell is empty or not a number."""
         try:
             return float(self.text(name))
         except ValueError:
             return None
 
     def count(self, name: str, default: int = 1) -> int:
-        """Returns a cell as a whole number."""
+        """Returns the cell of column `name` rounded to a whole number, or `default` if the cell is empty or not a
+        number."""
         number = self.number(name)
         return default if number is None else round(number)
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Returns the options of the command line that the notes quote as `flags {...}`."""
+        """Returns the command-line options that the column `notes` quotes as `flags {...}` in JSON. Returns no options
+        if there are none."""
         found = re.search(r"flags (\{.*?\})", self.text("notes"))
         try:
             given = json.loads(found[1]) if found else {}
@@ -53,17 +56,18 @@ class MeasurementRow:
         return dict(given)
 
     def states(self, name: str) -> bool:
-        """Returns whether the source states a cell."""
+        """Returns whether the source states the value of column `name`."""
         return self.text(name) != ""
 
 
 def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
-    """Returns the rows of `path`, by default those of the package."""
+    """Returns the rows of the table at `path`, by default the measurements of the package. Raises InputError if the
+    file cannot be read."""
     return list(_read_rows(path or _TABLES_FOLDER / "measurements.csv.gz"))
 
 
 def read_collectives() -> list[MeasurementRow]:
-    """Returns the table of measured collectives."""
+    """Returns the rows of the package's table of measured collectives."""
     return list(_read_rows(_TABLES_FOLDER / "collectives.csv.gz"))
 
 

@@ -1,10 +1,12 @@
-"""Searches plans for all settings that a page can show: a few values of devices, batch, sequence, and memory per device
-around those of the job. If the cluster has a budget, the page varies the budget instead of the memory.
+"""Searches plans for all settings that the page of `plan --page` can show. These are a few values of devices, batch,
+sequence, and memory per device around the job's values. If the cluster has a budget, the page varies the budget instead
+of the memory.
 
-Neighbouring values differ by a factor of 2. A value is omitted if it is not an integer, or if the sequence exceeds the
-positions of the model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
+Neighbouring values of devices, batch and sequence differ by a factor of 2, and memory has common sizes. A value is
+omitted if it is not an integer, or if the sequence exceeds the positions of the model. The number of devices varies
+only if the cluster is written as `NODESxDEVICES:device`.
 
-Each setting is a separate search, so that the page shows what `plan` prints for the same setting.
+Each setting is a separate search, so that the page shows the plans that `plan` prints for this setting.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ DEVICE_MEMORY_SIZES = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 
 """The memory sizes of devices that the slider offers, in bytes."""
 
 GRID_SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3), (2, 2, 1, 1))
-"""The numbers of values of devices, batch, sequence and memory, from the finest to the coarsest grid."""
+"""The numbers of values of devices, batch, sequence and memory, in descending order of the number of settings."""
 GRID_BUDGET_SECONDS = 4.0
 """Seconds that the searches of a grid should take at most."""
 
@@ -47,8 +49,8 @@ GridShape = tuple[int, int, int, int]
 
 
 class PageAxes(NamedTuple):
-    """The values of each slider in ascending order, and in `here` the indices of the job's values. Each cluster has its
-    own memory and budget."""
+    """The values of each slider in ascending order, and in `here` the indices of the job's values. `clusters` have the
+    job's memory limit; a value of `memories` replaces it."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -58,13 +60,13 @@ class PageAxes(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of settings of all sliders together."""
+        """Returns the number of settings: the product of the numbers of values of all sliders."""
         return math.prod(map(len, self[:4]))
 
 
 def page_axes(question: Job, shape: GridShape) -> PageAxes:
-    """Returns the values around those of `question`. No sequence is longer than the number of positions of the
-    model."""
+    """Returns the values around those of the job `question`. `shape` has the maximum number of values of each slider.
+    No sequence is longer than the number of positions of the model."""
     work, memory, longest = question.workload, cluster_memory_limit(question.cluster), question.model.context
     clusters = cluster_sizes(question.cluster, shape[0])
     batches = halves_and_doubles(work.batch, shape[1])
@@ -94,8 +96,8 @@ def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
 
 
 def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
-    """Returns memory limits around that of `cluster`. No budget exceeds the memory. Heterogeneous devices have only
-    their own limit."""
+    """Returns up to `count` memory limits around the limit of `cluster`. No budget exceeds the memory. If devices have
+    unequal memory, only the cluster's own limit is returned."""
     own = cluster_memory_limit(cluster)
     around = (
         neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
@@ -104,7 +106,7 @@ def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
 
 
 def grid_shape_for(seconds: float) -> GridShape:
-    """Returns the finest grid that can be searched in GRID_BUDGET_SECONDS if one search takes `seconds`.
+    """Returns the shape of the finest grid that can be searched in GRID_BUDGET_SECONDS if one search takes `seconds`.
 
 
     >>> grid_shape_for(0.04), grid_shape_for(0.2), grid_shape_for(9.0)
@@ -114,7 +116,7 @@ def grid_shape_for(seconds: float) -> GridShape:
 
 
 def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
-    """Returns `count` values around `value`, each twice the one before it. Values that are not integers are omitted.
+    """Returns `count` values around `value`, each twice the previous value. Values that are not integers are omitted.
 
     >>> halves_and_doubles(12, 5), halves_and_doubles(7, 3), halves_and_doubles(8, 2)
     ((3, 6, 12, 24, 48), (7, 14), (8, 16))
@@ -138,7 +140,8 @@ def neighbouring_memory_sizes(memory: float, count: int) -> tuple[float, ...]:
 
 
 def cluster_sizes(cluster: Cluster, count: int) -> tuple[Cluster, ...]:
-    """Returns `cluster` and clusters with half and twice its devices, as far as its name can express them."""
+    """Returns up to `count` clusters: `cluster`, and clusters whose number of devices is smaller or larger by powers of
+    2. Sizes that the notation of `cluster` cannot express are omitted."""
     below, above = (count - 1) // 2, count // 2
     found = [other for step in range(-below, above + 1) if step for other in resize_cluster(cluster, step)]
     return tuple(sorted([cluster, *found], key=lambda each: each.devices))
@@ -169,11 +172,8 @@ MAX_PLANS_PER_POINT = 8
 
 
 class PricedPlan(NamedTuple):
-    """A plan with values that do not depend on the memory of a device: its estimate, and its bytes with a safety
-    margin.
-
-    Over heterogeneous groups it also has the usable memory of each pipeline rank.
-    """
+    """A plan with values that do not depend on the memory limit. `safe` is the bytes of the peak rank with a safety
+    margin. `limits` is the usable memory of each pipeline rank if ranks differ, and otherwise empty."""
 
     plan: Plan
     estimate: Estimate
@@ -182,9 +182,9 @@ class PricedPlan(NamedTuple):
 
 
 class GridResult(NamedTuple):
-    """The result for one memory limit or budget: the bytes that a rank may use, the bytes that its device has, and the
-    plans that fit, best first. It also has the best or nearest plan of each family. Rejected plans are grouped by
-    reason, with their number and an example."""
+    """The result for one memory limit. `limit` is the bytes that a rank may use, `ample` the usable bytes of its
+    device. `ranked` has the plans that fit, best first. `families` has the best or nearest plan of each family, and
+    `rejected` for each reason the number of rejected plans and an example."""
 
     limit: float
     ample: float
@@ -193,10 +193,10 @@ class GridResult(NamedTuple):
     rejected: tuple[tuple[str, int, str], ...]
 
     def verdict(self, priced: PricedPlan) -> FitStatus:
-        """Returns whether the plan fits. The budget limits the expected bytes; the device limits the bytes with a
-        safety margin.
+        """Returns the fit status of a plan. `limit` applies to the expected bytes, `ample` to the bytes with a safety
+        margin.
 
-        Over heterogeneous groups each rank has its own limit, so such a page has only one memory value.
+        If the ranks of the plan differ, each rank has its own limit, and the status is that of the estimate.
         """
         if priced.limits:
             return priced.estimate.verdict
@@ -206,8 +206,8 @@ class GridResult(NamedTuple):
 
 
 class GridPoint(NamedTuple):
-    """The results for one cluster, batch and sequence, one for each memory value. `error` is the reason if there are no
-    results."""
+    """The results for one cluster, batch and sequence: `standings` has one for each memory value. If there are no
+    results, `error` is the reason."""
 
     job: Job
     standings: tuple[GridResult, ...]
@@ -225,7 +225,7 @@ class PageGrid(NamedTuple):
 
     @property
     def base(self) -> GridPoint:
-        """The result for the job itself."""
+        """Returns the results for the job itself."""
         cluster, batch, sequence, _ = self.axes.here
         return self.points[(cluster * len(self.axes.batches) + batch) * len(self.axes.sequences) + sequence]
 
@@ -237,7 +237,7 @@ def search_page_grid(
     runnable: bool = False,
     workers: int = 1,
 ) -> PageGrid:
-    """Searches every setting with `workers` processes. The objective of each search is `objective`."""
+    """Searches plans for every setting of `axes`, with `workers` processes."""
     jobs = [
         question.but(cluster=cluster, workload=question.workload.but(batch=batch, sequence=sequence))
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
@@ -254,7 +254,7 @@ def search_page_grid(
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
-            # otherwise each process would complete its searches
+            # without this, each process would complete its searches before it ends
             for process in set(active_children()).difference(others):
                 process.kill()
             raise
@@ -285,7 +285,7 @@ def grid_result(
     families: Sequence[PlanFamily],
     prices: dict[Plan, PricedPlan],
 ) -> GridResult:
-    """Converts the result of one search. `prices` caches the estimates of plans between searches."""
+    """Converts the result of one search to a `GridResult`. `prices` caches the estimates of plans between searches."""
 
     def price(plan: Plan, known: Estimate | None = None) -> PricedPlan:
         if plan not in prices:
@@ -301,8 +301,8 @@ def grid_result(
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
-    """Returns the usable memory of each pipeline rank over heterogeneous groups. If the replicas of a stage differ, the
-    value is that of the peak-memory rank."""
+    """Returns the usable memory of each pipeline rank. If the replicas of a stage differ, this is the usable memory of
+    the rank with the highest peak. If all ranks are equal, the result is empty."""
     if plan.placement:
         return tuple(
             min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf)

@@ -1,13 +1,14 @@
-"""Builds the HTML page of a plan: its data, its pipeline chart and the HTML frame around both.
+"""Builds the HTML page of `plan --page`: its data, its pipeline charts and the HTML frame around them. The page of a
+training run uses the same frame.
 
 The pipeline chart shows when each forward and backward of a stage begins and ends. `spec/schedules` orders and
-simulates these actions; the cost model prices them in seconds. A chart has only as many micro-batches as fill the
+simulates these actions, with the seconds of the cost model. A chart has only as many micro-batches as fill the
 pipeline. If there are many ranks, it shows only the first and the last ranks. Work after the last backward (gradient
 reduction, optimizer update) is not in the chart.
 
-The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in both
-languages. The field `keys` names the columns of a plan, of its seconds and of its bytes. The page computes only
-fractions and differences of these numbers.
+The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in English and
+Chinese. The field `keys` names the columns of a plan, of its seconds and of its bytes. The page computes only fractions
+and differences of these numbers.
 
 Every page fills one HTML frame with its body, texts, script and data. The HTML file refers to no other file, and its
 content security policy forbids any request.
@@ -43,7 +44,7 @@ from meshwright.spec.schedules.action import ActionSpan, ScheduleTimeline, simul
 from meshwright.spec.schedules.schedule import schedule_orders
 
 CHART_UNITS = 10_000
-"""Units of the whole chart. Starts and ends of actions are whole numbers of units."""
+"""The width of a chart in chart units. The start and the end of an action are whole numbers of chart units."""
 MAX_CHART_ACTIONS = 1280
 """Maximum number of actions in one chart."""
 MAX_CHART_RANKS = 8
@@ -51,8 +52,7 @@ ACTION_KINDS = "FBW"
 
 
 def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> ScheduleTimeline:
-    """Simulates the first `micro_batches` micro-batches of a step. The duration of a virtual stage is that of its
-    layers."""
+    """Simulates the first `micro_batches` micro-batches of a step. A virtual stage takes as long as its layers."""
     setting = pricer.setting
     box = grid_of_plan(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = stage_contents(setting.entries, box.orders[0])
@@ -84,8 +84,8 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
 
 
 def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
-    """Returns the data of the chart: the number of micro-batches of the step, the number in the chart, the seconds, and
-    a row for each shown rank."""
+    """Returns the data of the chart. It has the number of micro-batches of the step and of the chart, the seconds of
+    the chart, and a row for each shown rank."""
     whole = plan.micro_batches(pricer.setting.job.workload.batch)
     count = min(whole, chart_micro_batches(plan))
     shown = chart_ranks(plan.pp, MAX_CHART_ACTIONS // (2 * plan.virtual_stages * count))
@@ -103,8 +103,8 @@ def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
 
 
 def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
-    """Returns five numbers for each action: kind, index of its stage on the rank, micro-batch, idle units before it,
-    and its own units."""
+    """Returns five numbers for each action: its kind, the index of its stage on the rank, its micro-batch, the idle
+    time before it, and its duration. Times are in chart units; `scale` is the number of chart units per second."""
     found, now = [], 0
     own = sorted({span.action.stage for span in spans})
     for (kind, stage, micro_batch), start, end in spans:
@@ -123,7 +123,7 @@ def chart_micro_batches(plan: Plan) -> int:
 
 
 def chart_ranks(pp: int, most: int) -> Sequence[int]:
-    """Returns all ranks, or only the first and the last if there are more than `most`.
+    """Returns all pipeline ranks, or only the first and the last ranks if there are more than `most`.
 
     >>> chart_ranks(4, 9), chart_ranks(16, 4), chart_ranks(16, 0)
     ([0, 1, 2, 3], [0, 1, 14, 15], [0])
@@ -142,8 +142,10 @@ then the best plan of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak-memory rank, bytes
-by kind, and the usable memory of each rank over heterogeneous groups."""
+"""The fields of a plan. `time` has the seconds by kind and `of` is the number of pipeline ranks. `ranks` are the shown
+ranks, and `memory` has the bytes by kind of each. The field after `ranks` is the index of the peak-memory rank among
+them. `missing` has the unsupported parts of the plan's name. `limits` has the usable memory of each shown rank if ranks
+differ."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
 
 def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
     """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index. The
-    best plan of each result has the memory of several ranks, with `whole` every plan."""
+    best plan of each result has the memory of several ranks. With `whole`, every plan has it."""
     shown = [
         priced
         for standing in point.standings
@@ -277,7 +279,8 @@ def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
-    """Returns the charts by index of the setting and name of the plan, as many as fit in `room` characters."""
+    """Returns as many charts as fit in `room` characters of JSON. The key of a chart is the index of its setting, a
+    space and the name of its plan."""
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
@@ -319,7 +322,7 @@ def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def compact_json(data: Any) -> str:
-    """Returns JSON that is safe inside a script element: no text in it ends the element."""
+    """Returns JSON that is safe inside a script element: no text in the data can end the element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
@@ -337,14 +340,15 @@ FRAME_FILE, STYLE_FILE = "frame.html", "style.css"
 
 
 def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
-    """Returns the HTML page of a plan. `language` is the language in which the page opens."""
+    """Returns the HTML page of a plan. It opens in `language`."""
     job = found.job
     title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
     return fill_frame("plans", title, plan_page_data(found, command, cluster), language)
 
 
 def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) -> str:
-    """Returns the frame filled for `page`. Inserted texts are never interpreted as HTML."""
+    """Returns the HTML frame, filled with the body, the data and the scripts of `page` (plans or run). Inserted texts
+    are never interpreted as HTML."""
     places = {
         "TITLE": html.escape(title),
         "LANGUAGE": language,
@@ -357,12 +361,12 @@ def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) ->
 
 
 def page_body(page: str) -> str:
-    """Returns the HTML of a page around its data and scripts."""
+    """Returns the name of the file with the HTML body of a page."""
     return f"{page}.html"
 
 
 def page_scripts(page: str) -> tuple[str, ...]:
-    """Returns the files of a page's script in order."""
+    """Returns the names of the script files of a page, in order."""
     return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", f"{page}.js"
 
 

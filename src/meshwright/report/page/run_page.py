@@ -1,4 +1,5 @@
-"""Builds the HTML page of a training run: plan, losses, predicted and measured times and memory, failures, and goodput.
+"""Builds the HTML page of a training run for `report --page`: plan, losses, predicted and measured times and memory,
+failures, and goodput.
 
 Guarantees: the page shows the numbers of `report --json` and computes nothing itself. Long curves are shortened by
 averaging over equal intervals.
@@ -24,11 +25,11 @@ from meshwright.spec.record import MemoryTimeline
 MAX_CURVE_POINTS = 500
 """Maximum number of points of a curve."""
 MEMORY_COLUMNS = 240
-"""Number of time intervals of a step for which the page shows memory."""
+"""The page shows the memory of a step in this number of time intervals."""
 
 
 def run_page_text(run: RunFolder, language: str = "en") -> str:
-    """Returns the HTML page. `language` is the language in which the page opens."""
+    """Returns the HTML page. It opens in `language`."""
     title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
     return fill_frame("run", title, run_page_data(run), language)
 
@@ -89,8 +90,8 @@ def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS
 
 
 def timeline_data(run: RunFolder) -> dict[str, Any] | None:
-    """Returns the peak bytes of each kind in each part of the step on the rank with the highest peak, or None if no
-    rank recorded a timeline."""
+    """Returns the bytes of each kind in MEMORY_COLUMNS time intervals of the step, on the rank with the highest peak.
+    Returns None if no rank recorded a timeline."""
     if not any(name.endswith(".json") for name in list_names(Path(run.folder) / "memory")):
         return None
     peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]

@@ -1,8 +1,9 @@
-"""Builds the parallel context of a run, and the engine of a model and a plan by an ordered list of passes.
+"""Builds the parallel context of a plan (`make_parallel_context`), and the engine of a model (`parallelize_model`).
+train/ calls both.
 
-The passes up to `check_shards` analyse the model and raise all errors of the user. They leave the model unchanged, and
-restore random state and configuration. The later passes change the model in place: they shard tensors, drop the modules
-of other stages, flatten parameters, and wrap blocks.
+`parallelize_model` runs an ordered list of build passes. The passes up to `check_shards` analyse the model and raise
+all errors of the user. They leave the model unchanged, and restore random state and configuration. The later passes
+change the model in place: they shard tensors, drop the modules of other stages, flatten parameters, and wrap blocks.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ def make_parallel_context(
 ) -> ParallelContext:
     """Returns the context of `plan` over the ranks of the default process group. All ranks call it.
 
-    `timeout`: seconds after which a wait for another rank fails. `offload_to`: the folder of offloaded states and
-    activations.
+    `device`: by default `init_local_device()`. `timeout`: seconds after which a wait for another rank fails.
+    `offload_to`: the folder of states and activations that are offloaded to disk, by default the system's temporary
+    folder.
 
     Raises:
-        InputError: The number of started ranks is not that of the plan.
+        InputError: The number of started ranks is not that of the plan, or several ranks have no process group.
     """
     device = device or init_local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -112,8 +114,8 @@ def make_parallel_context(
 
 
 def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topology:
-    """Connects the shared memory of CPU ranks. For ranks with accelerators exchanges their hosts. Returns the
-    topology."""
+    """Returns the topology. Connects the shared memory of CPU ranks. Ranks with accelerators exchange their host
+    ids."""
     if grid.plan.world == 1:
         return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
     if backend_of(device).memory_is_host:

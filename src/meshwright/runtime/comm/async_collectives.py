@@ -1,10 +1,14 @@
-"""Starts collectives on flat buffers and finishes them later.
+"""Starts collectives on flat buffers, and returns `CollectiveWork` objects that finish them. Gradient reductions and
+all-gathers of weights use this module.
 
-gloo's all-reduce is fast, but its reduce-scatter and all-gather are slow. For 16 MiB and 2 ranks, all-reduce took 14
-ms, reduce-scatter 40 ms, all-gather 77 ms, and one all-to-all 8 ms (bench/exchange.py). So on gloo, reduce-scatter and
-all-gather use an all-to-all, and reductions sum in a fixed order. NCCL uses its own flat collectives. Ranks of one host
-without accelerators read each other's memory (shm/collectives.py). On several hosts each host sends a sum once
-(topology.py).
+The implementation depends on the ranks of the group:
+
+- CPU ranks of one host read each other's memory (shm/collectives.py).
+- CPU ranks of several hosts use a hierarchy, in which each host sends a sum once (topology.py).
+- NCCL groups use NCCL's flat collectives.
+- gloo groups use an all-to-all for reduce-scatter and all-gather. This reduce-scatter sums in order of rank. gloo's own
+  reduce-scatter and all-gather are slow. For 16 MiB and 2 ranks, all-reduce took 14 ms, reduce-scatter 40 ms,
+  all-gather 77 ms, and one all-to-all 8 ms (bench/exchange.py).
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ from meshwright.runtime.error_propagation import interruptible_wait
 
 class CollectiveWork:
     """A collective in flight, like torch.distributed.Work. The first `wait` finishes the collective. Later calls do
-    nothing."""
+    nothing.
+
+    `work`: torch's handle, or None. `then`: the last step, which runs after `work` is complete. `group`: its timer
+    measures the wait.
+    """
 
     def __init__(
         self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None
@@ -48,7 +56,8 @@ class CollectiveWork:
                 then()
 
     def then(self, then: Callable[[], None]) -> CollectiveWork:
-        """Returns a work whose last step is `then`. `then` must wait for this work itself."""
+        """Returns a work with the last step `then` instead of this work's last step. So `then` must call this work's
+        `wait`."""
         return CollectiveWork(self._work, then, self._group)
 
 
@@ -108,8 +117,11 @@ def reduce_scatter(
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
-    """Returns whether slices of `sizes` go through shared memory. A hierarchical group supports only equal slices.
-    Unequal slices use the process group of all of its ranks."""
+    """Returns whether a collective of `group` uses shared memory. `sizes`: the elements of each rank's slice, None if
+    equal.
+
+    A hierarchical group (topology.py) supports only equal slices. Unequal slices use its process group of all ranks.
+    """
     return group.shm is not None and (sizes is None or group.process_group is None)
 
 
@@ -159,8 +171,8 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -
 def all_to_all_rows(
     out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup
 ) -> CollectiveWork:
-    """Exchanges uneven numbers of rows: rank i sends `rows[i][j]` rows of its `sent` to rank j. `out` receives this
-    rank's rows in order of rank. Returns the work."""
+    """Exchanges uneven numbers of rows: rank i sends `rows[i][j]` rows of its `sent` (rows, width) to rank j. `sent` is
+    in order of j, and `out` in order of i. Returns the work."""
     if group.shm is not None and group.process_group is None:
         return CollectiveWork(None, group.shm.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
@@ -177,7 +189,8 @@ def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Comm
 
 
 def _retain(buffer: torch.Tensor) -> None:
-    """Does nothing. The closure that calls it keeps `buffer` alive until the collective has read the buffer."""
+    """Does nothing. The closure that calls it references `buffer`, so `buffer` exists until the collective has read
+    it."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:

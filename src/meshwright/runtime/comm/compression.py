@@ -1,4 +1,5 @@
-"""Compresses gradients between hosts, with error feedback.
+"""Compresses the gradients that hosts send to each other, with error feedback. Each parameter group (`FlatParamGroup`)
+has up to two reducers of this module.
 
 Compression changes the result, so only the workload can enable it. The sum over the ranks of one host is exact. Each
 host adds its residual of the last step to this sum and sends the nearest value that the codec can represent. The
@@ -7,31 +8,32 @@ al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the mes
 and adds them in order of host.
 
     bf16      2 bytes per element
-    int8      1 byte per element and a float32 scale for each block, whose largest element is 127
-    low-rank  PowerSGD (compression.py)
+    int8      1 byte per element, and one float32 scale per block, which maps the block's largest magnitude to 127
+    low-rank  PowerSGD, see below
 
 With h hosts, a host sends in a compressed all-reduce h - 1 times its encoded slice. In an uncompressed all-reduce it
 sends 2 (h - 1) / h times the slice. In a reduce-scatter it sends (h - 1) / h times the buffer, encoded or not.
 
 Guarantees: the sum is bitwise equal on all hosts and in every run.
 
-`PowerSGDReducer` reduces gradients between hosts as two thin factors of each matrix: PowerSGD (Vogels, Karimireddy,
-Jaggi, arXiv 1905.13727, algorithm 1).
+`PowerSGDReducer` sends two thin factors of each matrix instead of the matrix: PowerSGD (Vogels, Karimireddy, Jaggi,
+arXiv 1905.13727, algorithm 1).
 
-M is the sum over hosts of each host's gradient and residual. Q is a factor from the previous step. A prime means the
-transpose:
+M is the gradient plus the residual of one host. Q is a factor from the previous step. A prime means the transpose:
 
-    P = M Q, summed over hosts; P is made orthonormal; Q = M' P, summed over hosts; the result is P Q'
+    P = sum of M Q over hosts, made orthonormal
+    Q = sum of M' P over hosts
+    P Q' is the result, and M - P (M' P)' is the new residual of the host
 
-This is one power iteration per step. The new residual of a host is the part of its gradient and residual that P Q' does
-not represent. Elements outside of matrices (biases, norms, rows cut at the border of a slice) are sent uncompressed
-together with P. With h hosts, an all-reduce sends 2 (h - 1) / h (rows + columns) x rank elements per matrix.
+This is one power iteration per step. Elements outside of matrices (biases, norms, rows cut at the border of a slice)
+are sent uncompressed together with P. With h hosts, each host sends 2 (h - 1) / h (rows + columns) x rank elements per
+matrix in an all-reduce.
 
-[Note: second message] Q can be computed only once P of all hosts has arrived, which happens at different times on
-different hosts. So second messages have their own process group and a queue. They start in the order of the first
-messages, which is equal on every host. Until the second message starts, the residual contains the whole gradient. So
-before the next gradient of a buffer is added to the residual, the second message of an earlier reduction of this buffer
-is started.
+[Note: second message] The first message of a reduction contains P, the second contains Q. Q can be computed only once P
+of all hosts has arrived, which happens at different times on different hosts. So second messages have their own process
+group and a queue. They start in the order of the first messages, which is equal on every host. Until the second message
+starts, the residual contains the whole gradient. So before the next gradient of a buffer is added to the residual, the
+second message of the buffer's previous reduction is started.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class MatrixSlice(NamedTuple):
-    """A matrix of `rows` x `columns` elements in a vector, from `start` on."""
+    """A matrix of `rows` x `columns` elements, stored in a vector from index `start` on."""
 
     start: int
     rows: int
@@ -61,9 +63,11 @@ class MatrixSlice(NamedTuple):
 def compressible_matrices(
     tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int
 ) -> list[MatrixSlice]:
-    """Returns the matrices to compress: the complete rows of `tensors` (offset and shape) inside the segments `runs` of
-    a buffer, if their factors are smaller than the rows. The segments are concatenated into a vector. `start` of a
-    returned matrix is a position in this vector.
+    """Returns the matrices to compress in the segments `runs` (start, stop) of a buffer.
+
+    `tensors`: offset in the buffer and shape of each tensor. `rank`: the number of columns of a factor. A matrix
+    consists of those rows of a tensor that are completely inside a segment. It is returned if its two factors have
+    fewer elements than its rows. `start` of a returned matrix is an index in the vector of the concatenated segments.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
@@ -84,8 +88,13 @@ def compressible_matrices(
 
 
 class PowerSGDReducer:
-    """Reduces the gradients of one buffer between hosts. `residual` contains the parts of gradients that this host has
-    not sent yet, followed by the factors Q."""
+    """Reduces the gradients of one buffer between hosts with PowerSGD.
+
+    `matrices`: the parts to compress of a vector of `numel` elements. `rank`: the number of columns of each factor.
+    `like`: a tensor with the gradients' dtype and device. `residual` contains the `numel` elements of gradients that
+    this host has not sent yet, followed by the factors Q. The methods send first messages in `group`, and second
+    messages in `second_group`.
+    """
 
     def __init__(self, matrices: Sequence[MatrixSlice], numel: int, rank: int, like: torch.Tensor) -> None:
         self.matrices, self.numel, self.rank = matrices, numel, rank
@@ -110,8 +119,8 @@ class PowerSGDReducer:
         ]
 
     def factor_views(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Splits the concatenated factors `joined` into matrices of `rank` columns. `sizes` are their numbers
-        of rows."""
+        """Splits the concatenated factors `joined` into matrices of `rank` columns. `sizes`: the number of rows of each
+        factor."""
         return [part.view(-1, self.rank) for part in joined.split([size * self.rank for size in sizes])]
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, second_group: CommGroup) -> PowerSGDTransfer:
@@ -130,7 +139,8 @@ class PowerSGDReducer:
 
 
 class PowerSGDTransfer:
-    """One reduction in flight ([Note: second message])."""
+    """One PowerSGD reduction in flight. Making the object adds the gradient to the residual and sends the first message
+    ([Note: second message])."""
 
     def __init__(
         self,
@@ -157,7 +167,8 @@ class PowerSGDTransfer:
         self.second_group.second_messages.append(self)
 
     def ensure_second(self) -> CollectiveWork:
-        """Starts this second message, after those that are queued before it. Returns its collective."""
+        """Starts the second message of this reduction, after all messages that precede it in the queue. Returns its
+        collective."""
         while self.second_reduce is None:
             self.second_group.second_messages.popleft().start_second()
         return self.second_reduce
@@ -175,7 +186,7 @@ class PowerSGDTransfer:
         for matrix, p, q in zip(self.reducer.matrix_views(self.residual), self.p_factors, q_factors, strict=True):
             matrix.sub_(p @ q.T)
         self.residual[self.reducer.uncompressed] = 0.0
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # all ranks skip a step with non-finite values
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # the residual must stay finite, and all ranks skip this step
         self.q_factors = torch.cat([each.reshape(-1) for each in q_factors]) if q_factors else self.first_message[:0]
         self.second_reduce = all_reduce(self.q_factors, self.second_group)
 
@@ -228,8 +239,8 @@ class GradientCodec(Protocol):
         """Returns the number of bytes of `numel` encoded elements."""
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Writes the encoded `values` to `encoded`. On return `values` contains the encoding error, with zeros for
-        non-finite elements."""
+        """Writes the encoded `values` to the uint8 tensor `encoded`. On return `values` contains the encoding error,
+        with zeros for non-finite elements."""
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
@@ -290,8 +301,8 @@ class Int8Codec:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         codes.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        # All ranks skip a step with non-finite values. On an accelerator the check is omitted, because it would
-        # synchronise.
+        # All ranks skip a step with non-finite values, so its errors become zero. An accelerator replaces them without
+        # the check, because the check would synchronise with the host.
         if not backend_of(blocks.device).memory_is_host or not bool(torch.isfinite(scales).all()):
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
@@ -328,8 +339,8 @@ CODECS: dict[str, Callable[[], GradientCodec]] = {"bf16": Bfloat16Codec, "int8":
 
 
 class CompressedReducer:
-    """Reduces the gradients of one buffer between hosts. `residual` contains the encoding errors that this host has not
-    sent yet."""
+    """Reduces the gradients of one buffer between hosts with a codec. `residual` contains the encoding errors that this
+    host has not sent yet. Only `PowerSGDReducer` uses `second_group`."""
 
     def __init__(self, codec: GradientCodec, residual: torch.Tensor) -> None:
         self.codec, self.residual, self.tile = codec, residual, tile_elements(residual.device)
@@ -353,7 +364,8 @@ class CompressedReducer:
         return [self.codec.size(min(self.tile, numel - first)) for first in range(0, numel, self.tile)]
 
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encodes each row of `rows` plus its residual. The encoding error becomes the new residual."""
+        """Returns the encoded bytes of each row of `rows` plus the residual of the row: uint8 (rows, bytes). The
+        encoding error becomes the new residual."""
         sizes = self._sizes(rows.shape[1])
         encoded = torch.empty(len(rows), sum(sizes), dtype=torch.uint8, device=rows.device)
         for row, residual, into in zip(rows, self.residual.view(rows.shape), encoded, strict=True):
@@ -379,7 +391,8 @@ class CompressedReducer:
 
 
 class FlatSlice(NamedTuple):
-    """Elements [start, stop) of a buffer. `tensors` are the offset and shape of each tensor in the buffer."""
+    """Elements [start, stop) of a buffer. `like`: a tensor with the dtype and device of the gradients. `tensors`: the
+    offset and shape of each tensor in the buffer."""
 
     start: int
     stop: int
@@ -398,8 +411,8 @@ class ReducerPair(NamedTuple):
 def make_compressed_reducer(
     compression: GradientCompression | None, group: CommGroup | None, vector: FlatSlice, scattered: bool
 ) -> CompressedReducer | PowerSGDReducer | None:
-    """Returns the reducer of `vector` over `group`, or of its slices if `scattered`. Returns None if the group is on
-    one host or compression is off."""
+    """Returns the reducer of `vector` over `group`: for a reduce-scatter if `scattered`, otherwise for an all-reduce.
+    Returns None if compression is off, or if all ranks are on one host."""
     if compression is None or group is None or group.process_group is None or group.intra_host:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)
@@ -414,7 +427,7 @@ def make_compressed_reducer(
 
 
 def _inter_host_ranges(group: CommGroup, start: int, stop: int, scattered: bool) -> list[tuple[int, int]]:
-    """Returns the ranges of the buffer that this rank sends to other hosts, in the order of the buffer."""
+    """Returns the ranges (start, stop) of the buffer that this rank sends to other hosts, in ascending order."""
     tiers = group.shm
     if not isinstance(tiers, HierarchicalGroup):
         return [(start, stop)]

@@ -1,8 +1,12 @@
-"""Process groups of the runtime: the ranks along one axis of the plan, and how they exchange tensors.
+"""`CommGroup`: the ranks along one axis of the plan, and the means by which they exchange tensors. The collectives of
+async_collectives.py take a `CommGroup`.
 
-An axis with one rank has no group: callers check `group is None`. Ranks of one host without accelerators use shared
-memory (shm/collectives.py). If every host has the same number of ranks, a group uses shared memory inside each host and
-a process group between hosts (topology.py). All other groups use a process group of torch.
+An axis with one rank has no group: callers check `group is None`. Otherwise there are three kinds of groups:
+
+- CPU ranks of one host use shared memory (shm/collectives.py).
+- CPU ranks of several hosts, with equally many and at least 2 ranks per host, form a hierarchical group (topology.py).
+  It uses shared memory inside each host and process groups between hosts.
+- All other ranks use a process group of torch.
 
 `linear_map` is a linear map between ranks as an autograd function: its backward is the transposed map.
 """
@@ -25,7 +29,7 @@ from meshwright.runtime.comm.timers import WaitTimer
 
 
 class CommStats(NamedTuple):
-    """Bytes that this rank has sent over the network, and seconds that it has waited for other ranks."""
+    """Bytes that this rank has sent over the network, and seconds for which it has waited for other ranks."""
 
     sent: float
     waited: float
@@ -51,9 +55,9 @@ class CommTimer:
 
 @dataclass(frozen=True, eq=False)
 class CommGroup:
-    """A group of ranks. `ranks` are global ranks, and `index` is the position of this rank among them. `process_group`
-    is None if all ranks share memory. `shm` is set if all ranks share memory, or if every host has several of the
-    ranks."""
+    """A group of ranks. `ranks` are global ranks, and `index` is the position of this rank in `ranks`. `process_group`
+    is None if all ranks share memory. `shm` is set if all ranks share memory, or if the group is hierarchical
+    (topology.py)."""
 
     ranks: tuple[int, ...]
     index: int
@@ -82,19 +86,20 @@ class CommGroup:
         return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
     def read_stats(self) -> CommStats:
-        """Returns the statistics since the last call. They include the bytes sent between hosts. Waits for these
-        transfers are part of the waits of the group."""
+        """Returns the statistics since the last call. A hierarchical group adds the bytes that it sends between hosts.
+        The waits of the group already include the waits for transfers between hosts."""
         own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
-        """Returns whether NCCL transfers `tensor`. The flat collectives of NCCL are fast."""
+        """Returns whether NCCL transfers `tensor`. If so, callers use the flat collectives of torch.distributed, which
+        are slow with gloo."""
         return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
     def backends(self) -> str:
-        """The backend for each device type, in torch's form ('cpu:gloo,cuda:nccl'). One name would be wrong for a group
-        with two backends."""
+        """The backend for each device type, in torch's form ('cpu:gloo,cuda:nccl'). A group can have two backends, so
+        the name of one would not suffice."""
         return dist.get_backend_config(self.process_group)
 
 
@@ -110,13 +115,13 @@ class ShardPlacement:
     shard_group: CommGroup | None
     """The ranks that store the shards of one replica."""
     replicate_group: CommGroup | None
-    """The ranks that store the same shard."""
+    """The ranks that store replicas of this rank's shard."""
     tensor_group: CommGroup | None
-    """The tensor ranks, among which tensors are split or replicated."""
+    """The tensor ranks, which split or replicate each tensor."""
     weights: tuple[int, ...] = ()
-    """Relative sizes of the shards. Empty if they are equal."""
+    """Relative sizes of the shards. Empty if the sizes are equal."""
     diloco: ShardPlacement | None = None
-    """With DiLoCo, the placement over all replicas, which is used when they synchronise (`without_replicas`)."""
+    """With DiLoCo: the placement over all replicas, which is used when the replicas synchronise. Otherwise None."""
 
 
 def uses_nccl(backends: str, device: str) -> bool:
@@ -149,23 +154,23 @@ def wrap_shm_collectives(lanes: ShmCollectives) -> CommGroup:
 
 
 def shutdown_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Waits until the other ranks of `groups` have read all inputs in this rank's memory. Must be called before this
-    rank ends."""
+    """Waits until the other ranks of `groups` have read all inputs in this rank's shared memory. Must be called before
+    the process of this rank ends."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.close()
 
 
 def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Waits until no rank of `groups` reads this rank's shared memory. Afterwards the memory may be written."""
+    """Waits until no rank of `groups` reads this rank's shared memory. Afterwards this rank may write to the memory."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.quiesce()
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
-    """Frees the staging memory of collectives that were larger than those of training. Every rank of the groups calls
-    it."""
+    """Frees the staging memory of all `groups`. Called after collectives that were larger than those of training. Every
+    rank of the groups calls it."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.buffers.shrink()

@@ -1,13 +1,13 @@
-"""Measures how long this rank waits for communication and copies.
+"""Measures how long this rank waits for communication and copies. Each `CommGroup` has a `WaitTimer`.
 
 A CPU rank blocks, so the clock of the host measures the wait. With an accelerator the wait is queued in the compute
 stream while the host continues. One event before and one event after the wait measure how long this stream was idle. If
 the host waits too, the events measure how long the stream had no work.
 
-[Note: nobody waits for a clock] Events are read only once both are complete. Events of the forward and backward passes
-are complete when the host has received the sums of a step over all ranks (loss, gradient norm, counters). Events that
-complete later, such as those of the all-gather after the update, count in the next step. This is also the step in
-which their time passes.
+[Note: nobody waits for a clock] The two events of a wait are read only once both are complete. Events of the forward
+and backward are complete when the host has received the sums of a step over all ranks (loss, gradient norm, counters).
+Events that complete later, such as those of the all-gather after the update, count in the next step. Their time passes
+during the next step too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class TimerEvent(Protocol):
 
 
 class WaitTimer:
-    """Sums the time that is spent inside the context. Nested contexts count once. `event` creates events, for devices
-    on which the stream waits and not the host."""
+    """Sums the seconds spent inside the context. Nested contexts count once. `event` creates timing events for a device
+    with streams. If None, the host's clock measures the time."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0
         self._seconds = self._previous_seconds = 0.0
-        """Seconds of waits that began since the last reading; and seconds of earlier waits that were incomplete at that
-        time."""
+        """`_seconds`: waits that began after the last reading. `_previous_seconds`: waits that began before the last
+        reading and were incomplete then."""
         self._first: TimerEvent | None = None
         self._pending: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
-        """For each wait: its first event, its last event, and whether it began before the last reading."""
+        """For each incomplete wait: its first event, its last event, and whether it began before the last reading."""
         self._free_events: list[TimerEvent] = []
 
     @classmethod
@@ -84,7 +84,7 @@ class WaitTimer:
         return event
 
     def _collect(self) -> None:
-        """Adds up completed waits in order. Does not wait for an event."""
+        """Adds the completed waits to the sums, in order, up to the first incomplete wait. Never blocks."""
         while self._pending and self._pending[0][1].query():
             first, last, is_previous = self._pending.popleft()
             if is_previous:
@@ -94,14 +94,14 @@ class WaitTimer:
             self._free_events += (first, last)
 
     def read(self) -> float:
-        """Returns the seconds since the last reading, without waits that are not complete yet."""
+        """Returns the seconds of waits that have completed since the last reading. Never blocks."""
         self._collect()
         found, self._seconds, self._previous_seconds = self._seconds + self._previous_seconds, 0.0, 0.0
         self._pending = deque((first, last, True) for first, last, _ in self._pending)
         return found
 
     def discard(self) -> None:
-        """Discards the seconds since the last reading."""
+        """Discards the seconds of waits that began after the last reading. Waits that began earlier still count."""
         self._collect()
         self._seconds = 0.0
         self._pending = deque(each for each in self._pending if each[2])

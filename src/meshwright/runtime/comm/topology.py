@@ -1,31 +1,33 @@
-"""The hosts and coordinates of ranks, and the communication groups of ranks.
+"""The hosts and coordinates of ranks, and the communication groups of ranks. `make_parallel_context` (build/) creates
+the groups of a plan with this module.
 
 `Topology` contains the rank of this process, and which ranks share a host or memory. It contains no groups.
-`GroupFactory` gets a partition of all ranks and creates the group that contains this rank, over the fastest available
-path: shared memory, a hierarchical group (shared memory inside hosts, process groups between them), or one process
-group.
+`GroupFactory` gets a partition of all ranks and creates the group that contains this rank. It chooses the fastest
+available path: shared memory, a hierarchical group, or one process group.
 
 Guarantees: every rank creates all process groups of torch in the same order, including groups that it does not belong
 to. `torch.distributed.new_group` requires this.
 
-`HierarchicalGroup` provides hierarchical collectives of ranks on several hosts with the same number of ranks each. Data
-crosses the network once per host instead of once per rank.
+`HierarchicalGroup` provides the collectives of CPU ranks on several hosts with the same number of ranks each. It uses
+shared memory inside hosts and process groups between hosts. So data crosses the network once per host instead of once
+per rank.
 
-First the ranks of a host sum in shared memory (shm/collectives.py). Then rank l of every host reduces its slice with
-rank l of the other hosts over the network. Finally the ranks of a host read the other slices from each other. With h
-hosts of m ranks and a tensor of n bytes, a host sends
+In an all-reduce, the ranks of a host first sum in shared memory (shm/collectives.py). Then rank l of every host reduces
+its slice with rank l of the other hosts over the network. Finally the ranks of a host read the other slices from each
+other. With h hosts of m ranks and a tensor of n bytes, a host sends this number of bytes:
 
-    all-reduce        2 (h - 1) / h n    (a ring over all ranks: 2 (h m - 1) / (h m) n, if hosts are contiguous in it)
-    reduce-scatter      (h - 1) / h n    (an all-to-all of all ranks: m times that)
-    all-gather          (h - 1) / h n    (the same)
+                      hierarchical       flat
+    all-reduce        2 (h - 1) / h n    2 (h m - 1) / (h m) n    ring, in which the ranks of a host are neighbours
+    reduce-scatter      (h - 1) / h n    m (h - 1) / h n          all-to-all
+    all-gather          (h - 1) / h n    m (h - 1) / h n          all-to-all
 
 Sums differ from those of a flat collective only in the order of addition. This order is fixed: first the ranks of a
 host, then the hosts. Source: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
 (2005), section 4. Horovod calls these collectives hierarchical. NCCL uses them automatically.
 
 [Note: ways across] A reduction sends to other hosts once the ranks of its host have contributed. An all-gather sends
-immediately. So the order of reductions, all-gathers and second messages differs between ranks. So each of these three
-kinds has its own process group, in which all ranks use one order.
+immediately. So ranks start reductions, all-gathers and second messages in different orders. Each of these three kinds
+has its own process group, in which all ranks start collectives in the same order.
 """
 
 from __future__ import annotations
@@ -59,10 +61,11 @@ GROUP_NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", "heads", "r
 """Names of the groups that a rank can belong to. Each group has its own fields in shared memory."""
 
 P2P_FIRST_FIELD = len(GROUP_NAMES) * FIELDS_PER_GROUP
-"""Index of the first field after those of all groups. The fields of messages between pipeline ranks begin here."""
+"""Index of the first shared-memory field after the fields of all groups. The fields of messages between pipeline ranks
+begin at this index."""
 
 NON_HIERARCHICAL_GROUPS = ("pp",)
-"""Groups without reductions, for which a hierarchy has no advantage."""
+"""Groups without reductions. They are never hierarchical, because a hierarchy has no advantage for them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Topology:
     shm_host_ids: tuple[str, ...] = ()
     """The host id of each CPU rank, '' for a rank that shares no memory. Empty if no rank shares memory."""
     host_ids: tuple[str, ...] = ()
-    """The host id of each rank with an accelerator. Such ranks share no memory. Empty for CPU ranks."""
+    """The host id of each rank, if ranks have accelerators. Empty for CPU ranks."""
 
     @property
     def world(self) -> int:
@@ -103,9 +106,10 @@ class GroupFactory:
     def by_parts(
         self, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
     ) -> CommGroup | None:
-        """Creates the group `name` of those ranks in `parts` that include this rank. Returns None if this is one rank.
+        """Creates the group `name` of each of the disjoint `parts`. Returns the group of the part with this rank.
 
-        `process`: the process group of this rank, if it exists already.
+        Returns None if this part has one rank, or if no part has this rank. `process`: torch's process group of the
+        part with this rank, if it exists already.
         """
         topology = self.topology
         mine: CommGroup | None = None
@@ -133,16 +137,16 @@ class GroupFactory:
         return mine
 
     def by_key(self, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
-        """Creates the group `name` of all ranks whose `key` equals that of this rank. Returns None if this is
-        one rank."""
+        """Creates the group `name` of all ranks whose `key` equals the key of this rank. Returns None if no other rank
+        has this key."""
         parts: dict[Hashable, list[int]] = {}
         for rank in range(self.topology.world):
             parts.setdefault(key(rank), []).append(rank)
         return self.by_parts(name, list(parts.values()))
 
     def embedding(self) -> CommGroup | None:
-        """Creates the group of the first and the last stage's ranks, which share tied weights. Returns None on other
-        ranks."""
+        """Creates the groups of the first and the last stage, which replicate tied weights. Returns the group with this
+        rank. Returns None on ranks of other stages, and if one rank runs both stages."""
         grid, plan = self.topology.grid, self.topology.grid.plan
         last = plan.stage_to_rank(plan.stages - 1)
         if last == plan.stage_to_rank(0):
@@ -163,11 +167,10 @@ def shm_collectives(topology: Topology, name: str, ranks: Sequence[int]) -> ShmC
 
 
 def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
-    """Creates the hierarchical group of `ranks`. All ranks call it. `first` is the index of the group's first
-    shared-memory field.
+    """Creates the hierarchical group of `ranks`. All ranks call it, also those outside of the group. `first` is the
+    index of the group's first shared-memory field.
 
-    Returns None on ranks outside of the group. Also returns None if each host has only one of `ranks`, or if one host
-    has all of them.
+    Returns None on ranks outside of the group, and where `ranks_by_host` returns None.
     """
     table = ranks_by_host([topology.shm_host_ids[rank] for rank in ranks])
     mine: HierarchicalGroup | None = None
@@ -186,7 +189,8 @@ def create_axis_groups(
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
     """Creates the device mesh over the axes with more than one rank. Returns the mesh and its process groups by axis.
 
-    Context ranks subdivide the shards or the replicas, so their groups are not part of the mesh.
+    The process groups include 'world' and 'cp'. Context ranks subdivide the shards or the replicas, so 'cp' is not an
+    axis of the mesh.
     """
     grid, plan = topology.grid, topology.grid.plan
     axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}
@@ -223,10 +227,11 @@ def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
 
 
 def create_p2p_groups(topology: Topology) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Creates one process group for each ordered pair of neighbouring pipeline ranks.
+    """Creates one process group for each ordered pair of neighbouring pipeline ranks. Returns the groups of this rank's
+    pipeline by (source, target), as pipeline coordinates.
 
     NCCL runs the messages of a group one after the other. With one group for both directions, two ranks that both send
-    first would wait for each other. gloo matches messages by tag and needs no such groups.
+    first would wait for each other. gloo matches messages by tag, so it needs only one group.
     """
     grid = topology.grid
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -245,12 +250,15 @@ NUM_INTER_HOST_GROUPS = 3
 """Number of process groups between hosts: for reductions, for second messages of reductions, and for all-gathers."""
 
 RanksByHost = Sequence[Sequence[int]]
-"""For each host, the positions of its ranks in the group."""
+"""For each host, the positions of the host's ranks in the list of the group's ranks."""
 
 
 def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
-    """Returns the positions of the ranks of each host. `hosts` has the host id of each rank. Returns None if all ranks
-    are on one host, or if hosts have different numbers of ranks.
+    """Returns the positions of the ranks of each host. `hosts` has the host id of each rank, '' for a rank without
+    shared memory.
+
+    Returns None if a hierarchical group is impossible or useless. This is so if all ranks are on one host, if a host
+    has only one rank, if hosts have different numbers of ranks, or if a rank has no shared memory.
 
     >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a"])
     ([[0, 2], [1, 3]], None)
@@ -265,9 +273,11 @@ def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
 
 
 class HierarchicalGroup(ShmCollectives):
-    """Collectives of this rank in a group that spans several hosts. `ranks` are all ranks of the group, and `hosts`
-    their positions by host. `groups` are the NUM_INTER_HOST_GROUPS process groups of the ranks that have this rank's
-    position in their hosts."""
+    """Collectives of this rank in a group that spans several hosts ([Note: ways across]).
+
+    `ranks`: all ranks of the group. `hosts`: their positions by host. If this rank is at position l of its host,
+    `groups` are the NUM_INTER_HOST_GROUPS process groups of the ranks at position l of all hosts.
+    """
 
     def __init__(
         self, host: SharedMemory, ranks: Sequence[int], hosts: RanksByHost, first: int, groups: Sequence[CommGroup]
@@ -316,8 +326,8 @@ class HierarchicalGroup(ShmCollectives):
         each = out.numel()
 
         def sum_own() -> InterHostTransfer:
-            """Sums, over the ranks of this host, the slices that the ranks at this position in all hosts need. Then
-            sends the sums."""
+            """Sums over the ranks of this host the slices that the ranks of `sum_group` need. Then starts the reduction
+            of the sums over `sum_group`."""
             sums = torch.empty(len(self.ranks_by_host) * each, dtype=full.dtype)
             for row, into in zip(self.ranks_by_host, sums.split(each), strict=True):
                 start = row[self.index] * each

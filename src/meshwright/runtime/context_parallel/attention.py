@@ -1,40 +1,45 @@
-"""Attention over all pieces of a sequence, by rings, by an exchange of heads (Ulysses), or by both.
+"""Attention over all pieces of a sequence: ring attention, an exchange of heads (Ulysses), or both. The build pass
+`create_groups` calls `make_context_state`.
 
-`make_context_state` prepares a model for context parallelism. Selects torch's attention, verifies that the model can
-run on pieces of a sequence, and chooses how the plan exchanges keys, values or heads in attention.
+`make_context_state` prepares a model for context parallelism. It selects torch's attention, verifies that the model can
+run on pieces of a sequence, and chooses the attention function of the plan.
 
-Ring attention: exchanges keys and values between context ranks and merges attention over all pieces exactly.
+Ring attention exchanges keys and values between context ranks and merges attention over all pieces exactly. A piece
+here contains the keys and values of one rank:
 
     AllGatherKV  every rank gathers all pieces in one collective; gradients are summed by a reduce-scatter (Llama 3,
                  arXiv 2407.21783, section 3.3.2)
     RingKV       pieces go round the ring, one send and one receive per turn, overlapped with attention over the current
-                 piece; in backward the gradients follow one turn later and reach their owner after c turns, for c
-                 context ranks (Liu et al., arXiv 2310.01889)
+                 piece (Liu et al., arXiv 2310.01889). In backward, gradients follow the pieces one turn later. With c
+                 context ranks, the gradient of a piece arrives at the piece's rank after c turns.
 
-Ranks of one host gather through shared memory. For 2 ranks, 8 heads of width 64, forward and backward, this took 13.7
-ms for 512 positions and 127 ms for 2,048. Messages by gloo took 14.4 ms and 132 ms. Over links the ring hides the
-transfer. It stores two pieces instead of c.
+CPU ranks of one host use AllGatherKV, through shared memory. With 2 ranks and 8 heads of width 64, forward plus
+backward took 13.7 ms for 512 positions and 127 ms for 2,048 positions. Messages by gloo took 14.4 ms and 132 ms. All
+other groups use RingKV, which overlaps the transfer with attention and stores two pieces instead of c.
 
-Under a causal mask, rank r has the query chunks r and 2c - 1 - r. Of the keys of rank s these queries see:
+Under a causal mask, rank r has the query chunks r and 2c - 1 - r. These queries attend to the keys of rank s as
+follows:
 
-- for s = r: both chunks, causally;
-- for s < r: only the front chunk;
-- for s > r: both chunks, but only the queries of the back chunk see them.
+- s = r: all queries attend to both chunks, causally;
+- s < r: all queries attend to the front chunk only;
+- s > r: the queries of the back chunk attend to both chunks, the other queries to none.
 
-Each case is half of all pairs of query and key, so every turn takes equally long on every rank. A mask tensor is cut to
-the block of these queries and keys. A block that masks everything is skipped. Forward saves this rank's queries, keys,
-values, output and log-sum-exp. Backward exchanges keys and values again.
+Each case is half of all pairs of query and key, so every turn takes equally long on every rank. If the call has a mask
+tensor, the mask is cut to these queries and keys. A piece whose keys are all masked is skipped. Forward saves this
+rank's queries, keys, values, output and log-sum-exp. Backward exchanges keys and values again.
 
-`UlyssesExchange` exchanges positions for heads (Ulysses). One all-to-all gives each context rank some heads for the
-whole sequence. torch computes attention, and another all-to-all restores the pieces of the sequence.
+`ulysses_attention` exchanges positions for heads. One all-to-all gives each context rank some heads for the whole
+sequence. torch computes attention, and another all-to-all restores the pieces of the sequence. Key-value heads are
+repeated until the number of ranks divides their number. All features of torch's attention work, including dropout: each
+rank draws random numbers for its own heads.
 
-[Note: both] If only u neighbours of c context ranks exchange heads, each rank has some heads for a longer piece: the
-front chunks of the u ranks in order, then their back chunks. This is the piece of rank c div u among c / u ranks. These
-ranks form a ring (`attending`). Key-value heads are repeated until the number of ranks divides them, which adds at most
-one head per rank. All features of torch's attention work, including dropout: each rank draws for its own heads.
-Sources:
-Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism, arXiv
-2405.07719.
+[Note: both] Groups of u neighbours among the c context ranks may exchange heads. Each rank then has some heads for a
+longer piece: the front chunks of the group's ranks in order, then their back chunks. For the rank with context index i,
+this is the piece of rank i div u among c / u ranks. The c / u ranks with the same heads then use ring attention
+(`UlyssesExchange.attending`), which does not support dropout.
+
+Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism,
+arXiv 2405.07719.
 """
 
 from __future__ import annotations
@@ -66,29 +71,31 @@ from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.enums import Recompute
 
 KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
+"""Takes a rank index and the piece of that rank. Returns the contribution of this rank's queries to the gradient of the
+piece."""
 
 
 class KVExchange(Protocol):
-    """Exchanges keys and values between ranks. A `piece` contains one rank's keys and values."""
+    """Exchanges keys and values between ranks. A `piece` (B, G, T / c, D + Dv) contains one rank's keys and values."""
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (rank index, piece) for every rank, this rank first."""
         ...
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Returns the sum over all ranks r of what rank r computes with `share` for this rank's piece. The sum may have
-        a wider dtype than the piece."""
+        """Calls `share` for the piece of every rank. Returns the sum of the results that all ranks computed for this
+        rank's piece. The dtype of the sum is that of the results, which may be wider than that of the piece."""
         ...
 
 
 class AllGatherKV:
-    """Exchanges pieces by collectives of the group."""
+    """Exchanges pieces by an all-gather, and sums gradients by a reduce-scatter."""
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields this rank's piece while the all-gather runs, and then the pieces of the other ranks."""
+        """Yields this rank's piece while the all-gather runs, and then the pieces of the other ranks in ring order."""
         group = self.group
         pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
         gathering = async_collectives.all_gather(pieces.view(-1), piece.view(-1), group)
@@ -99,7 +106,7 @@ class AllGatherKV:
             yield source, pieces[source]
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Computes `share` for the pieces of all ranks, then sums by one reduce-scatter."""
+        """Calls `share` for the pieces of all ranks, and then sums the results by one reduce-scatter."""
         shares: torch.Tensor | None = None
         for source, visited in self.visits(piece):
             found = share(source, visited)
@@ -113,14 +120,14 @@ class AllGatherKV:
 
 
 class RingKV:
-    """Exchanges pieces by messages from the previous rank and to the next rank."""
+    """Exchanges pieces in a ring: each rank receives from the previous rank and sends to the next rank."""
 
     def __init__(self, group: CommGroup) -> None:
         self.group = group
         self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields pieces in ring order. While the caller uses one piece, the next one is received."""
+        """Yields pieces in ring order. While the caller uses one piece, this rank receives the next piece."""
         here = piece
         for turn in range(self.group.size):
             works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
@@ -129,7 +136,7 @@ class RingKV:
             here = coming
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Passes partial sums round the ring, one turn after the pieces."""
+        """Passes partial sums of the results round the ring, one turn after the pieces."""
         works: list[dist.Work] = []
         coming: torch.Tensor | None = None
         for source, here in self.visits(piece):
@@ -147,8 +154,8 @@ class RingKV:
                 work.wait()
 
     def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
-        """Starts to send `tensor` to the next rank. Returns the work, and the buffer that receives the previous rank's
-        tensor."""
+        """Starts to send `tensor` to the next rank. Returns the works to wait for, and the buffer that receives the
+        previous rank's tensor."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
         self.group.timer.sent += tensor.numel() * tensor.element_size()
@@ -159,7 +166,7 @@ class RingKV:
 
 
 def make_kv_exchange(group: CommGroup) -> KVExchange:
-    """Returns the exchange that is faster for `group`."""
+    """Returns the exchange for `group`: an all-gather in shared memory, or a ring over a process group."""
     return AllGatherKV(group) if group.process_group is None else RingKV(group)
 
 
@@ -167,8 +174,8 @@ _ALL_POSITIONS = slice(None)
 
 
 class MaskBlock(NamedTuple):
-    """Which of this rank's queries (`rows`) attend to which keys of a piece (`columns`), with a causal mask or
-    a bias."""
+    """The mask for the piece of one rank. The queries `rows` of this rank attend to the keys `columns` of the piece:
+    causally if `causal`, with `bias` added to the scores."""
 
     rows: slice
     columns: slice
@@ -177,8 +184,9 @@ class MaskBlock(NamedTuple):
 
 
 class MaskBlocks(NamedTuple):
-    """Which keys this rank's queries see: all keys, the keys before them (`causal`), or the keys that `mask` allows.
-    `mask` is (..., T or 1, T or 1) for the whole sequence of T positions."""
+    """The mask of this rank's queries for all keys. With `mask`, the queries attend to the keys that `mask` allows;
+    otherwise to all keys, or only to previous positions if `causal`. `length` is the number T of positions, and `mask`
+    is (..., T or 1, T or 1)."""
 
     pieces: HeadTailSplit
     causal: bool
@@ -186,7 +194,7 @@ class MaskBlocks(NamedTuple):
     length: int
 
     def of(self, source: int, dtype: torch.dtype) -> MaskBlock | None:
-        """Returns the block for the piece of rank `source`, None if this rank's queries see no key of the piece."""
+        """Returns the mask for the piece of rank `source`. Returns None if `mask` masks all keys of the piece."""
         index, half = self.pieces.index, self.length // self.pieces.ranks // 2
         if self.mask is not None:
             bias = kernels.mask_to_bias(self._block(self.mask, source), dtype)
@@ -210,7 +218,11 @@ class MaskBlocks(NamedTuple):
 
 
 def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) -> torch.Tensor:
-    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv), with c context ranks."""
+    """Returns the attention of this rank's queries to the whole sequence: (B, H, T / c, Dv) for c context ranks.
+
+    Raises:
+        InputError: the call has dropout, or is not self-attention over one sequence.
+    """
     length = call.query.shape[-2] * pieces.ranks
     call.check(length)
     if call.dropout:
@@ -284,8 +296,8 @@ def _partial_attentions(
 
 
 class UlyssesExchange(NamedTuple):
-    """The group that exchanges heads and positions, the total number of pieces of the sequence, and the attention
-    function that runs between the two exchanges."""
+    """How to exchange heads. `group`: the ranks that exchange. `cuts`: the number of context ranks. `attending`: the
+    attention function between the two exchanges."""
 
     group: CommGroup
     cuts: int
@@ -293,8 +305,14 @@ class UlyssesExchange(NamedTuple):
 
 
 def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Returns this rank's rows of the attention over the whole sequence, (B, H, T / c, Dv) for c context ranks.
-    `pieces` is the split among the ranks that exchange heads."""
+    """Returns the attention of this rank's queries to the whole sequence: (B, H, T / c, Dv) for c context ranks.
+
+    `pieces`: the split among the ranks that exchange heads.
+
+    Raises:
+        InputError: the number of these ranks does not divide the number of heads, or the call is not self-attention
+            over one sequence.
+    """
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)
     if heads % ranks:
@@ -319,7 +337,8 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
 
 
 def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Exchanges (B, H, T / c, D), all heads of a piece, for (B, H / c, T, D), some heads of all positions in order."""
+    """Exchanges all heads of one piece of T positions for some heads of u pieces in sequence order. Maps (B, H, T, D)
+    to (B, H / u, u T, D). u is the number of ranks of `pieces`."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
@@ -327,8 +346,8 @@ def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchan
 
 
 def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Inverts `sequence_to_heads`. The memory layout of the result is (B, T / c, H, D), so that the heads of a position
-    are contiguous without a copy."""
+    """Inverts `sequence_to_heads`. The memory layout of the result is (B, T, H, D), so that the next matrix product
+    reads the heads of a position without a copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
@@ -342,7 +361,10 @@ def make_context_state(
     factory: GroupFactory,
     example: ExampleInputs | None = None,
 ) -> ContextState | None:
-    """Returns the context state of this rank, None without context parallelism.
+    """Returns the context state of this rank. Returns None without context parallelism. All ranks call it.
+
+    `example`: inputs of the model in addition to token ids. The model is unchanged, except that a Hugging Face model
+    with its own attention code is switched to torch's attention.
 
     Raises:
         InputError: the model cannot run on pieces of a sequence.
@@ -374,8 +396,11 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
-    """Returns the attention function of this rank. Groups of neighbouring context ranks (all, some, or one) exchange
-    heads. Ranks with the same position in these groups form a ring."""
+    """Returns the attention function of this rank. All ranks call it, because it creates groups.
+
+    Groups of `ulysses_ranks` neighbouring context ranks exchange heads. The ranks at one position of all these groups
+    form a ring.
+    """
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)
@@ -399,8 +424,12 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
 
 
 def use_torch_sdpa(model: nn.Module) -> None:
-    """Switches a Hugging Face model with its own attention code to torch's attention, if its configuration has this
-    option."""
+    """Switches a Hugging Face model with its own attention code to torch's attention. Does nothing if the model has no
+    such option.
+
+    Raises:
+        CannotCutSequence: transformers has no torch attention for this model.
+    """
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":

@@ -1,18 +1,19 @@
-"""Runs the blocks of a model on a piece of the sequence. Cuts the inputs of blocks, and passes attention calls to
-`attend`.
+"""Runs the blocks of a model on one rank's piece of the sequence (`ContextState`). The build pass `wrap_blocks` wraps
+the blocks with it.
 
 The hidden state is cut once, before the first block. Other block arguments that span the whole sequence (rotary tables,
 positions) are cut when a block is called, along the dimensions in `places`. verify.py determines these dimensions:
-their size changes with the length of the sequence. A mask of queries by keys is not cut. Attention reads only the rows
-that it needs. After the last block most models accept any length. If a model expects the full length, the hidden state
-is extended with zeros at the positions of other ranks. Before the vocabulary head it is cut to this rank's piece again.
+their size changes with the length of the sequence. A mask of queries by keys is not cut, because attention selects the
+rows and columns that it needs. Most models accept any length after the last block. If a model expects the full length,
+the hidden state is extended with zeros at the positions of other ranks. Before the vocabulary head the hidden state is
+then cut to this rank's piece again.
 
 `HeadTailSplit` assigns the positions of a sequence to context ranks. Each rank has one chunk from the front and one
 from the back, so that all ranks have equal work under a causal mask.
 
-Rule: for c context ranks the sequence is cut into 2c chunks. Rank r has the chunks r and 2c - 1 - r. A causal query
-sees the keys before it, so the work of chunk i is proportional to i + 1/2. For every rank the sum over its two chunks
-is 2c. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+Rule: for c context ranks the sequence is cut into 2c chunks. Rank r has the chunks r and 2c - 1 - r. Under a causal
+mask a query attends to all previous positions, so the work of chunk i is proportional to i + 1/2. For every rank the
+sum over its two chunks is 2c. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaIntercepto
 
 @dataclass(frozen=True)
 class HeadTailSplit:
-    """The cut of a sequence over `ranks` context ranks, for the rank with index `index`."""
+    """The cut of a sequence into pieces for `ranks` context ranks. `index` is the index of this rank."""
 
     ranks: int
     index: int
@@ -58,7 +59,7 @@ class HeadTailSplit:
         return chunk
 
     def chunks(self, length: int) -> list[slice]:
-        """Returns this rank's two ranges of positions, in order.
+        """Returns this rank's two chunks of a sequence of `length` positions, in ascending order.
 
         >>> HeadTailSplit(2, 0).chunks(8), HeadTailSplit(2, 1).chunks(8)
         ([slice(0, 2, None), slice(6, 8, None)], [slice(2, 4, None), slice(4, 6, None)])
@@ -67,7 +68,7 @@ class HeadTailSplit:
         return [slice(at * chunk, (at + 1) * chunk) for at in (self.index, 2 * self.ranks - 1 - self.index)]
 
     def of(self, rank: int) -> HeadTailSplit:
-        """Returns the split for the rank with index `rank`."""
+        """Returns the split of the same sequence for the rank with index `rank`."""
         return HeadTailSplit(self.ranks, rank)
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -77,7 +78,8 @@ class HeadTailSplit:
         )
 
     def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns a tensor of the full length, with `piece` at this rank's positions and zeros at all others."""
+        """Returns a tensor of the full length along `dim`, with `piece` at this rank's positions and zeros at the
+        positions of other ranks."""
         length = piece.shape[dim] * self.ranks
         parts, end = [], 0
         for run, chunk in zip((*self.chunks(length), slice(length, length)), (*piece.chunk(2, dim), None), strict=True):
@@ -87,21 +89,24 @@ class HeadTailSplit:
         return torch.cat(parts, dim)
 
     def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns `stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in sequence order."""
+        """Reorders the positions along `dim`. `stacked` has the pieces of all ranks in order of rank, and the result is
+        in sequence order."""
         first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)
         return torch.cat([first.flatten(dim, dim + 1), second.flip(dim).flatten(dim, dim + 1)], dim)
 
     def stacked(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns the pieces of all ranks in order of rank along `dim`. Inverts `in_order`."""
+        """Inverts `in_order`: returns the pieces of all ranks in order of rank along `dim`."""
         first, second = ordered.unflatten(dim, (2, self.ranks, -1)).unbind(dim)
         return torch.stack([first, second.flip(dim)], dim + 1).flatten(dim, dim + 2)
 
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]
-"""For each tensor argument of each block, the dimension of the sequence; None if the argument is not cut."""
+"""For each tensor argument of each block (block index, path): the dimension of the sequence, or None if the argument is
+not cut."""
 
 UNSEEN_DIM = -1
+"""Marks a block argument that is not in `SequenceDims`."""
 
 SEQUENCE_DIM = 1
 """The sequence dimension of a hidden state (B, T, C)."""
@@ -116,8 +121,11 @@ class SequenceCut(NamedTuple):
 
 
 class ContextState:
-    """Runs one model over context ranks. `attend` computes an attention call for this rank's piece. With sequence
-    parallelism, `tensor_ranks` is the number of ranks that further split the block inputs."""
+    """Runs the blocks of one model on this rank's piece.
+
+    `attend` computes each attention call over the pieces of all context ranks. `tensor_ranks`: the number of tensor
+    ranks that further split the hidden state (sequence parallelism), otherwise 1.
+    """
 
     def __init__(
         self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1
@@ -132,18 +140,22 @@ class ContextState:
         return self.pieces.cut(hidden, SEQUENCE_DIM)
 
     def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden state after the last block. If `placed`, it is extended to the full length with zeros at
-        the positions of other ranks."""
+        """Returns the hidden state for the layers after the last block. If `placed`, the hidden state is extended to
+        the full length, with zeros at the positions of other ranks."""
         return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
 
     def cut_before(self, head: nn.Module) -> Any:
-        """Installs and returns a hook that passes only this rank's positions to `head`. It runs before other hooks that
-        change the input of the head."""
+        """Installs a hook that passes only this rank's positions to `head`, and returns the hook's handle. The hook
+        runs before all other hooks that change the input of the head."""
         cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
         return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
     def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the labels at the positions of this rank's logits."""
+        """Returns the labels (B, T) at the positions of this rank's logits.
+
+        Raises:
+            InputError: the labels have fewer than two dimensions.
+        """
         if labels.ndim < 2:
             raise InputError(
                 Message(
@@ -154,8 +166,11 @@ class ContextState:
         return self.pieces.cut(labels, SEQUENCE_DIM)
 
     def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Returns a forward of block `index` that takes this rank's piece of the hidden state. Backward may call it
-        again to recompute."""
+        """Returns a forward of block `index` that takes this rank's piece of the hidden state, and the other arguments
+        in full. Backward may call the returned function again to recompute.
+
+        The returned function raises InputError if an argument spans the sequence but was not seen by verify.py.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of(args, kwargs)
@@ -169,7 +184,7 @@ class ContextState:
         return forward
 
     def forget(self) -> None:
-        """Frees the cut tensors that several blocks use. Called after a forward pass."""
+        """Frees the cache of cut arguments, which several blocks of a forward use. Called after each forward."""
         self._cut.clear()
 
     def _piece(
@@ -197,7 +212,8 @@ class ContextState:
 
 
 def is_attention_mask(shape: torch.Size, length: int) -> bool:
-    """Returns whether a tensor of this shape may be a mask of queries by keys."""
+    """Returns whether `shape` may be that of a mask of queries by keys: (..., length, length) or (..., 1, length), with
+    4 dimensions."""
     return len(shape) == 4 and shape[-1] == length and shape[-2] in (1, length)
 
 

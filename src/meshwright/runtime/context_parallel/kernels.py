@@ -1,18 +1,20 @@
-"""Computes attention over a part of the keys. Also computes the log-sum-exp of each query's scores, so that parts can
-be merged.
+"""Computes attention over a part of the keys, and the log-sum-exp of each query's scores, with which parts are merged.
+Ring attention (attention.py) uses it.
 
-`SdpaCall` stores the arguments of a call of torch's scaled_dot_product_attention. `SdpaInterceptor` intercepts every
-such call while a block runs.
+`SdpaCall` stores the arguments of a call of torch's scaled_dot_product_attention. `SdpaInterceptor` intercepts these
+calls while a block runs.
 
 For queries q, and keys k and values v of one part, the scores are s = scale q k + bias. The output is o = softmax(s) v,
 and the log-sum-exp is l = log sum exp s. Two parts 1 and 2 are merged as follows:
 
-    merge      l = log(exp l1 + exp l2),  o = o1 exp(l1 - l) + o2 exp(l2 - l)
-    backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
+    l = log(exp l1 + exp l2)
+    o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-torch's fused kernels compute the parts. Their names are private to torch, and only this file uses them. On CUDA the
-kernels are those of FlashAttention, for 16-bit dtypes without a bias. If no kernel applies, the formulas run as
-separate operations.
+The backward of a part needs only the merged o and l: p = exp(s - l) are the final probabilities.
+
+torch's fused kernels compute the parts. The names of these kernels are private to torch, and only this file uses them.
+On CUDA the kernels are those of FlashAttention, for 16-bit dtypes without a bias. If no kernel applies, the formulas
+run as separate operations.
 
 Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv
 2307.08691, section 3.1; Liu et al., Ring Attention, arXiv 2310.01889.
@@ -37,8 +39,11 @@ from meshwright.runtime.backend import backend_of
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """The arguments of one attention call: queries (B, H, T, D), keys and values (B, G, T, ...). T may be the length of
-    a piece of the sequence. The mask, if any, is that of the whole sequence."""
+    """The arguments of one attention call: queries (B, H, T, D), keys (B, G, T, D) and values (B, G, T, Dv).
+
+    T may be the length of a piece of the sequence. H is a multiple of the number G of key-value heads. The mask, if
+    any, covers the whole sequence.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -54,7 +59,8 @@ class SdpaCall:
         return self.query, self.key, self.value
 
     def objection(self, length: int) -> str:
-        """Returns why pieces cannot compute this call as self-attention over a sequence of `length`, '' if they can."""
+        """Returns why context ranks cannot compute this call as self-attention over a sequence of `length` positions,
+        '' if they can."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
             return f"attention from {here} positions to {seen} others is not of one sequence over itself"
@@ -65,10 +71,10 @@ class SdpaCall:
         return ""
 
     def check(self, length: int) -> None:
-        """Checks that pieces can compute this call.
+        """Checks that context ranks can compute this call as self-attention over a sequence of `length` positions.
 
         Raises:
-            InputError: pieces cannot compute this call. The message says why.
+            InputError: they cannot.
         """
         if why := self.objection(length):
             raise InputError(Message("cp: {why}: use cp1", why=why))
@@ -84,17 +90,19 @@ def make_sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaCall:
-    """Returns the arguments of `scaled_dot_product_attention` as data. The shapes determine the head groups."""
+    """Returns the arguments of `scaled_dot_product_attention` as data. `enable_gqa` is ignored, because the shapes
+    determine the head groups."""
     return SdpaCall(
         query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1])
     )
 
 
 class SdpaInterceptor(TorchFunctionMode):
-    """While active, intercepts attention calls and computes them by `attend`.
+    """While active, computes each call of scaled_dot_product_attention with `attend`.
 
     Raises:
-        InputError: the model would recompute attention while this mode is inactive.
+        InputError: an activation checkpoint of the model's own code would recompute attention while this mode is
+            inactive.
     """
 
     def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
@@ -120,7 +128,7 @@ class SdpaInterceptor(TorchFunctionMode):
 
 
 def torch_sdpa(call: SdpaCall) -> torch.Tensor:
-    """Returns the result of torch's own attention for the call."""
+    """Returns the result of torch's own attention for `call`."""
     grouped = call.query.shape[1] != call.key.shape[1]
     return F.scaled_dot_product_attention(
         call.query, call.key, call.value, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=grouped
@@ -155,15 +163,15 @@ class PartialAttention(NamedTuple):
 
     @property
     def flash(self) -> bool:
-        """Whether CUDA's FlashAttention kernels can compute this part. torch knows which devices have them, and whether
-        they are disabled."""
+        """Whether CUDA's FlashAttention kernels can compute this part. torch decides whether the device has these
+        kernels and whether they are enabled."""
         backend = backend_of(self.query.device)
         return supports_flash(self) and backend.supports_flash_attention(self.query, self.key, self.value, self.causal)
 
 
 def supports_flash(part: PartialAttention) -> bool:
-    """Returns whether FlashAttention accepts the dtypes and shapes: 16 bits, no bias, and a multiple of 16 bytes per
-    head.
+    """Returns whether FlashAttention accepts `part`. It accepts 16-bit dtypes without a bias. Queries, keys and values
+    must have one head dimension, a multiple of 8 and at most 192.
 
     >>> def of(width, dtype, bias=None):
     ...     return PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
@@ -185,16 +193,16 @@ def supports_flash(part: PartialAttention) -> bool:
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask as a bias on the scores, minus infinity for masked keys. In a floating-point mask, the lowest
-    number of its dtype also masks a key."""
+    """Returns a mask as a bias on the scores, with minus infinity for masked keys. In a floating-point mask, the lowest
+    number of the mask's dtype also masks a key."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). For a query without visible keys these are zeros
-    and minus infinity."""
+    """Returns the output (B, H, Q, Dv) and the log-sum-exp (B, H, Q). For a query whose keys are all masked, the output
+    is 0 and the log-sum-exp is minus infinity."""
     if part.fused:
         output, total = _CPU_FLASH(
             part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
@@ -207,7 +215,7 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
         output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(
             part.query.dtype
         )
-    if part.bias is not None:  # the fused kernel returns 0 for a query without visible keys
+    if part.bias is not None:  # the fused kernel returns 0 where all keys are masked
         total = total.masked_fill((part.bias == -math.inf).all(-1), -math.inf)
     return output, total
 
@@ -215,8 +223,8 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
 def attention_backward(
     part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns this part's contribution to the gradients of queries, keys and values. `output` and `total` are the
-    merged output and log-sum-exp."""
+    """Returns the contribution of `part` to the gradients of queries, keys and values. `gradient`: the gradient of the
+    merged output. `output` and `total`: the merged output and log-sum-exp."""
     total = total.masked_fill(total == -math.inf, 0.0)
     if part.fused:
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CPU_FLASH_BACKWARD(
@@ -255,7 +263,7 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of queries, keys and values from FlashAttention's backward kernel.
 
-    The kernel requires `total` in row-major layout. Without dropout the random state is empty.
+    The kernel requires a contiguous `total`. The random state that it takes is empty, because there is no dropout.
     """
     drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
     longest = part.query.shape[2], part.key.shape[2]
@@ -267,10 +275,11 @@ def flash_backward(
 
 
 class LseMerge:
-    """Merges the parts of all queries one after the other: accumulates output and log-sum-exp in at least float32.
+    """Merges parts of attention one after the other. Accumulates output and log-sum-exp in at least float32.
 
-    The memory layout is (B, Q, H, Dv), like that of torch's kernels. The next matrix product reads all heads of a
-    position next to each other. So it saves this output without a copy.
+    `width`: the dimension Dv of a value. The memory layout of the output is (B, Q, H, Dv), like that of torch's
+    kernels. The next matrix product needs the heads of a position next to each other. So it saves this output for
+    backward without a copy.
     """
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
@@ -281,7 +290,7 @@ class LseMerge:
         self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
 
     def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Merges a part that covers the queries `rows`, with its output and log-sum-exp `total`."""
+        """Merges a part that covers only the queries `rows`. `output` and `total`: its output and log-sum-exp."""
         before = self.total[..., rows]
         after = torch.logaddexp(before, total)
         level = after.masked_fill(after == -math.inf, 0.0)

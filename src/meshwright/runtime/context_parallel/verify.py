@@ -1,10 +1,10 @@
 """Verifies with real values that a model can run on a piece of the sequence, and finds the block arguments that span
-the sequence.
+the sequence. `make_context_state` (attention.py) calls `verify_sequence_cut` before the model is changed.
 
 Rule: the model runs once on a whole short text. The check captures the queries, keys, values and result of every
-attention. Then the model runs on the piece of each of two ranks. Attention receives the rank's piece of the captured
-queries, keys and values, and returns the rank's piece of the captured result. The logits must equal the rank's piece of
-the whole logits.
+attention call. Then the model runs on the piece of each of two simulated ranks. The queries, keys and values of each
+attention call must equal the rank's piece of the captured tensors. The call returns the rank's piece of the captured
+result. The logits must equal the rank's piece of the whole logits.
 
 Backward starts from random gradients at the logits, queries, keys and values. It ends at the attention results and at
 the parameters. For the attention results each rank must compute its piece of the whole gradient. For the parameters the
@@ -14,10 +14,10 @@ separately. Attention over all pieces is exact by its formulas, so the whole mod
 The check detects a convolution or a cumulative sum along the sequence, use of the first token or of the length,
 positions counted inside a block, and attention that is not torch's. The plan is then refused.
 
-The check runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts. It runs with and
+The check runs in training conditions (analysis/run_conditions.py), on two texts of different lengths. It runs with and
 without each of the other example inputs. A dimension spans the sequence if its size changes with the length of the
-text. Of identical blocks only the first runs, and the others return their input. In a small model all blocks run. Meta
-parameters that the check needs get random values.
+text. In a small model all blocks run. In a larger model only the first of several identical blocks runs, and the others
+return their input. Meta parameters that the check needs get random values.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2
 """Number of simulated context ranks. Two ranks cover every position, so more ranks would add nothing."""
 CHUNK_LENGTHS = ((3, 2), (2, 1))
-"""Number of positions in a chunk: (first text, second text). The second pair serves models with few positions."""
+"""Number of positions in a chunk: (first text, second text). If the model does not run with the first pair, for example
+because it has few positions, the check uses the second pair."""
 TOKEN_STRIDES = (31, 17)
-"""Steps between consecutive token ids of the first and of the second text."""
+"""Difference between consecutive token ids of the first text and of the second text."""
 
 ForwardFunction = Callable[..., Any]
 
@@ -78,7 +79,9 @@ class CannotCutSequence(Exception):
 
 
 def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
-    """Returns how to cut the inputs and block arguments along the sequence. The model is unchanged afterwards.
+    """Returns how to cut the block arguments along the sequence. The model is unchanged afterwards.
+
+    `example`: inputs of the model in addition to token ids.
 
     Raises:
         CannotCutSequence: the model cannot run on pieces of the sequence.
@@ -108,7 +111,8 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
-    """Returns the sets of extra inputs for the check: the required ones, these with each optional one, and all."""
+    """Returns the sets of extra inputs with which the check runs: only the required inputs; the required inputs with
+    each optional input; and all inputs."""
     requested = inspect.signature(model.forward).parameters
     first = next(iter(requested), "")
     found = {
@@ -130,7 +134,8 @@ def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[
 
 
 class CapturedRun:
-    """Captures one run on the whole text: its attention calls and outputs. Computes their gradients."""
+    """Runs the model on a whole text of `length` tokens. Captures the attention calls, the logits, and the shapes of
+    the block arguments. `others`: the other inputs of the model."""
 
     def __init__(
         self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]
@@ -177,7 +182,8 @@ class CapturedRun:
         return result.clone()
 
     def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-        """Returns the gradients of the attention results, and the gradients of the parameters by name."""
+        """Returns the gradients of the attention results, and the gradients of the parameters by name. Backward starts
+        from random gradients at the logits, queries, keys and values."""
         assert self.logits is not None
         terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
         for number, (call, _) in enumerate(self.calls):
@@ -190,8 +196,8 @@ class CapturedRun:
 def weighted_gradients(
     model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-    """Returns the gradients of the sum of all `terms` (a result and its weight): for `leaves`, and for the model's
-    parameters by name."""
+    """Returns the gradients of the sum of value x weight over `terms`: for `leaves`, and for the model's parameters by
+    name. A leaf without a gradient gets None."""
     total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
     named = {
         name: parameter
@@ -206,8 +212,8 @@ def weighted_gradients(
 
 
 def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns `value` with VERIFY_BATCH_SIZE rows and `length` positions. Rows and positions are repeated if there are
-    too few."""
+    """Returns `value` with VERIFY_BATCH_SIZE rows and `length` positions. Repeats rows and positions if `value` has too
+    few."""
     value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
     return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
 
@@ -278,8 +284,15 @@ def _find_sequence_cut(
     places: SequenceDims,
     before: SequenceCut | None,
 ) -> SequenceCut:
-    """Returns the first of two candidate cuts that gives the right result on every piece. `before` is the cut that
-    works with the other inputs."""
+    """Returns a cut with which every piece gives the right result. First tries to leave the pieces as they are after
+    the blocks, and then to extend them to the full length (`placed`).
+
+    `texts`: the captured runs of both texts. `before`: the cut that worked with the previous set of inputs, whose
+    `placed` is reused.
+
+    Raises:
+        CannotCutSequence: no cut gives the right result.
+    """
     noted = texts[0]
     if not noted.calls:
         raise CannotCutSequence(Message("its blocks do not call torch's scaled_dot_product_attention"))
@@ -325,7 +338,7 @@ def _check_piece(
     of_results: list[torch.Tensor | None],
     way: SequenceCut,
 ) -> dict[str, torch.Tensor]:
-    """Runs the model on the piece of one rank and returns its parameter gradients by name.
+    """Runs the model on the piece of one rank, and returns the gradients of the parameters by name.
 
     Raises:
         CannotCutSequence: the result is not the rank's piece of the full result.
@@ -405,7 +418,7 @@ def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: floa
 def replaced_forwards(
     blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]
 ) -> Iterator[None]:
-    """Replaces the forward of block `index` by `change(index, forward)`. Restores it on exit."""
+    """Replaces the forward of each block by `change(index, forward)`. Restores the forwards on exit."""
     before = [block.__dict__.get("forward") for block in blocks]
     try:
         for index, block in enumerate(blocks):
@@ -421,7 +434,7 @@ def replaced_forwards(
 
 @contextmanager
 def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextState) -> Iterator[None]:
-    """Makes the blocks work on this rank's piece of the sequence."""
+    """Makes the blocks work on a piece of the sequence inside the context. `context` defines the rank and the cut."""
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:
@@ -448,8 +461,8 @@ def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextSta
 
 @contextmanager
 def skipped_blocks(blocks: list[nn.Module], run: set[int]) -> Iterator[None]:
-    """Makes blocks whose index is not in `run` return their hidden state, with the output structure of the other
-    blocks."""
+    """Makes each block whose index is not in `run` return its input hidden state, in the output structure of the block
+    that ran last."""
     form: list[Any] = [None]
 
     def change(index: int, block: ForwardFunction) -> ForwardFunction:

@@ -1,1 +1,1 @@
-"""Expert parallelism: the placement of experts, token dispatch, and load balancing."""
+"""Expert parallelism: which ranks store which experts, the dispatch of tokens to experts, and load balancing."""

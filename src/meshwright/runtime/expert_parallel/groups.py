@@ -1,15 +1,19 @@
-"""Expert-parallel groups: which ranks store which experts, and which groups exchange tokens and gradients.
+"""Expert-parallel groups: which ranks store which experts, and which groups exchange tokens and gradients. The build
+pass `create_groups` creates them.
 
-[Note: expert ranks] The ep expert ranks are taken first from the data ranks (dp_shard x cp, neighbours), then from the
-tensor ranks. There are D data ranks and tp tensor ranks. g = gcd(ep, D) data ranks and j = ep / g of the tensor ranks
-divide the experts. The remaining factor x = tp / j of the tensor ranks splits the inner features of each expert
-(`Plan.expert_tp`). In every replica, D / g data ranks store the same experts. They sum the gradients, and ZeRO shards
-the states among them.
+[Note: expert ranks] The experts are divided over ep expert ranks. These are taken first from neighbouring data ranks,
+then from tensor ranks. A replica has D = dp_shard x cp data ranks and tp tensor ranks. Of these, g = gcd(ep, D) data
+ranks and j = ep / g tensor ranks divide the experts. The remaining factor x = tp / j of the tensor ranks splits the
+inner features of each expert (`Plan.expert_tp`). In every replica, D / g data ranks store the same experts. They sum
+the gradients, and ZeRO shards the states among them.
 
-    data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
+For data rank d and tensor rank t:
 
-This is the numbering if tensor ranks are inside of data ranks in the rank order. Otherwise the expert rank is (t div x)
-g + d mod g.
+    expert rank                            (d mod g) j + (t div x)
+    index among the x ranks of an expert   t mod x
+    ZeRO shard of the experts' states      d div g
+
+If data ranks are inside of tensor ranks in the rank order, the expert rank is (t div x) g + (d mod g) instead.
 """
 
 from __future__ import annotations
@@ -29,9 +33,12 @@ from meshwright.spec.grid import RankGrid
 
 
 class EpCoords(NamedTuple):
-    """The coordinates of a rank ([Note: expert ranks]): `expert` among the ep expert ranks, `share` among the x tensor
-    ranks that split an expert, `rest` among the D / g data ranks with the same experts, its data rank `data`, and
-    `joined` among the j tensor ranks that divide the experts."""
+    """The coordinates of a rank ([Note: expert ranks]).
+
+    `pp`: pipeline rank. `replicate`: replica. `data`: index among the D data ranks. `expert`: index among the ep expert
+    ranks. `share`: index among the x tensor ranks that split an expert. `joined`: index among the j tensor ranks that
+    divide the experts. `rest`: index among the D / g data ranks with the same experts.
+    """
 
     pp: int
     replicate: int
@@ -56,15 +63,16 @@ class EpGroups:
     tensor: CommGroup | None
     """The x tensor ranks that split this rank's experts."""
     joined: CommGroup | None
-    """The j tensor ranks that store different experts and have the same tokens. Each of them sends a part of
-    the tokens."""
+    """The j tensor ranks that store different experts and have the same tokens. Each of these ranks dispatches a part
+    of the tokens."""
     sharing: ShardPlacement
+    """How the states of this rank's experts are sharded and replicated."""
     dealt: dict[str, StackedExperts]
-    """The parameters that are divided over expert ranks, by full name. Empty without ep."""
+    """For each parameter that is divided over expert ranks, by full name: its expert module. Empty if ep is 1."""
 
     def dense(self, anatomy: ModelGraph) -> ModelGraph:
-        """Returns `anatomy` without the parameters that are divided over expert ranks, for the usual split over tensor
-        ranks."""
+        """Returns `anatomy` without the parameters that are divided over expert ranks. The pass `shard_tensors` splits
+        the remaining parameters over tensor ranks."""
         if not self.dealt:
             return anatomy
         splits = {name: split for name, split in anatomy.splits.items() if name not in self.dealt}
@@ -75,7 +83,7 @@ class EpGroups:
         )
 
     def without(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Returns those of `parameters` that are not divided over expert ranks."""
+        """Returns the `parameters` that are not divided over expert ranks."""
         return {name: parameter for name, parameter in parameters.items() if name not in self.dealt}
 
 
@@ -97,8 +105,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
-    """Creates the expert-parallel groups. All ranks call it. Without ep the tensor ranks split every expert, and the
-    data ranks are those of the dense weights."""
+    """Creates the expert-parallel groups. All ranks call it. If ep is 1, tensor ranks split every expert, and experts
+    have the same shards and replicas as dense weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:

@@ -1,26 +1,30 @@
-"""Balances the load of experts: by the balance loss, by the router bias, and by the capacity limit.
+"""Balances the load of experts by a balance loss, a router bias, and a capacity limit. The build passes install the
+first and the last, and the trainer updates the bias after each step.
 
-Balance loss. This loss is a product of two means over a micro-batch. It equals the balance loss of one device, no
-matter how ranks divide the micro-batch. n is the number of pairs of token and layer. F_e counts how often expert e was
-among the top k of these pairs. P_e is the sum of its probabilities. E is the number of experts:
+Balance loss (auxiliary loss). For one micro-batch of a model with E experts, of which a router chooses k per token:
+
+    n     number of pairs of token and layer
+    F_e   number of these pairs for which expert e is among the k chosen experts
+    P_e   sum of the router's probabilities of expert e over these pairs
 
     balance = E / n^2  sum_e F_e P_e
-    loss = mean over labels + coefficient x mean over the micro-batches of balance
+    loss = mean over labels + coefficient x mean of balance over the micro-batches
 
-F is a count and has no gradient, so balance is linear in P. Each rank needs the F of all ranks, and adds the P of its
-own tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss.
-Autograd sends the gradient of P back with the gradient of the hidden state. Context ranks, and tensor ranks that hold
-parts of a sequence, add up F and n.
+The result equals that of one device, no matter how ranks divide the micro-batch. F is a count and has no gradient, so
+balance is linear in P. Each rank needs the F of all ranks, and computes the terms with the P of its own tokens.
+Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss. Autograd
+sends the gradient of P back with the gradient of the hidden state. Context ranks sum F and n over the sequence. With
+sequence parallelism, tensor ranks do so too.
 
 The micro-batches are those of the plan, as on one device that accumulates over the same micro-batches. A mean over
-other tokens would be a different loss. transformers declares which modules are routers and which of their outputs are
-logits (`_can_record_outputs`). A test with real values verifies that the model's own function is this formula. Source:
-Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+other sets of tokens would be a different loss. transformers declares which modules are routers and which of their
+outputs are logits (`_can_record_outputs`). `check_aux_loss` verifies with real values that the model's own function is
+this formula. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
 Router bias (balance without a loss). A router adds a bias b_e to its scores to choose experts. After every step the
 bias decreases for experts with a high load and increases for the others:
 
-    b_e <- b_e + rate x sign(mean load - load_e)          the load is that of the whole batch
+    b_e <- b_e + rate x sign(mean load - load_e)          load_e: number of tokens of the whole batch that chose e
 
 The bias has no gradient and no effect on the routing weights: it only decides which experts are chosen. Loads are
 counts, so their sums are exact, and the biases are bit for bit equal under every plan. The model or the workload
@@ -29,14 +33,13 @@ buffer and leave its update to the trainer. Source: DeepSeek-V3, arXiv 2412.1943
 2408.15664.
 
 Capacity. An expert processes a limited number of a sequence's tokens. Pairs of token and expert beyond this limit are
-dropped. The token still has its other experts and its residual connection.
+dropped. The token of a dropped pair still has its other experts and its residual connection.
 
 In a sequence of T tokens with k experts each, each of E experts takes at most ceil(factor x T k / E) pairs, in order of
-position. So the result depends only on the sequence, and is equal under every plan. The result differs from that
-without a limit. So there is a limit only if the model or the workload sets the factor. Ranks with parts of a sequence
-gather the indices of the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources:
-Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer,
-arXiv 2101.03961, 2.2.
+position. So the result depends only on the sequence, and is equal under every plan. A limit changes the result, so
+there is a limit only if the model or the workload sets the factor. Ranks with parts of a sequence gather the indices of
+the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources: Lepikhin et al., GShard,
+arXiv 2006.16668, section 2.2 (its groups are sequences here); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
 """
 
 from __future__ import annotations
@@ -66,8 +69,13 @@ AUX_LOSS_TOLERANCE = 1e-4
 
 
 class AuxLoss:
-    """Computes the balance loss. `sums` of the running pass is the concatenation of F (E values), P (E values) and n
-    (module docstring). `share` is the number of labels by which a micro-batch is weighted in the loss."""
+    """Computes the balance loss (module docstring).
+
+    `sums` is the concatenation of F (E values), P (E values) and n of the forward in progress, otherwise None. `mask`
+    has the weight of each token. `share` is the number of labels by which the balance of a micro-batch is multiplied.
+    `total` is the sum of the balance losses of the step on this rank. `cut` returns this context rank's piece of a mask
+    (B, T).
+    """
 
     def __init__(
         self,
@@ -86,25 +94,27 @@ class AuxLoss:
             module.register_forward_hook(self._note)
 
     def begin_step(self, share: float) -> None:
-        """Starts a step. `share` is the number of labels by which a micro-batch is weighted in the loss."""
+        """Starts a step. `share`: the number of labels of the batch, divided by the number of micro-batches of all
+        replicas."""
         self.share = share
         self.total.zero_()
 
     def begin(self, batch: Batch, received: torch.Tensor | None) -> None:
-        """Starts a pass of a stage. `received` are the sums of the previous stages, None on the first stage."""
+        """Starts a forward of a stage. `received`: the sums of the previous stages, None on the first stage."""
         mask = batch.get("attention_mask")
         self.mask = None if mask is None else self._own(mask).reshape(-1).double()
         zeros = torch.zeros(2 * self.routing.experts + 1, dtype=torch.float64, device=self.mesh.device)
         self.sums = zeros if received is None else received
 
     def end(self) -> torch.Tensor:
-        """Ends the pass, so that later recompute is not counted. Returns the sums of all stages so far."""
+        """Ends the forward, so that later recompute is not counted. Returns the sums over all stages so far."""
         sums, self.sums = self.sums, None
         assert sums is not None
         return sums
 
     def loss(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the balance loss that this rank adds to the sum of its labels' losses (float64 scalar)."""
+        """Returns the term that this rank adds to the sum of its labels' losses: coefficient x `share` x balance
+        (float64 scalar). `sums`: the sums over all stages."""
         experts = self.routing.experts
         counted = torch.cat([sums[:experts], sums[-1:]]).detach().clone()
         parted = self.mesh.tp if self.mesh.plan.sequence_parallel else None
@@ -131,9 +141,16 @@ class AuxLoss:
 
 
 def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for each expert how many rows of `logits` (N, E) have it among their `chosen` highest, and the sum of its
-    probabilities. Both are (E,) float64, and `mask` weights the rows. Recompute calls this function while another
-    micro-batch is current. So backward uses token weights that were saved separately."""
+    """Returns two float64 tensors (E,). The first has the number of rows of `logits` (N, E) in which an expert is among
+    the `chosen` highest. The second has the sum of each expert's probabilities over the rows. `mask` (N) weights the
+    rows; None weights them by 1.
+
+    Backward uses the weights of the original call. A recomputing call may run while `AuxLoss` has the mask of another
+    micro-batch.
+
+    Raises:
+        InputError: `mask` has another number of tokens than `logits`.
+    """
     logits = logits.reshape(-1, logits.shape[-1])
     precise = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=precise)
@@ -156,8 +173,8 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
 
 
 class RouterSpec:
-    """Describes the routers of a transformers model: modules of class `kind`. Output `index` contains logits for
-    `experts` experts. Of these, `chosen` are selected for each token."""
+    """Describes the routers of a transformers model: modules of class `kind`, whose output number `index` contains the
+    logits of `experts` experts. `chosen` experts are selected for each token."""
 
     def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
         self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
@@ -175,16 +192,17 @@ class RouterSpec:
 def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
-    """Returns the balance loss of a model whose own loss has one, None otherwise."""
+    """Returns the balance loss of a model whose own loss has a balance loss, otherwise None. `loss`: the user's loss
+    function; with it, there is no balance loss. Raises as `check_aux_loss` does."""
     routing = check_aux_loss(model, loss, mesh.plan)
     return None if routing is None else AuxLoss(model, mesh, aux_loss_coefficient(model), routing, cut)
 
 
 def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterSpec | None:
-    """Returns the routers of a model whose own loss adds a balance loss, None otherwise.
+    """Returns the routers of a model whose own loss adds a balance loss, otherwise None.
 
     Raises:
-        InputError: The balance loss has another formula, or micro-batches have different sizes.
+        InputError: The balance loss has an unknown formula, or micro-batches have different sizes.
     """
     config: Any = getattr(model, "config", None)
     coefficient = aux_loss_coefficient(model)
@@ -218,7 +236,7 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
 
 
 def aux_loss_coefficient(model: nn.Module) -> float:
-    """Returns the coefficient of the balance loss in the model's own loss, 0 if it has none."""
+    """Returns the coefficient of the balance loss in the model's own loss, 0 without a balance loss."""
     config: Any = getattr(model, "config", None)
     coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
     return float(coefficient or 0) if getattr(config, ROUTER_LOGITS_FLAG, False) else 0.0
@@ -243,7 +261,8 @@ def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
 
 
 def _is_same_formula(theirs: Any, routing: RouterSpec) -> bool:
-    """Returns whether the model's balance function `theirs` computes the formula, with and without a mask."""
+    """Returns whether the model's balance function `theirs` computes the formula of this module, with and without a
+    mask. Compares both for random logits."""
     generator = torch.Generator().manual_seed(0)
     layers = tuple(torch.randn(6, routing.experts, generator=generator) for _ in range(2))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -266,10 +285,11 @@ BIAS_RATE_ATTRIBUTE = "expert_bias_rate"
 
 
 def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
-    """Checks that every router has a bias, if the model enables the bias update. The model must not be sharded yet.
+    """Checks that every router has a bias buffer, if the model enables the bias update. Called before the model is
+    sharded.
 
     Raises:
-        InputError: a router has no bias, or the model has no router.
+        InputError: a router does not have exactly one such buffer, or the model has no experts.
     """
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     if rate and not anatomy.experts:
@@ -300,7 +320,7 @@ def update_expert_bias(
     model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]
 ) -> None:
     """Updates the router biases after a step. `here`: the paths of the expert modules on this rank. `loads`: for each
-    expert module, the load of each expert over the mean load."""
+    expert module of the model, the load of each expert divided by the mean load (`expert_loads`)."""
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     for experts, load in zip(anatomy.experts, loads, strict=True) if rate else ():
         if experts.path in here:
@@ -318,7 +338,8 @@ CAPACITY_ATTRIBUTE = "expert_capacity"
 
 
 class CapacityLimiter:
-    """Limits the number of pairs of each expert. `rows` is the number of sequences in the running micro-batch."""
+    """Limits the number of (token, expert) pairs of each expert. `rows` is the number of sequences in the present
+    micro-batch. The dispatcher of tokens sets it."""
 
     def __init__(self, factor: float, mesh: ParallelContext) -> None:
         self.factor, self.rows = factor, 1
@@ -326,7 +347,8 @@ class CapacityLimiter:
         self.pieces = mesh.group("cp")
 
     def mask(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Returns a mask (N, k): which of the pairs `index` (N, k) of this rank's tokens are within the capacity."""
+        """Returns a mask (N, k): whether each pair of this rank's tokens is within the capacity. `index` (N, k): the
+        chosen experts. `experts`: the number of experts."""
         whole = index.view(self.rows, -1, index.shape[-1])
         if self.parts is not None:
             whole = collectives.all_gather_dim(whole, self.parts, 1)
@@ -340,8 +362,10 @@ class CapacityLimiter:
 
 
 def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
-    """Returns a mask (B, T, k) for whole sequences of expert indices `index` (B, T, k). A pair is within the capacity
-    if fewer earlier pairs of its sequence have chosen the same expert.
+    """Returns a mask (B, T, k) for whole sequences of expert indices `index` (B, T, k).
+
+    A pair is within the capacity if fewer than ceil(factor T k / `experts`) earlier pairs of its sequence have the same
+    expert. An index of `experts` or more means no expert, and such a pair is always within the capacity.
 
     >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
     [True, True, True, False]
@@ -355,7 +379,12 @@ def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.T
 
 
 def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext) -> CapacityLimiter | None:
-    """Returns the capacity limiter that the model's attribute requests, None without this attribute."""
+    """Returns the capacity limiter that the model's attribute `expert_capacity` requests, None without this attribute.
+    `mixtures`: the number of expert modules that can have a limit.
+
+    Raises:
+        InputError: the factor is not above 0, or the model has no such expert module.
+    """
     factor: Any = getattr(model, CAPACITY_ATTRIBUTE, None)
     if factor is None:
         return None
@@ -381,7 +410,8 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
 
 
 def drop_over_capacity(model: nn.Module, mixtures: Sequence[StackedExperts], length: int) -> None:
-    """Applies the capacity limit on one device, for comparisons. The expert modules receive rows of `length` tokens."""
+    """Applies the capacity limit on one device, for comparisons with a plan. `length`: the number of tokens of a
+    sequence."""
     factor = float(getattr(model, CAPACITY_ATTRIBUTE))
 
     def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:

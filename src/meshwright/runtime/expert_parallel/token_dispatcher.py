@@ -1,22 +1,23 @@
 """Dispatches tokens to the ranks of their experts and combines the results, around the model's own router and experts.
+The build pass `shard_tensors` makes one dispatcher per expert module.
 
-The model routes as on one device. Its expert module receives hidden states, the indices of each token's experts and the
-routing weights. The dispatcher replaces the forward of the module instance. It sorts the (token, expert) pairs by
-expert and sends each pair to the expert's rank in one all-to-all. On the expert's rank the module's original forward
-runs with the experts of this rank, numbered from 0. The results return to the ranks of the tokens, where they are
-weighted and summed.
+The model routes as on one device. An expert module receives hidden states, the indices of each token's experts and the
+routing weights. The dispatcher replaces the forward of the module. It sorts the (token, expert) pairs by expert and
+sends each pair to the expert's rank in one all-to-all. There the module's original forward runs with the experts of the
+rank, numbered from 0. The results return to the ranks of the tokens, where they are weighted and summed.
 
 No pair is dropped unless the model limits its experts (load_balancing.py), and the sum is that of one device. Tensor
-ranks split the inner features of each expert. Alternatively they store different experts, and each tensor rank sends a
-part of the tokens ([Note: expert ranks]). Some modules receive one row for each pair of token and expert (Llama 4).
-Then each rank receives all rows of its experts.
+ranks split the inner features of each expert, or store different experts ([Note: expert ranks] in groups.py). In the
+second case each tensor rank dispatches a part of the tokens. Some expert modules receive one row for each pair of token
+and expert of the model (Llama 4). For these, each rank receives all rows of its experts.
 
 Shapes: N tokens, C features, K experts per token, E experts of the model, e experts of this rank, P rows that are sent.
 
 [Note: same steps everywhere] Ranks compute different numbers of pairs, possibly zero. Collectives must still run in one
-order on all ranks. So an expert that no token chose gets a zero gradient in the usual order (`_ZeroGradients`). The
-combined result is saved for backward. Otherwise recompute would stop before the all-to-all on some ranks. Sources:
-Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
+order on all ranks. So a rank that receives no pair gives its experts zero gradients in the usual order
+(`_ZeroGradients`). The results are saved for backward before they are weighted. Otherwise recompute would stop before
+the second all-to-all on some ranks. Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al.,
+MegaBlocks, arXiv 2211.15841 (dropless).
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dro
 from meshwright.spec.plan import Plan
 
 MAX_REPORTED_LOADS = 1024
-"""Maximum number of experts for which a record lists the load of each expert."""
+"""Maximum number of experts, over all modules, for which the record of a step lists the load of each expert."""
 
 RowCounts = tuple[tuple[int, ...], ...]
 """Element (i, j) is the number of rows that rank i sends to rank j."""
 
 
 def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
-    """Checks that the experts can be distributed over the ranks of the plan.
+    """Checks that the experts can be divided over the ranks of the plan.
 
     Raises:
-        InputError: the experts cannot be distributed.
+        InputError: ep does not divide the number of ranks or of experts, the model has no routed experts, or tensor
+            ranks cannot split an expert.
     """
     ep = plan.ep
     inner = plan.dp_shard * plan.cp * plan.tp
@@ -90,7 +92,7 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
 
 
 def _check_experts(experts: StackedExperts, plan: Plan) -> None:
-    """Checks that the experts of one layer can be distributed over the ranks of the plan."""
+    """Checks that the experts of one module can be divided over the ranks of the plan."""
     ep, shares = plan.ep, plan.expert_tp
     if experts.count % ep:
         raise InputError(
@@ -125,7 +127,7 @@ def _check_experts(experts: StackedExperts, plan: Plan) -> None:
 
 
 def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
-    """Returns the dispatchers of the blocks that this rank stores."""
+    """Returns the dispatchers whose expert modules are in the blocks that this rank stores."""
     here = {id(module) for module in model.modules()}
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
@@ -133,8 +135,14 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
 def shard_experts(
     model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext
 ) -> list[ExpertDispatcher]:
-    """Replaces the parameters of each expert module by those of this rank's experts. Returns the dispatchers that send
-    tokens to the other ranks. Parameters must be full, or already cut by tp if ep is 1."""
+    """Replaces the parameters of each expert module by the parameters of this rank's experts, and the forward by a
+    dispatcher. Returns the dispatchers.
+
+    The parameters must be full. If ep is 1, they must already be split over tensor ranks.
+
+    Raises:
+        InputError: an expert module is wrapped by an adapter, or its bias or capacity is refused (load_balancing.py).
+    """
     found = []
     check_expert_bias(model, anatomy)
     capacity = make_capacity_limiter(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
@@ -159,14 +167,15 @@ def shard_experts(
                 )
             set_expert_count(module, experts, experts.count // ranks.ranks)
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
-            # Tensor ranks compute different features or pairs, so each draws its own dropout.
+            # Tensor ranks compute different features or pairs, so each rank draws its own dropout.
             TensorParallelRng(mesh.tp, 1).attach([module], [module])
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
 
 def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks: EpGroups) -> torch.Tensor:
-    """Returns a copy of this rank's shard of the full expert parameter `name`."""
+    """Returns a copy of this rank's shard of the full parameter `name` (E, ...): this rank's experts, and this rank's
+    part of each expert if tensor ranks split experts."""
     each = full.shape[0] // ranks.ranks
     mine = full.narrow(0, ranks.place.expert * each, each)
     split = experts.splits.get(name)
@@ -176,10 +185,10 @@ def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks:
 def count_pairs_by_expert(
     mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device
 ) -> torch.Tensor:
-    """Returns, for each expert module of the model, the number of pairs of each expert in this step, and then the
-    number of dropped pairs. All counts are one flat tensor. They include only tokens of this rank.
+    """Counts the pairs of this rank's tokens in this step. Returns one flat float64 tensor. For each expert module of
+    the model, it has the number of pairs of each expert, and then the number of dropped pairs.
 
-    The sum over all ranks is the counts of the whole batch, times the number of replicas of a token.
+    The sum over all ranks is the count of the whole batch, times the number of ranks that have the same token.
     """
     widest = max((experts.count for experts in anatomy.experts), default=0)
     table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
@@ -191,8 +200,8 @@ def count_pairs_by_expert(
 
 
 def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
-    """Returns for each expert module the pairs of each expert over their mean. Also returns the fraction of all pairs
-    that was dropped."""
+    """Returns for each expert module the number of pairs of each expert, divided by the mean over experts. Also returns
+    the fraction of all pairs that was dropped. `pairs`: the sum over ranks of `count_pairs_by_expert`."""
     if not anatomy.experts:
         return [], 0.0
     table = pairs.detach().view(len(anatomy.experts), -1)
@@ -206,20 +215,21 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the loads as a record stores them. With many experts this is only the smallest and the largest load of
-    each module."""
+    """Returns the loads in the form that the record of a step stores. With more than MAX_REPORTED_LOADS experts, these
+    are only the smallest and the largest load of each module."""
     few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
     return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
 
 def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
-    """Returns whether tensor ranks shard the parameter `name` of an expert."""
+    """Returns whether tensor ranks can split the expert parameter with the full name `name`."""
     experts = ranks.dealt[name]
     return name.removeprefix(f"{experts.path}.") in experts.splits
 
 
 class ExpertDispatcher:
-    """Replaces the forward of one expert module. `load` counts the pairs of each expert since the step began."""
+    """Replaces the forward of one expert module. `load` (E) and `dropped` count the pairs, and the dropped pairs, of
+    this rank's tokens since the step began."""
 
     def __init__(
         self,
@@ -253,13 +263,13 @@ class ExpertDispatcher:
             )
 
     def begin_pass(self, batch: Batch) -> None:
-        """Starts a pass whose pairs are counted."""
+        """Starts a forward with the micro-batch `batch`. Its pairs are counted."""
         self.counting = True
         if self.capacity is not None:
             self.capacity.rows = num_rows(batch)
 
     def end_pass(self) -> None:
-        """Ends the pass, so that later recompute is not counted."""
+        """Ends the forward, so that later recompute is not counted."""
         self.counting = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -277,7 +287,7 @@ class ExpertDispatcher:
             return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
-        # Routing weights are converted to the wider dtype, because their gradients are partial sums on each rank.
+        # Each rank computes a partial sum of the weights' gradients. So weights use the wider of the two dtypes.
         given[weights] = given[weights].to(torch.promote_types(given[weights].dtype, given[hidden].dtype))
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
@@ -287,8 +297,8 @@ class ExpertDispatcher:
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Sends rows (E N, C), grouped by expert, to the ranks of the experts. Returns the results of all rows in the
-        same order."""
+        """Sends rows (E N, C), which are grouped by expert, to the ranks of the experts. Returns the results (E N, C)
+        in the order of the rows."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
             requested = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
@@ -302,13 +312,13 @@ class ExpertDispatcher:
         return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
 
     def _through(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Runs this rank's experts on each token's rows. Maps (N, e C) to (N, e C), with e experts on this rank."""
+        """Runs each of this rank's e experts on one row of each token. Maps (N, e C) to (N, e C)."""
         rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
         return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
 
     def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Exchanges rows between the ranks, from (N, E C) to (N, E C). Every rank sends each other rank one row per
-        token."""
+        """Sends one row per token and expert to the rank of the expert, and receives the results. Maps (N, E C) to
+        (N, E C)."""
         group = self.ranks.group
         assert group is not None
         counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
@@ -320,15 +330,19 @@ class ExpertDispatcher:
     def _limited(
         self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drops the pairs beyond the capacity of an expert. Their weight becomes zero, and their index becomes larger
-        than that of any expert, so that they are not sent."""
+        """Returns `index` and `weights` without the pairs beyond the capacity of an expert. The weight of a dropped
+        pair is 0. With several expert ranks the index of a dropped pair is E, so that the pair is not sent."""
         saved = capacity.mask(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~saved).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~saved, self.experts.count), weights * saved
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns the tokens that this rank processes: its part of the tokens that tensor ranks share, or the tokens of
-        all tensor ranks if these split an expert."""
+        """Returns the tokens that this rank processes. Under sequence parallelism, tensor ranks that split an expert
+        gather the tokens of all these ranks. Otherwise all tensor ranks have the same tokens, and tensor ranks with
+        different experts process one part each.
+
+        `differentiable`: the indices in `given` of tensors with gradients.
+        """
         if self.sequence_parallel:
             return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined
@@ -350,8 +364,8 @@ class ExpertDispatcher:
         ]
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Runs the module's original forward. If ranks split an expert, each rank adds its part of the tensors that all
-        of these ranks store in full."""
+        """Runs the module's original forward. The results of tensor ranks that split an expert are summed later. So a
+        parameter that all these ranks store in full, such as a bias, is divided by their number."""
         if self.shared is None or not self.experts.replicated:
             return self.inner(*args, **kwargs)
         once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.replicated}
@@ -359,14 +373,14 @@ class ExpertDispatcher:
             return self.inner(*args, **kwargs)
 
     def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sends hidden states (N, C) with expert index and weights (N, K) through the experts of all ranks. Returns the
-        combined result (N, C)."""
+        """Sends hidden states (N, C) to the experts `index` (N, K) on all ranks. Returns the sum of their results,
+        weighted by `weights` (N, K): (N, C)."""
         group = self.ranks.group
         assert group is not None
         chosen = index.flatten()
         own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
         counts = _gather_counts(own, group)
-        # Pairs without an expert are excluded. They were dropped, or their index is out of range.
+        # The sort puts pairs without an expert (dropped, or index out of range) last, and the slice excludes them.
         order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
@@ -378,7 +392,7 @@ class ExpertDispatcher:
         else:
             computed = _ZeroGradients.apply(received, *self.module.parameters())
         back = _all_to_all_rows(computed, tuple(zip(*rows, strict=True)), group)
-        place = torch.full_like(chosen, len(order))  # pairs without an expert read the row of zeros at the end
+        place = torch.full_like(chosen, len(order))  # pairs without an expert get the row of zeros at the end
         place[order] = torch.arange(len(order), device=order.device)
         back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])
@@ -386,7 +400,8 @@ class ExpertDispatcher:
 
 
 def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the number of pairs that each rank has for each expert, (ranks, experts), on the CPU."""
+    """Returns the counts of all ranks, (ranks, experts), on the CPU. `counts`: this rank's number of pairs for each
+    expert."""
     table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
     async_collectives.all_gather(table.view(-1), counts, group).wait()
     return table.cpu()
@@ -422,7 +437,7 @@ def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Gives parameters zero gradients when this rank received no rows ([Note: same steps everywhere])."""
+    """Gives parameters zero gradients if this rank received no rows ([Note: same steps everywhere])."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Offloading to CPU and NVMe: optimizer states, main weights, weights, gradients and activations."""
+"""Offloads optimizer states, main weights, weights, gradients and activations to host memory and disk."""

@@ -1,20 +1,21 @@
-"""Offloads saved activations to host memory or to a file between forward and backward.
+"""Offloads saved activations to host memory or to a file between forward and backward. `RecomputePolicy`
+(activation_recompute.py) uses it for each block.
 
 [Note: overlapped offload] While a block runs forward, the activations of the previous block are copied to the host. The
-device frees them when the running block ends. While a block runs backward, the activations of the previous block are
-copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). The activations of
-the last block of a pass stay on the device until the next pass begins. In most schedules the next pass is the backward
-of the same micro-batch.
+device frees them when the running block ends. While a block runs backward, the activations of the block before it are
+copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). After the last block
+of a forward, its activations stay on the device until another forward or backward of this rank begins. In most
+schedules this is the backward of the same micro-batch.
 
 On an accelerator, copies use separate streams and pinned memory, and threads write files. CPU ranks write the
-activations to files without a copy, because their memory is the host's.
+activations to files without a copy, because their memory is host memory.
 
 [Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
 no memory is written or read after its reuse, even if a step ends in an error (`OffloadedTensor.__del__`).
 
 A storage that a block saves several times (the input of three projections, attention's output and its views) is
-transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. A saved tensor must not
-be written to during its copy. Otherwise backward raises an error, as autograd does.
+transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. If a saved tensor is
+written to before its copy is complete, backward raises an error, as autograd does.
 
 Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu copies on the
 compute stream.
@@ -37,19 +38,20 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES, ActivationStore
 
 
 class ActivationOffload:
-    """Offloads the activations of one rank, whose blocks run on `device`. `weights` are storages that are never
-    offloaded. `depot` is the activation file, None for host memory."""
+    """Offloads the activations of one rank, whose blocks run on `device`. `weights`: the ids (`storage_id`) of storages
+    that are never offloaded. `depot`: the activation file, None for host memory."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
         self.ferry = CopyStreams(device) if depot is None else depot.copy_streams
         self.beyond = backend_of(device).has_streams
-        """Whether the device has memory separate from the host's."""
+        """Whether the device has separate memory, with asynchronous copies."""
         self._last = self._opened = _no_block
 
     @contextmanager
     def collect_block(self, place: int) -> Iterator[BlockActivations]:
-        """Collects the activations that block `place` of its stage saves inside the context, which is its forward."""
+        """Collects the activations that a block saves in its forward, which runs inside the context. `place`: the index
+        of the block in its stage."""
         before = self._last()
         if before is not None:
             before.leave()
@@ -64,8 +66,8 @@ class ActivationOffload:
         self._last = weakref.ref(block)
 
     def open(self, block: BlockActivations) -> None:
-        """Starts the backward of `block`. Frees the activations of the block whose backward has ended, and fetches
-        those of the block whose backward is next."""
+        """Prepares the backward of `block`. Fetches its activations, and starts to fetch those of the block before it.
+        Frees the device memory of the block that ran before (forward or backward)."""
         opened, last = self._opened(), self._last()
         if opened is block:
             return
@@ -82,7 +84,8 @@ class ActivationOffload:
 
 
 class BlockActivations:
-    """The saved activations of one block in one pass, until the backward of the block has used them."""
+    """The saved activations of one forward of a block, until the block's backward has used them. `before`: the
+    activations of the previous block of the same forward, if any."""
 
     def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
         self.rank, self.place = rank, place
@@ -96,8 +99,8 @@ class BlockActivations:
         return [parcel for each in self._parcels if (parcel := each()) is not None]
 
     def keep(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd saves instead of `tensor`: the tensor itself, or an offloaded storage with the tensor's
-        geometry."""
+        """The pack hook of autograd. Returns what autograd saves instead of `tensor`: the tensor itself, or its
+        offloaded storage and its `TensorMeta`."""
         if not self._goes(tensor):
             return tensor
         if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a view of less than half of its storage is copied
@@ -106,7 +109,7 @@ class BlockActivations:
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            # The entry keeps the storage alive, so that no later storage gets the same id.
+            # The entry references the storage, so that no later storage of this forward gets the same id.
             parcel = self._seen[key] = self._sent(tensor)
         return parcel, TensorMeta.of(tensor)
 
@@ -123,7 +126,8 @@ class BlockActivations:
         return large and storage_id(tensor) not in self.rank.weights
 
     def finish(self) -> None:
-        """Marks the end of the block's forward."""
+        """Ends the block's forward. A CPU rank that offloads to host memory has copied all tensors and frees the
+        originals now."""
         self._seen.clear()
         if self.rank.depot is None and not self.rank.beyond:
             self.let_go()
@@ -134,7 +138,7 @@ class BlockActivations:
             parcel.leave()
 
     def let_go(self) -> None:
-        """Frees the device memory of the block's tensors until backward needs them."""
+        """Waits until all tensors are offloaded, and frees their device memory."""
         for parcel in self.parcels:
             parcel.let_go()
 
@@ -154,18 +158,18 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """Returns the geometry of `tensor`."""
+        """Returns the `TensorMeta` of `tensor`."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as a view of `values`, a copy of its storage."""
+        """Returns the tensor as a view of `values`, which are the bytes of its whole storage."""
         found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
         return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
 
 class OffloadedTensor:
-    """One storage that a block saves. It is on the device (`here`), in host memory, in an extent of the file, or in
-    transit."""
+    """One storage that a block saves. It is on the device (`here`), in host memory (`_host`), in the file (at offset
+    `_room`), or in transit."""
 
     def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
         self.block, self.rank, self.depot = block, block.rank, block.rank.depot
@@ -174,6 +178,7 @@ class OffloadedTensor:
         self._host: torch.Tensor | None = None
         self._room: int | None = None
         self._going: Future[None] | None = None
+        """The write to the file, if one is in progress."""
         self._coming: Future[CopyEvent] | None = None
         """The read from the file, if one is in progress."""
         self._landing = COPY_DONE
@@ -208,7 +213,7 @@ class OffloadedTensor:
         return self._host
 
     def let_go(self) -> None:
-        """Waits for the copy, and then frees the device memory."""
+        """Waits until the storage is offloaded, and then frees the device memory."""
         self.leave()
         self._arrive()
         if self.depot is not None:
@@ -230,7 +235,7 @@ class OffloadedTensor:
                 self._landing = coming.result()
 
     def _look(self) -> None:
-        """Records whether the tensor was written to in place before its copy was complete."""
+        """Records whether the tensor was written to after it was saved. Called before its device memory is freed."""
         at_once = self.depot is None and not self.rank.beyond
         self._is_written |= (
             not at_once and self._version_probe is not None and self._version_probe._version != self._version
@@ -257,8 +262,11 @@ class OffloadedTensor:
             self._landing = rank.ferry.copy(self.here, self._host)
 
     def take(self) -> torch.Tensor:
-        """Returns the storage as a tensor of bytes on the device. Raises RuntimeError if it was written to during its
-        copy."""
+        """Returns the storage as a flat tensor of bytes on the device.
+
+        Raises:
+            RuntimeError: the tensor was written to before its copy was complete.
+        """
         self.rank.open(self.block)
         self.fetch()
         if self._coming is not None:
@@ -303,13 +311,13 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns an id of the storage that stays constant during its life, even if its memory is freed and allocated again
-    (ZeRO 3)."""
+    """Returns an id of the storage of `tensor`. The id stays constant as long as the storage object exists, even if its
+    memory is freed and allocated again (ZeRO 3)."""
     return tensor.untyped_storage()._cdata
 
 
 def unpack_activation(packed: Any) -> torch.Tensor:
-    """Returns the tensor that `BlockActivations.keep` saved, offloaded or not."""
+    """The unpack hook of autograd. Returns the tensor for which `BlockActivations.keep` returned `packed`."""
     if isinstance(packed, torch.Tensor):
         return packed
     parcel, meta = packed

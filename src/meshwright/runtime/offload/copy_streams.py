@@ -1,9 +1,9 @@
-"""Copies between device and host memory on two separate streams, one per direction. Copies overlap with compute and
-with each other.
+"""Copies between device and host memory on two separate streams, one per direction, which overlap with compute and with
+each other. All offloading of this package uses them.
 
-[Note: one type, pinned] The driver copies asynchronously only if both sides have one dtype and the host side is pinned.
-Otherwise it first casts on the host, into new memory that is not pinned. So before a device-to-host copy, the tensor is
-cast on the device. Before a host-to-device copy, it is cast into a pinned buffer. On CPU ranks a copy is synchronous.
+[Note: one type, pinned] torch copies asynchronously only if both sides have one dtype and the host side is pinned.
+Otherwise it first casts on the host, into new memory that is not pinned. So callers cast a tensor on the device before
+a device-to-host copy, and into a pinned buffer before a host-to-device copy. On CPU ranks a copy is synchronous.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from meshwright.runtime.backend import DeviceEvent, backend_of
 
 
 class CopyEvent:
-    """The completion of a copy. Until then, neither source nor target may be written, and the target may not be
-    read."""
+    """The completion of a copy. Until the copy is complete, nobody may write to its source or target, or read its
+    target."""
 
     def __init__(self, event: DeviceEvent | None = None) -> None:
         self._event = event
@@ -32,6 +32,7 @@ class CopyEvent:
 
 
 COPY_DONE = CopyEvent()
+"""The event of a copy that is already complete."""
 
 
 class CopyStreams:
@@ -42,15 +43,15 @@ class CopyStreams:
         self._down, self._up = self._backend.stream(device), self._backend.stream(device)
 
     def wait_for_compute(self) -> None:
-        """Makes later copies wait for the compute work that is queued so far. Must be called by the thread that queues
-        the work."""
+        """Makes later copies wait for the compute work that is queued so far. Must be called by the thread that has
+        queued the work."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(self._backend.current_stream())
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        """Starts a copy from `source` to `into`. May be called in any thread. Both sides must have one dtype, and the
-        host side must be pinned."""
+        """Starts a copy from `source` to `into`. May be called in any thread. Both sides must have the same dtype, and
+        the host side must be pinned."""
         assert into.dtype == source.dtype, f"{source.dtype} is to be cast to {into.dtype} before"
         stream = self._up if backend_of(into.device).has_streams else self._down
         if stream is None:

@@ -1,15 +1,17 @@
-"""Offloaded weight shards of ZeRO 3, and gradients offloaded to CPU.
+"""Offloads weight shards of ZeRO 3 to files or host memory, and sums gradients in host memory. The parameter groups
+(zero/) use it.
 
 [Note: one layer ahead] While a layer runs, the shard of the next layer is copied to a buffer. The all-gather of the
-next layer reads this buffer. A thread reads a shard that is in a file, without the page cache. A shard in pinned host
-memory is copied while the device computes (copy_streams.py). The update's writes complete before the next step begins,
-so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections
-5.1.2 and 6.2 (the prefetcher).
+next layer reads this buffer. A thread reads shards that are in a file, and bypasses the page cache. Shards in pinned
+host memory are copied while the device computes (copy_streams.py). The update's writes complete before the next step
+begins, so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857,
+sections 5.1.2 and 6.2 (the prefetcher).
 
 [Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later gradients are copied to
-a pinned buffer, and a thread adds them in the dtype of gradients. Each addition rounds once, as on the device, so the
-sum is bitwise equal. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight. The device frees
-gradients once they are copied. Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
+a pinned buffer, and a thread adds them to the sum in the dtype of gradients. Each addition rounds once, as on the
+device. So the sum is bitwise equal to the sum on the device. At most MAX_INFLIGHT_REDUCE parameter groups per rank have
+gradients in flight. The device frees gradients once they are copied. Source: Ren et al., ZeRO-Offload, arXiv
+2101.06840, section 4.1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from meshwright.spec.layout import OffloadSplit
 
 
 class NvmeShard:
-    """A weight shard in the swap file, from byte `start` on."""
+    """A weight shard in the swap file, from byte `start` on. `values`: the initial weights, a flat tensor."""
 
     def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
         assert swapper.swap_file is not None
@@ -39,7 +41,7 @@ class NvmeShard:
         self.write(values)
 
     def write(self, values: torch.Tensor) -> None:
-        """Writes `values` to the file."""
+        """Writes the weights `values` to the file. Blocks until they are written."""
         pages = self.swapper.acquire(self.bytes())
         self._values(pages).copy_(values)
         self.swap_file.write(self.start, pages)
@@ -50,7 +52,7 @@ class NvmeShard:
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:
-        """Starts to read the weights and to copy them to the device."""
+        """Starts to read the weights, and to copy them to the device. Does nothing if they are already fetched."""
         if self._reading is None:
             pages = self.swapper.acquire(self.bytes())
             if self.swapper.has_device_memory:
@@ -59,7 +61,8 @@ class NvmeShard:
             self._reading = pages, self.swapper.submit(lambda: self._read(pages))
 
     def _read(self, pages: torch.Tensor) -> CopyEvent:
-        """Reads the weights into `pages`, in a thread. Returns the last copy to the device."""
+        """Reads the weights into `pages`, and starts the copy to the device. Runs in a thread. Returns the event of the
+        copy."""
         self.swap_file.read(self.start, pages)
         return (
             COPY_DONE
@@ -71,7 +74,7 @@ class NvmeShard:
         return pages[: self.bytes()].view(self.dtype)
 
     def acquire(self) -> torch.Tensor:
-        """Waits for the weights and returns them on the device."""
+        """Returns the weights on the device, after a wait. The caller calls `release` after use."""
         self.prefetch()
         assert self._reading is not None
         pages, reading = self._reading
@@ -83,12 +86,12 @@ class NvmeShard:
         if self._reading is not None:
             pages, reading = self._reading
             copy = reading.result()
-            copy.make_compute_wait()  # the compute stream may reuse the device memory
+            copy.make_compute_wait()  # because the compute stream may reuse the device memory
             self._reading = self._on_device = None
             self.swapper.release(pages, copy)
 
     def full(self) -> torch.Tensor:
-        """Returns the weights as a tensor that maps the file."""
+        """Returns the weights as a tensor that maps the file, so that writes to the tensor change the file."""
         self.swapper.quiesce()
         return self.swap_file.map(self.start, self.numel, self.dtype)
 
@@ -114,7 +117,7 @@ class CpuShard:
             self._copy = self.swapper.copy_streams.copy(self._on_device, self._values)
 
     def acquire(self) -> torch.Tensor:
-        """Returns the weights on the device."""
+        """Returns the weights on the device. The caller calls `release` after use."""
         self.prefetch()
         assert self._on_device is not None
         self.swapper.timed_wait(self._copy.make_compute_wait)
@@ -136,7 +139,8 @@ class CpuShard:
 
 
 class SplitShard:
-    """A weight shard with offloaded parts. The first part is `resident`. Each other part has a shard in `shards`."""
+    """A weight shard with offloaded parts. `resident`: the first elements, which are not offloaded. `shards`: the
+    offloaded parts, in order."""
 
     def __init__(self, resident: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
         self.resident, self.shards = resident, shards
@@ -147,12 +151,12 @@ class SplitShard:
             shard.prefetch()
 
     def storages(self, parts: Sequence[OffloadSplit]) -> list[torch.Tensor | NvmeShard]:
-        """Returns the tensor or file range that stores each of `parts`."""
+        """Returns, for each of `parts`, the tensor or the `NvmeShard` that stores it."""
         resident = [self.resident[part.start : part.stop] for part in parts if not part.weights_wait]
         return resident + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
 
     def acquire(self) -> list[torch.Tensor]:
-        """Returns all parts on the device, in order. The caller calls `release` after use."""
+        """Returns all non-empty parts on the device, in order. The caller calls `release` after use."""
         return [part for part in (self.resident, *(shard.acquire() for shard in self.shards)) if len(part)]
 
     def release(self) -> None:
@@ -168,8 +172,8 @@ class SplitShard:
 def split_shard(
     swapper: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
 ) -> SplitShard | None:
-    """Moves the `parts` of `values` that the plan offloads to files (if `files`) or to host memory. Returns None if the
-    plan offloads none of them."""
+    """Divides the weight shard `values` into `parts`, and offloads the parts with `weights_wait`: to files if `files`,
+    otherwise to host memory. Returns None if no part is offloaded."""
     resident = next((part.start for part in parts if part.weights_wait), len(values))
     if resident == len(values):
         return None
@@ -181,7 +185,8 @@ def split_shard(
 
 
 class CpuGradBuffer:
-    """The gradients of a parameter group's shard, summed in host memory. `values` is complete after `wait`."""
+    """The gradients of a parameter group's shard, summed in host memory ([Note: added on the host]). `values` is
+    complete after `wait`."""
 
     def __init__(self, swapper: StateSwapper, numel: int, dtype: torch.dtype) -> None:
         self.swapper = swapper
@@ -189,7 +194,8 @@ class CpuGradBuffer:
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
-        """Starts to add the gradients of one micro-batch. With `first`, they overwrite the sum of the previous step."""
+        """Starts to add the gradients of one micro-batch. If it is the `first` of a step, they overwrite the sum of the
+        previous step."""
         self.wait()
         pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)
@@ -198,7 +204,8 @@ class CpuGradBuffer:
         self._adding = self.swapper.submit(lambda: self._add(copy, gradients, into)), pages
 
     def _add(self, copy: CopyEvent, gradients: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds `gradients` to `into`, in a thread. The thread references the gradients until they are copied."""
+        """Waits until `gradients` are copied to `into`, and adds `into` to the sum. Runs in a thread, which references
+        `gradients` so that their memory is not freed during the copy."""
         copy.wait()
         if into is not self.values:
             self.values.add_(into)
@@ -212,7 +219,8 @@ class CpuGradBuffer:
                 self.swapper.release(pages)
 
     def all_reduce(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
-        """Sums the gradients over the ranks of `group`, in a temporary copy on the device."""
+        """Sums the gradients over the ranks of `group`, in a temporary copy on the device. `across` compresses the
+        traffic between hosts."""
         if group is None:
             return
         self.wait()

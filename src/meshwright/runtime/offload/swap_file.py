@@ -1,22 +1,20 @@
-"""Stores offloaded tensors in files: optimizer states and weights, and the saved activations of blocks.
+"""Stores offloaded tensors in files: optimizer states and weights (`SwapFile`), and the saved activations of blocks
+(`ActivationStore`).
 
-`SwapFile` is an unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
+`SwapFile` is an unlinked file in the folder of `--offload-to`. Reads and writes bypass the page cache (O_DIRECT) if the
+file system supports this, so they use no host memory. Offsets and lengths are multiples of PAGE_BYTES. To save or load
+a checkpoint, `map` maps the file into memory.
 
-Reads and writes bypass the page cache (O_DIRECT) if the file system supports it. So they use no host memory. Offsets
-and lengths are multiples of PAGE_BYTES. Checkpoints read or write the whole file and map it into memory.
-
-The file uses threads, not io_uring. The Python package of io_uring allocates memory that is not page-aligned
+Reads and writes use threads instead of io_uring, whose Python package allocates memory that is not page-aligned
 (docs/log/offload.md). Two threads saturate the disk.
 
 Guarantees: the file has no name, so no file remains after a crash. Space is allocated before it is written. So a full
 disk is an error in the first step and never loses an update.
 
-`ActivationStore` stores the saved activations of a rank's blocks in a file: an extent allocator, and the threads that
-write and read.
-
-An extent is freed when backward no longer needs its contents. So the file is as large as the peak of stored
-activations. Extents are whole pages. Adjacent free extents are merged, because sizes may differ between passes
-(experts).
+`ActivationStore` stores the saved activations of a rank's blocks in a `SwapFile`. It has an extent allocator, and
+threads that write and read. An extent is freed when backward no longer needs its contents. So the file is as large as
+the peak of stored activations. Extents are whole pages. Adjacent free extents are merged, because sizes may differ
+between micro-batches (experts).
 
 [Note: who frees] An I/O thread drops its references before it reports completion. So the thread that allocated the
 memory also frees it. This is necessary because the memory profiler of a step records only that thread.
@@ -52,7 +50,7 @@ PAGE_BYTES = 1 << 12
 
 
 class OffloadFailed(MeshwrightError):
-    """Offloaded data can no longer be read or written. The run ends, and its last checkpoint is valid."""
+    """Offloaded data can no longer be read or written. The training run ends, and its last checkpoint is valid."""
 
 
 def round_up_to_pages(size: int) -> int:
@@ -70,7 +68,11 @@ def page_aligned_buffer(size: int) -> torch.Tensor:
 
 
 class SwapFile:
-    """A swap file, which `extend` enlarges. `size` is its length in bytes."""
+    """A swap file in `folder`. `extend` enlarges the file. `size` is its length in bytes.
+
+    Raises:
+        InputError: the folder cannot be created or written to.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size = folder, 0
@@ -94,10 +96,11 @@ class SwapFile:
         return self._direct != self.handle
 
     def extend(self, size: int) -> int:
-        """Allocates `size` more bytes of zeros on disk. Returns their offset.
+        """Allocates `size` more bytes of zeros on disk, rounded up to whole pages. Returns their offset.
 
         Raises:
             InputError: the disk is full.
+            OffloadFailed: the file cannot be extended for another reason.
         """
         start, self.size = self.size, self.size + round_up_to_pages(size)
         try:
@@ -118,11 +121,19 @@ class SwapFile:
         return start
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        """Reads from offset `start` into the bytes `into` (whole pages of `page_aligned_buffer`)."""
+        """Reads from offset `start` into the bytes `into` (whole pages of `page_aligned_buffer`).
+
+        Raises:
+            OffloadFailed: the read fails.
+        """
         self._move(os.preadv, start, into, "read")
 
     def write(self, start: int, data: torch.Tensor) -> None:
-        """Writes the bytes `data` (whole pages of `page_aligned_buffer`) at offset `start`."""
+        """Writes the bytes `data` (whole pages of `page_aligned_buffer`) at offset `start`.
+
+        Raises:
+            OffloadFailed: the write fails.
+        """
         self._move(os.pwritev, start, data, "written")
 
     def _move(self, call: object, start: int, data: torch.Tensor, word: str) -> None:
@@ -137,8 +148,8 @@ class SwapFile:
             done += moved
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns `numel` elements at offset `start` as a tensor that maps the file, so that writes to it reach the
-        file. Pages are loaded on access, and evicted when memory is short."""
+        """Returns `numel` elements at byte offset `start` as a tensor that maps the file. Writes to the tensor change
+        the file. The system loads pages on access, and evicts them when memory is short."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(mmap.mmap(self.handle, numel * dtype.itemsize, offset=start), dtype=dtype)
@@ -169,7 +180,8 @@ def _open_unlinked(folder: Path) -> int:
 
 
 def _open_direct(handle: int) -> int:
-    """Opens the file of `handle` again with O_DIRECT, if possible. Returns the file descriptor."""
+    """Opens the file of `handle` again with O_DIRECT. Returns the new file descriptor, or `handle` if the file system
+    does not support O_DIRECT."""
     try:
         found = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):
@@ -178,10 +190,10 @@ def _open_direct(handle: int) -> int:
 
 
 IO_THREADS = 2
-"""Number of I/O threads. Two threads saturate a disk (bench/results/offload.md)."""
+"""Number of I/O threads of the activation store. Two threads saturate a disk (bench/results/offload.md)."""
 
 BOUNCE_BUFFER_BYTES = 1 << 20
-"""Number of bytes that are copied at a time through page-aligned memory."""
+"""Number of bytes that a thread copies at a time through its page-aligned bounce buffer, if memory is not pinned."""
 
 
 class ExtentAllocator:
@@ -196,10 +208,11 @@ class ExtentAllocator:
 
     def __init__(self) -> None:
         self.free: list[tuple[int, int]] = []
-        """(start, size) of each free extent, in order. No two are adjacent."""
+        """(start, size) of each free extent, in order of start. No two extents are adjacent."""
 
     def allocate(self, size: int) -> int | None:
-        """Returns the start of `size` bytes in the smallest free extent that fits, None if none fits."""
+        """Returns the start of `size` bytes in the smallest free extent that is large enough. Returns None if no free
+        extent is large enough."""
         fits = [(free, start) for start, free in self.free if free >= size]
         if not fits:
             return None
@@ -222,7 +235,7 @@ class ExtentAllocator:
 
 
 class ActivationStore:
-    """The activation file of one rank."""
+    """The activation file of one rank, and the threads that read and write it."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
@@ -230,8 +243,8 @@ class ActivationStore:
         self.pinned = backend_of(device).has_streams
         self._allocator = ExtentAllocator()
         self._freed: deque[tuple[int, int]] = deque()
-        """Freed extents. They are merged when the next extent is allocated, because the garbage collector may free them
-        in any thread."""
+        """Freed extents that are not merged yet. `allocator` merges them, because the garbage collector may call `free`
+        in any thread at any time."""
         self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
         self._thread_local = threading.local()
 
@@ -253,16 +266,16 @@ class ActivationStore:
         return self._allocator
 
     def allocate(self, size: int) -> int:
-        """Returns the start of an extent of `size` bytes."""
+        """Returns the start of an extent of at least `size` bytes. Raises as `SwapFile.extend` does."""
         start = self.allocator.allocate(round_up_to_pages(size))
         return self.swap_file.extend(size) if start is None else start
 
     def free(self, start: int, size: int) -> None:
-        """Frees an extent. May be called in any thread at any time."""
+        """Frees the extent of `size` bytes at `start`. May be called in any thread at any time."""
         self._freed.append((start, round_up_to_pages(size)))
 
     def new_buffer(self, size: int) -> torch.Tensor:
-        """Returns `size` bytes of page-aligned host memory. Its last page belongs to it completely."""
+        """Returns `size` bytes of page-aligned host memory. No other tensor uses the end of the last page."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
         # The buffer comes from torch's allocator, which counts and reuses its memory.
@@ -272,12 +285,12 @@ class ActivationStore:
         return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
 
     def write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> Future[None]:
-        """Starts to write the bytes `values` at `start`, once the copy `landing` into them is complete."""
+        """Starts to write the bytes `values` at `start`. The write waits for `landing`, the copy into `values`."""
         return self._submit(self._write, [start, values, landing])
 
     def read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None = None) -> Future[CopyEvent]:
-        """Starts to read from `start` into `values`, which is a `new_buffer`. Then copies `values` to the device tensor
-        `onto`, if given."""
+        """Starts to read from `start` into `values`, which is a `new_buffer`, and then to copy `values` to the device
+        tensor `onto`, if given. The future returns the event of this copy."""
         return self._submit(self._read, [start, values, onto])
 
     def _submit(self, function: Callable[..., Any], arguments: list[Any]) -> Future[Any]:
@@ -312,7 +325,8 @@ def _pad_to_page(values: torch.Tensor) -> torch.Tensor:
 
 
 def make_activation_store(plan: Plan, device: torch.device, folder: str | Path | None) -> ActivationStore | None:
-    """Returns the store for `plan`, None if it does not offload activations to disk."""
+    """Returns the activation store for `plan`. Returns None if the plan does not offload activations to disk. `folder`:
+    None means the system's temporary folder."""
     return (
         ActivationStore(Path(folder or tempfile.gettempdir()), device)
         if Offload.activations_disk in plan.offload

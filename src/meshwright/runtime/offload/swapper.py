@@ -1,17 +1,17 @@
-"""Swaps offloaded optimizer states through a few buffers while they are updated (DeepSpeed's
-PipelinedOptimizerSwapper).
+"""Swaps offloaded optimizer states through a few buffers during the update, like DeepSpeed's PipelinedOptimizerSwapper.
+The updater (optim/updater.py) calls it.
 
-[Note: windows] The shard of a parameter group is cut into chunks of CHUNK_ELEMENTS, each of whole optimizer parameters.
-So an update with offload is bit for bit equal to one without. A chunk is fetched into a buffer, updated there and
-stored. Meanwhile other threads fetch the next chunks and store the previous ones. Memory contains at most SWAP_BUFFERS
-chunks, for any number of states.
+[Note: windows] The shard of a parameter group is cut into chunks of CHUNK_ELEMENTS. Each chunk consists of complete
+parameters of the optimizer, so an update with offload is bit for bit equal to an update without offload. A chunk is
+fetched into a buffer, updated in the buffer, and stored. Meanwhile other threads fetch the next chunks and store the
+previous ones. Buffers for at most SWAP_BUFFERS chunks are in memory, for any number of states.
 
-[Note: two offload ratios] The last elements of each shard are offloaded. There is one ratio for weights and one for
-states (spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is as even as the
-layers. States of offloaded weights are offloaded first, because such weights are updated on the host and nothing is
-copied to the device. Resident states are updated in chunks on the device, without fetching or storing. Source:
-Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2 (overlap-centric design) and 6.3 (the infinity offload
-engine).
+[Note: two offload ratios] Of each shard, the last elements are offloaded. One ratio applies to weights and one to
+states (spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is distributed as
+evenly as the layers. Both ranges count from the end, so the states of offloaded weights are offloaded first. The reason
+is that such weights are updated on the host, and nothing is copied to the device. Resident states are updated in chunks
+on the device, without fetching or storing. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2
+(overlap-centric design) and 6.3 (the infinity offload engine).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from meshwright.spec.layout import CHUNK_ELEMENTS, SWAP_BUFFERS, OffloadSplit, o
 from meshwright.spec.plan import Plan
 
 PREFETCH_CHUNKS = SWAP_BUFFERS - 2
+"""Number of chunks that are fetched in advance, in addition to the chunk that is updated next."""
 
 COMPLETED_FUTURE: Future[None] = Future()
-"""A completed future. It is the fetch of a resident chunk, which needs no fetch."""
+"""A completed future, used as the fetch of a resident chunk, which needs no fetch."""
 COMPLETED_FUTURE.set_result(None)
 
 
 class SwapBuffer:
-    """Memory for one chunk. Each kind of state is allocated on first use. Pages that are never written use no
-    memory."""
+    """Memory for one chunk. The memory of each kind of state, such as momentum, is allocated on first use. Pages that
+    are never written use no memory."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -51,7 +52,7 @@ class SwapBuffer:
         self._storing: Future[None] | None = None
 
     def pages(self, kind: str, size: int) -> torch.Tensor:
-        """Returns memory of whole pages for at least `size` bytes of `kind`."""
+        """Returns memory of whole pages for at least `size` bytes of the state `kind`."""
         memory = self._kinds.get(kind)
         if memory is None or memory.numel() < size:
             capacity = max(size, CHUNK_ELEMENTS * 8)
@@ -65,11 +66,11 @@ class SwapBuffer:
 
     @property
     def touched(self) -> int:
-        """The number of bytes in use."""
+        """The number of bytes of the buffer that are in use."""
         return sum(self._touched.values())
 
     def set_store(self, future: Future[None]) -> None:
-        """Records the store in flight from this buffer."""
+        """Records `future`, which stores the contents of this buffer."""
         self._storing = future
 
     def wait_stored(self) -> None:
@@ -80,7 +81,8 @@ class SwapBuffer:
 
 
 class SwapChunk(Protocol):
-    """Elements of a parameter group that are updated together."""
+    """Elements of a parameter group that are updated together. `index` gives the order of updates. `resident`: the
+    states are not offloaded."""
 
     index: int
     buffer: SwapBuffer
@@ -109,8 +111,9 @@ class StateSwapper:
         weights: Offload | None = None,
         weight_percent: int = 100,
     ) -> None:
-        """`folder` None: nothing is offloaded to files. `optimizer`: where `state_percent` percent of the states are
-        offloaded, or None. `weights`: where `weight_percent` percent of the weights are offloaded, or None."""
+        """`folder`: the folder of the swap file, None if nothing is offloaded to files. `optimizer`: where
+        `state_percent` percent of the states are offloaded, None if no states are. `weights`: where `weight_percent`
+        percent of the weights are offloaded, None if no weights are."""
         self.weights, self._state_percent, self._weight_percent = weights, state_percent, weight_percent
         self._rotated = 0
         self._resident_buffers: list[SwapBuffer] = []
@@ -122,7 +125,7 @@ class StateSwapper:
         self.pinned = backend_of(device).has_streams
         """Whether host memory is pinned."""
         self.has_device_memory = not backend_of(device).memory_is_host
-        """Whether the device has its own memory. If so, updates on the host need copies."""
+        """Whether the device has separate memory. If so, updates on the host need copies."""
         self.copy_streams = CopyStreams(device)
         self.buffers = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
         self.num_chunks = 0
@@ -133,8 +136,8 @@ class StateSwapper:
         self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
 
     def split(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
-        """Returns the parts of a shard of `numel` elements, resident and offloaded. A `frozen` shard has no states.
-        Weights of CPU ranks are in host memory anyway."""
+        """Returns the parts, resident and offloaded, of a shard of `numel` elements. A `frozen` shard has no states. On
+        CPU ranks, weights are offloaded only to disk, because they are in host memory anyway."""
         weights = (
             self._weight_percent
             if self.weights in DISK_OFFLOADS or (self.weights is not None and self.has_device_memory)
@@ -143,8 +146,8 @@ class StateSwapper:
         return offload_splits(numel, weights, self._state_percent if self.optimizer is not None and not frozen else 0)
 
     def next_buffer(self, resident: bool) -> tuple[int, SwapBuffer]:
-        """Returns index and buffer of the next chunk. Consecutive chunks use different buffers. A resident chunk has
-        its own."""
+        """Returns the index and the buffer of a new chunk. Offloaded chunks use SWAP_BUFFERS buffers in rotation. Each
+        resident chunk has a separate buffer."""
         self.num_chunks += 1
         self._rotated += not resident
         if not resident:
@@ -153,12 +156,12 @@ class StateSwapper:
         return self.num_chunks - 1, self._resident_buffers[-1]
 
     def store(self, chunk: SwapChunk) -> None:
-        """Starts to store `chunk`."""
+        """Starts to store `chunk` in a thread."""
         chunk.buffer.set_store(self._pool.submit(chunk.store))
 
     def prefetch(self, chunks: Sequence[SwapChunk]) -> None:
-        """Starts to fetch the first chunks of the next `run_pipelined`. Earlier stores of these chunks must be
-        complete."""
+        """Starts to fetch the first chunks of the next `run_pipelined`. `chunks`: all its chunks. Earlier stores of
+        these chunks must be complete."""
         self._fetch(deque(interleave(chunks)))
 
     @property
@@ -167,8 +170,8 @@ class StateSwapper:
         return bool(self._fetching)
 
     def run_pipelined(self, chunks: Sequence[W], update: Callable[[W], None]) -> None:
-        """Fetches each chunk, calls `update` for it and stores it. Chunks run in order of index, with resident chunks
-        interleaved."""
+        """Fetches each chunk, calls `update` with it, and stores it. Offloaded chunks run in order of index, and
+        resident chunks are distributed among them (`interleave`)."""
         fetched, waiting = self._fetching, deque(interleave(chunks))
         for _ in fetched:
             waiting.popleft()
@@ -186,8 +189,8 @@ class StateSwapper:
             self._fetching.append((chunk, COMPLETED_FUTURE if chunk.resident else self._pool.submit(chunk.fetch)))
 
     def quiesce(self) -> None:
-        """Waits until everything is stored. Afterwards the file may be read and written, and all weights are
-        updated."""
+        """Waits for all fetches and stores. Afterwards all weights are updated, and the caller may read and write the
+        file."""
         while self._fetching:
             self.timed_wait(self._fetching.popleft()[1].result)
         for buffer in (*self.buffers, *self._resident_buffers):
@@ -195,7 +198,7 @@ class StateSwapper:
 
     @property
     def buffer_bytes(self) -> int:
-        """The number of bytes of the swap buffers, plus the peak of all other buffers."""
+        """The number of bytes of the swap buffers, plus the peak bytes of the buffers of `acquire`."""
         return sum(buffer.touched for buffer in self.buffers) + self._peak_bytes
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
@@ -203,7 +206,7 @@ class StateSwapper:
         return self._pool.submit(function)
 
     def acquire(self, size: int) -> torch.Tensor:
-        """Returns a buffer of whole pages with at least `size` bytes."""
+        """Returns a buffer of whole pages with at least `size` bytes. The caller calls `release` after use."""
         fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == round_up_to_pages(size)]
         pages, copy = self._idle.pop(fits[0]) if fits else (self._new_pages(round_up_to_pages(size)), COPY_DONE)
         self.timed_wait(copy.wait)
@@ -214,25 +217,25 @@ class StateSwapper:
     def _new_pages(self, size: int) -> torch.Tensor:
         for _, copy in self._idle:
             self.timed_wait(copy.wait)
-        self._idle.clear()  # no idle buffer fits, and groups of equal size are consecutive
+        self._idle.clear()  # groups of equal size follow each other, so idle buffers of other sizes are not needed soon
         return (
             torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
         )
 
     def release(self, pages: torch.Tensor, copy: CopyEvent = COPY_DONE) -> None:
-        """Makes the buffer `pages` available again, once the copy out of it is complete."""
+        """Makes the buffer `pages` available again, once the copy `copy` out of it is complete."""
         self._acquired_bytes -= pages.numel()
         self._idle.append((pages, copy))
 
     def timed_wait(self, wait: Callable[[], object]) -> None:
-        """Calls `wait` and adds its time to `wait_timer`."""
+        """Calls `wait`, and adds the time of the call to `wait_timer`."""
         with self.wait_timer:
             wait()
 
 
 def interleave(chunks: Sequence[W]) -> list[W]:
-    """Returns the chunks sorted by index, with resident chunks distributed evenly among the offloaded ones. So updates
-    continue while the disk is busy."""
+    """Returns the offloaded chunks in order of index, with the resident chunks distributed evenly among them. So
+    updates continue while the disk is busy."""
     places: list[tuple[float, W]] = []
     for resident in (True, False):
         same = sorted((chunk for chunk in chunks if chunk.resident == resident), key=lambda chunk: chunk.index)
@@ -241,7 +244,8 @@ def interleave(chunks: Sequence[W]) -> list[W]:
 
 
 def make_state_swapper(plan: Plan, device: torch.device, folder: str | Path | None) -> StateSwapper | None:
-    """Returns the swapper for `plan`, None if it offloads neither weights nor states."""
+    """Returns the swapper for `plan`. Returns None if the plan offloads neither weights nor states. `folder`: None
+    means the system's temporary folder."""
     offloads = [what for what in plan.offload if what not in ACTIVATION_OFFLOADS]
     if not offloads:
         return None

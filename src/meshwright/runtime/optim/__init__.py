@@ -1,2 +1,2 @@
-"""The optimizer step of sharded parameters: full-tensor updates, parameter groups, and the probe of an optimizer's
-update rule."""
+"""Runs the optimizer step on sharded parameters: the updater, updates of full tensors, optimizer groups, and the probe
+of an optimizer's update rule."""

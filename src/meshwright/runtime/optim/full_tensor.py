@@ -1,17 +1,20 @@
-"""Updates for optimizers that need whole tensors: Newton-Schulz of a matrix, row and column factors, norms of a tensor.
+"""Updates the parameters that an optimizer needs as full tensors. Examples are Muon (Newton-Schulz of a matrix) and
+Adafactor (row and column factors, norms of a tensor). updater.py calls `FullTensorStep` once per step.
 
-[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. For each tensor, exactly one of the ranks with a slice
-is the owner: a pair of a data-parallel shard and a tensor rank. Tensors are assigned in order of decreasing size, each
-to the rank with the least load. Every rank computes the same assignment. Once per step each rank sends its slices of
-gradients and weights to the owners. An owner runs torch's optimizer on the full tensors, and sends slices of the result
-back. Only the owner stores optimizer states. If no tensor is sliced (ZeRO 0 without tensor parallelism), each rank
-updates its tensors in place and sends no messages. Replicas repeat the computation.
+[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. Each tensor has one owner, which is given by a
+data-parallel shard and a tensor rank. The owner need not store a slice of the tensor. The tensors are assigned in order
+of decreasing size, each to the rank that owns the fewest elements so far. Every rank computes the same assignment. Once
+per step each rank sends its slices of gradients and weights to the owners. An owner runs torch's optimizer on its full
+tensors, and sends slices of the result back. Only the owner stores optimizer states of a tensor. A tensor that tensor
+ranks do not split is owned by all tensor ranks of one shard, which update it identically. If no tensor is sliced (ZeRO
+0 without tensor parallelism), each rank updates its tensors in place and sends no messages. Data-parallel replicas of a
+shard repeat the computation.
 
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.
 
-Guarantees: results equal those of one device. The optimizer gets the same full tensors as on one device, and sums have
-the same order.
+Guarantees: results equal those of one device, because the optimizer gets the full tensors and computes sums in the
+order of one device.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ IndexRange = tuple[int, int]
 
 
 class TensorLayout(NamedTuple):
-    """A tensor of a parameter group. `intervals` has for each tensor rank the index ranges that it stores along `dim`.
-    It has only one entry if the tensor is not split."""
+    """Describes a tensor of a flat parameter group. `offset`: index of its first element in the group's flat buffer.
+    `shape`: global shape. `intervals[r]`: the [start, stop) index ranges along `dim` that tensor rank r stores. A
+    tensor that tensor ranks do not split has at most one entry in `intervals`."""
 
     name: str
     offset: int
@@ -44,7 +48,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def split(self) -> bool:
-        """Whether the tensor is split over tensor ranks."""
+        """Returns whether the tensor is split over tensor ranks."""
         return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -60,16 +64,16 @@ class TensorLayout(NamedTuple):
 
 
 class OwnerRank(NamedTuple):
-    """The owner of a tensor: a data-parallel shard and a tensor rank. The tensor rank is 0 if the tensor is not split
-    over tensor ranks."""
+    """Identifies the owner of a tensor by the indices of its data-parallel shard and tensor rank. The tensor rank is 0
+    if the tensor is not split over tensor ranks."""
 
     shard: int
     tensor: int
 
 
 def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
-    """Returns the owner of each tensor by name ([Note: owners]). `ranks` is the number of tensor ranks. A tensor that
-    is not split adds to the load of all tensor ranks.
+    """Returns the owner of each tensor by name ([Note: owners]). `shards` is the number of data-parallel shards,
+    `ranks` the number of tensor ranks. All tensor ranks of a shard own a tensor that is not split.
 
     >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
     >>> assign_owners(parts, 2, 1)
@@ -91,8 +95,8 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
 
 
 class FullTensorStep:
-    """Updates the full tensors of one flat parameter group. `parameters` are the tensors that this rank owns. They have
-    storage only during their update."""
+    """Updates the full tensors of one flat parameter group. `parameters` are the tensors of the group that this rank
+    owns. The optimizer gets these parameters, which have storage only during their update."""
 
     def __init__(
         self,
@@ -108,12 +112,13 @@ class FullTensorStep:
         self.tensor_group = sharing.tensor_group
         self.tensor_rank = 0 if self.tensor_group is None else self.tensor_group.index
         self.local_layouts = [part for part in self.layouts if owners[part.name].shard == self.shard]
-        """Tensors that are owned by this data-parallel shard. This rank receives its tensor rank's slice of them."""
+        """The tensors whose owner is in this data-parallel shard. `gather` assembles this tensor rank's slice of these
+        tensors, before it exchanges slices with other tensor ranks."""
         self.owned = [
             part for part in self.local_layouts if not part.split or owners[part.name].tensor == self.tensor_rank
         ]
         self.row_counts = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
-        """Element (i, j) is the number of elements that shard i sends to shard j."""
+        """Element (i, j) is the number of tensor elements that shard i sends to shard j."""
         self.split_row_counts = self._split_row_counts()
         kind = unit.optim_shard.flat.dtype
         self._placeholder = torch.zeros((), dtype=kind, device=unit.optim_shard.flat.device)
@@ -124,11 +129,12 @@ class FullTensorStep:
         """Names of the tensors that the optimizer skips in the next update, because they have no gradient."""
 
     def skip(self, names: Collection[str]) -> None:
-        """Skips the tensors `names` in the next update."""
+        """Makes the next update skip the tensors `names`."""
         self.skipped = names
 
     def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Updates `weights`, this rank's shard of the group, with the gradients `gradients`."""
+        """Updates `weights` in place with `gradients`. Both are this rank's shard of the group, one flat tensor
+        each."""
         if self.shard_group is None and not any(part.split for part in self.layouts):
             self._step_in_place(optimizer, weights, gradients)
             return
@@ -159,8 +165,8 @@ class FullTensorStep:
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """Creates optimizer states by a step on zeros, except for the `stateless` tensors. The values of the states are
-        arbitrary."""
+        """Creates optimizer states by a step on zeros, except for the `stateless` tensors. The caller overwrites the
+        values of the states with those of a checkpoint."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -171,8 +177,9 @@ class FullTensorStep:
     # --- exchange between data-parallel shards
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns by name the full tensors that this rank owns, assembled from the `run` of all ranks. `run` is
-        (elements of the shard, columns). The columns are the last dimension of each result."""
+        """Returns by name the full tensors that this rank owns, assembled from the shards of all ranks. `run` is this
+        rank's shard, (elements, columns). Each result has the shape of its tensor plus a last dimension of
+        `columns`."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
@@ -188,8 +195,8 @@ class FullTensorStep:
         return self._join_tensors(local)
 
     def scatter(self, whole: dict[str, torch.Tensor], run: torch.Tensor) -> None:
-        """Sends slices of the full tensors `whole` from their owners to all ranks, and writes them into `run`. Reverses
-        `gather`."""
+        """Sends slices of the full tensors `whole` from their owners to all ranks. Writes the received slices into
+        `run`, this rank's shard, (elements, columns). Reverses `gather`."""
         local = self._split_tensors(whole)
         pieces = [
             local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.local_layouts
@@ -205,18 +212,18 @@ class FullTensorStep:
         return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
-        """Returns the range of elements of the local tensor `part` that shard `i` stores."""
+        """Returns the range of elements that shard `i` stores, counted within this tensor rank's slice of `part`."""
         numel = part.numel(self.tensor_rank)
         first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
         return first, last
 
     def _range(self, part: TensorLayout) -> IndexRange:
-        """Returns the range of elements in the flat buffer of the tensor `part` that this shard stores."""
+        """Returns the range of elements of `part` that this shard stores, counted within the group's flat buffer."""
         first, last = self._overlap(self.shard, part)
         return part.offset + first, part.offset + last
 
     def _count(self, i: int, j: int) -> int:
-        """Returns the number of elements that shard `i` sends to shard `j`."""
+        """Returns the number of elements that shard `i` sends to the owners in shard `j`."""
         overlaps = (self._overlap(i, part) for part in self.layouts if self.owners[part.name].shard == j)
         return sum(last - first for first, last in overlaps)
 
@@ -279,7 +286,7 @@ class FullTensorStep:
 
 
 def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the transposed counts, which are those of the reverse exchange."""
+    """Returns the transpose of `rows`: the element counts of the exchange in the opposite direction."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -289,8 +296,9 @@ def _exchange_shards(
     group: CommGroup | None,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the slices that all ranks send to this rank, in order of rank. If this rank sends no slices, `like` gives
-    the dtype."""
+    """Returns the slices that all ranks send to this rank, concatenated in order of the sending rank. `parts` are the
+    slices to send, in order of the receiving rank. `rows[i][j]` is the number of elements that rank i sends to rank j.
+    If `parts` is empty, `like` defines dtype and device of the result."""
     if parts:
         sent = torch.cat(list(parts))
     else:
@@ -300,8 +308,8 @@ def _exchange_shards(
 
 
 class FullTensorNeeds(NamedTuple):
-    """Which parameters an optimizer needs as full tensors (`names`). For all trained parameters: whether they are in a
-    block, and their optimizer group."""
+    """Names the parameters that an optimizer needs as full tensors (`names`). For every trained parameter, `in_block`
+    is True if the parameter is in a block, and `groups` is the index of its optimizer group."""
 
     names: frozenset[str]
     in_block: Mapping[str, bool]
@@ -309,7 +317,7 @@ class FullTensorNeeds(NamedTuple):
 
     @classmethod
     def from_groups(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
-        """Returns which parameters of `groups` the update rule `rule` needs as full tensors."""
+        """Returns the parameters of `groups` that the update rule `rule` needs as full tensors."""
         whole = frozenset(
             name for name, shape in groups.shapes.items() if rule.needs_full(shape, groups.in_block[name])
         )
@@ -322,8 +330,8 @@ NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 def make_full_tensor_steps(
     trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds
 ) -> dict[int, FullTensorStep]:
-    """Returns, by the id of each parameter group in `trained` that the optimizer needs as full tensors, the update of
-    this group. The optimizer needs either all tensors of a group or none as full tensors."""
+    """Returns the `FullTensorStep` of each flat parameter group in `trained` whose tensors the optimizer needs in full,
+    by the `id` of the group. The optimizer needs either all tensors of a flat group in full, or none."""
     steps: dict[int, FullTensorStep] = {}
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
     for unit in trained:
@@ -335,7 +343,8 @@ def make_full_tensor_steps(
     for layouts in parts.values():
         sharing = layouts[0][0].placement
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
-        # A rank with the first and the last stage has two replicas of a tied weight, so tensors are counted by name.
+        # Tensors are counted by name, because a rank with the first and the last stage has two replicas of a tied
+        # weight.
         copies: dict[str, TensorLayout] = {part.name: part for _, each in layouts for part in each}
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in layouts:

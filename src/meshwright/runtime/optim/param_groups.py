@@ -1,16 +1,19 @@
-"""Optimizer groups of sharded parameters, and optimizer steps over a subset of the parameters.
+"""Builds the optimizer of sharded parameters with the script's groups, and runs optimizer steps over some parameters at
+a time. The build and the trainer use `ParamGroups`. updater.py and rule_probe.py use `SubsetStep`.
 
-Scripts assign full tensors to groups: by name, by number of dimensions, or from the model's own parameters. But the
-optimizer updates flat segments, or full tensors that this rank owns. So the script's factory is called once before
-sharding, with meta tensors that have the names and shapes of the trained parameters. It may also use the model's own
-parameters. Only the group of each name is recorded. Flat segments are cut where the group changes, and the factory is
-called again with the segments. If it fails or assigns them to other groups, the optimizer of the meta tensors gets the
-segments as its parameters. This works because torch's optimizers read only their groups before the first step.
+A script assigns full tensors to groups: by name, by number of dimensions, or from the model's own parameters. But the
+optimizer updates flat segments of the shards, or full tensors that this rank owns. So the factory (the script's
+function that creates the optimizer) is called twice. Before sharding, the factory gets meta tensors with the names and
+shapes of the trained parameters, and may also use the model's own parameters. The group of each name is recorded, and
+the parameters are removed from the resulting optimizer. After sharding, the factory gets the flat segments, which end
+where the group changes. If this second call fails or assigns segments to other groups, the optimizer of the first call
+gets the segments as parameters. An optimizer without steps may get new parameters, because torch's optimizers depend
+only on their groups before the first step.
 
-`SubsetStep` runs an optimizer over a few parameters at a time, as if each such partial step were the only one of the
-update. It serves groups that are temporarily upcast, new states, and offloaded states. So the update needs extra memory
-for only one chunk. Scalars of a group or of the optimizer, such as a step count, have their old values in every partial
-step. After the update they have the values from the group's last partial step.
+`SubsetStep` runs an optimizer over a few parameters at a time, as if each partial step were the only step of the
+update. Partial steps are used for groups that are temporarily upcast, for new states, and for offloaded states. So the
+update needs extra memory for only one chunk of a shard. Scalars of a group or of the optimizer, such as a step count,
+have their old values in every partial step. After the update they have the values from the group's last partial step.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParam(nn.Parameter):
-    """A full tensor that is passed to an optimizer. `in_block`: it belongs to a repeated block. Matrices outside of
-    blocks are embeddings and heads."""
+    """A full tensor that is passed to an optimizer. `path`: name of the tensor in the model. `is_matrix`: it has two or
+    more dimensions. `in_block`: it belongs to a repeated block. Matrices outside of blocks are embeddings and heads."""
 
     path: str
     is_matrix: bool
@@ -45,7 +48,8 @@ class FullParam(nn.Parameter):
 
 
 class ParamGroups:
-    """The optimizer's groups. `group_of` has the index of the group of each tensor."""
+    """Records the optimizer's groups and builds optimizers with these groups. `group_of` maps the name of each trained
+    parameter to the index of its group."""
 
     def __init__(
         self,
@@ -54,8 +58,8 @@ class ParamGroups:
         in_block: Mapping[str, bool],
         model_names: Mapping[int, str] | None = None,
     ) -> None:
-        """`shapes` are the shapes of the trained tensors by name. `model_names` has the names of all parameters of the
-        model by id.
+        """`make` is the script's factory. `shapes` and `in_block` have an entry for each trained parameter by name.
+        `model_names` maps the `id` of every parameter of the model to its name.
 
         Raises:
             InputError: the optimizer does not have exactly the trained parameters.
@@ -100,8 +104,8 @@ class ParamGroups:
 
     @property
     def is_custom(self) -> bool:
-        """Whether the update rule may differ from torch's: the optimizer's class is not torch's, or hooks run around
-        its step."""
+        """Returns whether the update rule may differ from torch's: the optimizer's class is not torch's, or hooks run
+        around its step."""
         made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
@@ -115,8 +119,8 @@ class ParamGroups:
     def build_optimizer(
         self, parts: Sequence[ShardParam | FullParam], for_probe: bool = False
     ) -> torch.optim.Optimizer:
-        """Returns an optimizer of `parts`. Each part is in the group of the tensor at its `path`. `for_probe`: the
-        optimizer is temporary."""
+        """Returns an optimizer with the parameters `parts`, each in the group of the tensor named by its `path`.
+        `for_probe`: the optimizer is temporary. Otherwise call this method only once."""
         direct: torch.optim.Optimizer | None = None
         if not self._uses_model_params:
             try:
@@ -154,7 +158,7 @@ class ParamGroups:
         return made, given
 
     def _make_new(self) -> torch.optim.Optimizer:
-        """Returns a new optimizer that was made with meta tensors, with its parameters removed from the groups."""
+        """Calls the factory with meta tensors, and returns the new optimizer without parameters in its groups."""
         made, _ = self._make_on_meta()
         if made is self._template:
             raise InputError(
@@ -181,7 +185,8 @@ class ParamGroups:
 
 
 def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Removes the parameters from the optimizer `made`, because they would keep the unsharded model in memory."""
+    """Removes the parameters from the optimizer `made`, because references to them keep the unsharded model in
+    memory."""
     for group in made.param_groups:
         group["params"] = []
         group.pop("param_names", None)
@@ -195,7 +200,7 @@ def first_line(error: BaseException) -> str:
 
 
 class SubsetStep:
-    """Restricts an optimizer to some of its parameters. Otherwise each partial step would iterate over all of them."""
+    """Restricts an optimizer to some parameters, so that a partial step does not iterate over all parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
@@ -219,8 +224,8 @@ class SubsetStep:
         self._set_scalars(self._before)
 
     def record(self) -> None:
-        """Records the scalars after a partial step, for groups with selected parameters and for groups without any
-        parameters on this rank."""
+        """Records the scalars after a partial step: those of the optimizer, of groups with selected parameters, and of
+        groups without any parameters on this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)
@@ -239,8 +244,8 @@ class SubsetStep:
             holder.update(values)
 
     def step(self, runs: Sequence[ShardParam]) -> None:
-        """Updates `runs`. Parameters that all earlier updates have skipped are updated separately, because fused
-        kernels need states of all parameters or of none."""
+        """Updates those of `runs` that are not skipped. Parameters that all earlier updates have skipped get a separate
+        partial step, because fused kernels need states of all parameters or of none."""
         new, others = (
             [run for run in runs if run.needs_new_state],
             [run for run in runs if not (run.needs_new_state or run.skipped)],
@@ -262,7 +267,8 @@ class SubsetStep:
 
 @contextmanager
 def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
-    """Yields a `SubsetStep`. Before its first call and on exit, the optimizer has all of its parameters."""
+    """Yields a `SubsetStep` of `optimizer`. Until it is called for the first time, and again on exit, the optimizer has
+    all of its parameters."""
     few = SubsetStep(optimizer)
     try:
         yield few

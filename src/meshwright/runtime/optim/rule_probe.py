@@ -1,29 +1,32 @@
-"""Determines the kind of an optimizer's update rule. Before the model is sharded, runs the optimizer on small tensors.
+"""Determines whether an optimizer updates each element or each tensor independently of all others, by running the
+optimizer on small tensors. The build runs this probe before it shards the model.
 
-An optimizer is **elementwise** if its update of an element depends only on this element (AdamW, SGD). Then it can
-update any segment of a flat buffer. An optimizer is **by tensor** if the update of an element depends on its whole
-tensor (Muon's matrices, Adafactor's factors and norms). Then full tensors are gathered for it. Matrices of blocks and
-all other tensors are tested separately. For example, Muon combined with AdamW is by tensor only for matrices of blocks.
-All other optimizers (a norm over all tensors, a closure) would compute wrong updates on a shard without an error, and
-are refused.
+An optimizer is **elementwise** if its update of an element depends only on this element (AdamW, SGD). Such an optimizer
+can update any segment of a flat buffer. An optimizer is **by tensor** if the update of an element depends on the whole
+tensor of the element. Examples are Muon's matrices, and Adafactor's factors and norms. An optimizer that is by tensor
+gets full tensors. Matrices of blocks and all other tensors are tested separately. For example, Muon combined with AdamW
+is by tensor only for matrices of blocks. Any other optimizer (a norm over all tensors, a closure) is refused, because
+its updates of a shard would be wrong without an error.
 
-The probe runs two steps in float64 on the same values in three ways: as full tensors, as flat segments cut in two, and
-with a separate optimizer for each tensor. In the probe each optimizer group (param_groups.py) has tensors of the same
-kinds and numbers of dimensions as in the model.
+The probe runs two steps in float64 from equal values in three ways: on full tensors, on flat tensors that are each cut
+into two segments, and with a separate optimizer for each tensor. Each optimizer group (param_groups.py) has probe
+tensors of the kinds and numbers of dimensions that it has in the model.
 
-[Note: custom rules] A rule that is not torch's may depend on the size of a tensor (factors from 128 rows on), the size
-of a gradient (a clipped norm), or the number of steps (a start without preconditioner). Such a rule is also tested over
-many steps with small and large gradients, and on tensors as large as the model's, up to MAX_PROBE_ELEMENTS. Each tensor
-or segment gets its own partial step. Full tensors are created as zeros, as in training. Effects that begin after
-MAX_PROBE_STEPS or above these sizes are not detected.
+[Note: custom rules] An update rule that is not torch's may depend on the size of a tensor (factors from 128 rows on) or
+of a gradient (a clipped norm). It may also depend on the number of steps (a start without preconditioner). So two more
+tests run for such a rule: many steps with small and large gradients, and tensors as large as the model's, up to
+MAX_PROBE_ELEMENTS. In these tests each tensor or segment is updated in a separate call of `step`. Full tensors are zero
+when the optimizer is created, as in training. An effect that begins only after MAX_PROBE_STEPS steps or in larger
+tensors is not detected.
 
-[Note: fused on cores] torch does not use its fused kernels by default. On a CPU they read and write each element once.
-For AdamW, 20 million elements took 12 ms with fused kernels in segments that stay in the cache, and 31 ms with one loop
-per operation. If neither `fused` nor `foreach` is set, fused kernels are enabled. Results are those of the loop within
-rounding. Rounding differs after the last full vector of a segment. Segments end at multiples of ALIGN_NUMEL, which
-every vector length divides. So each element rounds identically under every plan, and exact sums use the same kernels.
-On CUDA torch would use one launch per operation for all tensors, but not for segments, because these are a subclass of
-Parameter. The fused kernel has no such restriction.
+[Note: fused on CPU] By default torch does not use its fused kernels. On a CPU, fused kernels read and write each
+element only once per update. For AdamW, 20 million elements took 12 ms with fused kernels in segments that stay in the
+cache, and 31 ms with one loop per operation. If the script sets neither `fused` nor `foreach`, fused kernels are
+enabled. Their results equal those of the loop except for rounding. The elements after the last full SIMD vector of a
+segment round differently. Segments end at multiples of ALIGN_NUMEL, which every vector length divides. So each element
+rounds identically under every plan, and plans with exact sums (zero/exact_sum.py) use fused kernels too. On CUDA torch
+by default launches one kernel per operation for all parameters. For segments torch would loop over the parameters,
+because `ShardParam` is a subclass of Parameter. The fused kernel accepts such subclasses.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ from meshwright.spec.precision import Recipe
 from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 RELATIVE_TOLERANCE = 1e-6
-"""Maximum difference of two results, relative to the change by the steps. Different orders of the same operations
-differ only by rounding. Different rules differ by more."""
+"""Maximum norm of the difference of two results, relative to the norm of the change by the steps. If only the order of
+the operations differs, the results differ by rounding, which is less. Different rules differ by more."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
 _PROBE_SHAPES = {
@@ -54,12 +57,12 @@ _PROBE_SHAPES = {
     KIND_VECTOR: ((11,), (13,)),
 }
 """Shapes of probe tensors for matrices of blocks, for other tensors (embeddings, heads, filters, stacked experts) and
-for vectors. There are two of each kind, because the update of one tensor may depend on another tensor. A probe uses
-only as many dimensions as the model's tensor has."""
+for vectors. Each kind has two shapes, because the update of one tensor may depend on another tensor. If the model's
+tensor has d dimensions, the probe tensor has the first d sizes of a shape."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""For tests of custom rules: maximum number of optimizer steps, and maximum number of calls of `step` in total. The
-second limits the test of a model with many groups."""
+"""In a test of a custom rule: maximum number of steps, and a limit on the number of calls of `step`. For a model with
+many groups, the limit on calls reduces the number of steps."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
@@ -67,8 +70,8 @@ MAX_LARGE_PROBES = 64
 
 
 class ProbeTensor(NamedTuple):
-    """A small tensor that represents the model's tensors of one kind and group. `path` is the name of one of these
-    tensors."""
+    """A small tensor that represents all tensors of the model with the same kind, number of dimensions and optimizer
+    group. `path` is the name of one tensor that it represents."""
 
     path: str
     shape: tuple[int, ...]
@@ -76,13 +79,14 @@ class ProbeTensor(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """Whether the optimizer needs matrices of blocks (`matrices`) and all other tensors (`others`) as full tensors."""
+    """The update rule of an optimizer. `matrices`: it needs matrices of blocks as full tensors. `others`: it needs all
+    other tensors as full tensors."""
 
     matrices: bool
     others: bool
 
     def needs_full(self, shape: Sequence[int], in_block: bool) -> bool:
-        """Returns whether a tensor of this shape must be full."""
+        """Returns whether the optimizer needs a tensor of this shape in full."""
         return self.matrices if tensor_kind(shape, in_block) == KIND_MATRIX else self.others
 
 
@@ -90,7 +94,7 @@ ELEMENTWISE = UpdateRule(False, False)
 
 
 def tensor_kind(shape: Sequence[int], in_block: bool) -> int:
-    """Returns the kind of a tensor: a vector, a matrix of a block, or another tensor."""
+    """Returns the kind of a tensor: KIND_VECTOR, KIND_MATRIX (a matrix of a block) or KIND_OTHER."""
     return KIND_VECTOR if len(shape) < 2 else KIND_MATRIX if in_block and len(shape) == 2 else KIND_OTHER
 
 
@@ -98,7 +102,7 @@ FUSABLE_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Enables fused kernels before the first step ([Note: fused on cores])."""
+    """Enables fused kernels before the first step ([Note: fused on CPU])."""
     if type(optimizer) not in FUSABLE_OPTIMIZERS:
         return
     for group in optimizer.param_groups:
@@ -112,7 +116,7 @@ def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_fused_kernel(kinds: Sequence[str]) -> bool:
-    """Returns whether fused kernels can update tensors on devices of these types together.
+    """Returns whether one fused kernel can update tensors on all devices of the types `kinds`.
 
     >>> has_fused_kernel(["cpu", "cpu"]), has_fused_kernel(["cuda"])
     (True, True)
@@ -123,8 +127,8 @@ def has_fused_kernel(kinds: Sequence[str]) -> bool:
 
 
 def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan) -> None:
-    """Checks that the plan and the recipe support the rule. For example, low-bit states need an elementwise rule.
-    Raises InputError otherwise."""
+    """Raises InputError if the plan or the precision recipe does not support the update rule. For example, low-bit
+    states need an elementwise rule."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
             Message(
@@ -188,10 +192,10 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         flat = [at for at, each in enumerate(samples) if not rule.needs_full(each.shape, each.kind == KIND_MATRIX)]
         try:
             cut, found = _run_probe(groups, samples, start, steps, flat)
-        except Exception:  # a rule that needs matrices may raise any error
+        except Exception:  # an optimizer that needs full tensors may raise any error for segments
             continue
-        # A rule is rejected if flat parameters have different states, because all parameters of a group must have the
-        # same states.
+        # A rule is rejected if the tensors that it updates as segments have different kinds of states, because all
+        # segments of a flat group must have the same kinds.
         if _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2:
             break
     else:
@@ -206,8 +210,9 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
 def _probe_foreign_rule(
     groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
 ) -> UpdateRule:
-    """Returns the first rule, from `least` on, for which partial updates of `samples` equal the joint update of full
-    tensors ([Note: custom rules])."""
+    """Returns the first rule that passes the test of [Note: custom rules] and needs at least the full tensors of
+    `least`. The test compares separate updates of each of `samples` with the joint update of full tensors, over `steps`
+    steps. Raises InputError if no rule passes."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:
@@ -268,8 +273,9 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
 
 
 def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """Returns one probe tensor for each group, kind and number of dimensions. It has the shape of the largest such
-    tensor of the model, with the largest sides halved until it has at most MAX_PROBE_ELEMENTS elements."""
+    """Returns one probe tensor for each group, kind and number of dimensions. The probe tensor has the shape of the
+    model's largest tensor of that group, kind and number of dimensions. The longest side is halved repeatedly until the
+    probe tensor has at most MAX_PROBE_ELEMENTS elements."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name])
@@ -294,9 +300,10 @@ def _run_probe(
     flat: Sequence[int] = (),
     one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """Returns the values of the tensors after the steps, and the names of their states. Tensors at the indices `flat`
-    are passed as two segments each. `one_by_one`: each segment or tensor is updated in a separate step, and full
-    tensors are created as zeros."""
+    """Returns the flat values of the tensors after the steps, and the names of the states of each. `start` has the
+    initial values, `steps` the gradients of each step. Tensors at the indices `flat` are passed as two segments each.
+    `one_by_one`: each segment or tensor is updated in a separate call of `step`, and full tensors are zero when the
+    optimizer is created."""
     values = [
         torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
     ]
@@ -330,7 +337,7 @@ def _run_probe(
 
 
 def _step_each(optimizer: torch.optim.Optimizer, parameters: Sequence[ShardParam | FullParam]) -> None:
-    """Runs one update in which each parameter has a separate call of `step`."""
+    """Runs one update, with a separate call of `step` for each parameter."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -1,16 +1,16 @@
-"""The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or with
-offloaded states.
+"""Runs the optimizer step over the flat parameter groups of this rank. The trainer calls `Updater.step` once per
+training step.
 
-All groups are passed to torch's optimizer in one call. The exception is groups whose gradients or weights are
-temporarily converted to the dtype of the update. These are passed in chunks (shard/optimizer_shard.py). Offloaded
-states are also updated in chunks, with any elementwise optimizer of torch.
+Usually one call of torch's optimizer updates all groups. A group is updated in chunks (`ShardChunk` in
+shard/optimizer_shard.py) if its gradients or weights are temporarily converted to the dtype of the update. Offloaded
+states are also updated in chunks, with any elementwise optimizer of torch. optim/full_tensor.py updates full tensors.
 
 Parameters without a gradient on any rank (`GradReducer.unused`) are skipped, as torch does for a gradient of None
 ([Note: skipped parameters] in shard/optimizer_shard.py).
 
-[Note: first update] An optimizer creates the states of a parameter in its first update. They are then copied into one
-tensor per state. A copy for all parameters at once would need twice the memory. So the first update of torch's own
-optimizers, which count steps per parameter, always runs in chunks.
+[Note: first update] An optimizer creates the states of a parameter in the parameter's first update. The states are then
+copied into one tensor per kind of state. If all parameters were copied at once, the states would need twice their
+memory. So the first update always runs in chunks with torch's own optimizers, which count steps per parameter.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from meshwright.runtime.zero.reducer import GradReducer
 
 
 class Updater:
-    """Updates the weights of this rank from their reduced gradients. Main weights and optimizer states change only in
-    this class and when a checkpoint is loaded."""
+    """Updates the weights of this rank from the reduced gradients."""
 
     def __init__(self, reducer: GradReducer, full_tensor_steps: Mapping[int, FullTensorStep]) -> None:
-        """`full_tensor_steps`: for the id of each parameter group that the optimizer needs as full tensors, its
-        update."""
+        """`full_tensor_steps`: the update of each parameter group that the optimizer needs as full tensors, by the `id`
+        of the group."""
         self.reducer, self._full_tensor_steps = reducer, full_tensor_steps
         self.stateless: frozenset[str] = frozenset()
-        """Names of parameters that all updates so far have skipped, so that the optimizer has no states for them."""
+        """Names of the parameters that all updates so far have skipped. The optimizer has no states for these
+        parameters."""
         self._has_updated = False
 
     def full_tensor_step(self, unit: FlatParamGroup) -> FullTensorStep | None:
-        """Returns the full-tensor update of `unit`, None if it is updated as flat parameters."""
+        """Returns the full-tensor update of `unit`, or None if the optimizer updates flat segments of `unit`."""
         return self._full_tensor_steps.get(id(unit))
 
     def params_of(self, unit: FlatParamGroup) -> Sequence[ShardParam | FullParam]:
@@ -66,24 +66,24 @@ class Updater:
         ]
 
     def optimizer_params(self) -> list[ShardParam | FullParam]:
-        """Returns the parameters of all groups for the optimizer."""
+        """Returns the parameters of all groups for the optimizer, or one empty parameter if this rank trains none."""
         params = [each for unit in self.reducer.trainable for each in self.params_of(unit)]
         return params or [ShardParam(torch.zeros(0), False)]
 
     def set_stateless(self, names: Iterable[str]) -> None:
-        """Sets the names of the parameters without states, after an optimizer was made or its states were loaded."""
+        """Sets the names of the parameters without states. The caller has created an optimizer or loaded its states."""
         self.stateless = frozenset(names)
 
     def set_rounding_seed(self, shards: ShardTable, seed: int) -> None:
-        """Sets the seed of stochastic rounding. Random bits depend on the global index of an element, so they are equal
-        on any number of ranks."""
+        """Sets the seed of stochastic rounding. Random bits depend on the global index of an element, so they do not
+        depend on the number of ranks."""
         for unit in self.reducer.trainable:
             if isinstance(unit.optim_shard, LowBitShard) and unit.optim_shard.stochastic:
                 unit.optim_shard.set_rounding(tuple(global_indices(shards, unit)), seed)
 
     def step(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
-        """Updates the weights with the gradients times `scale`. `step` is the number of the step in the run. All ranks
-        call it after `GradReducer.finish_gradients`."""
+        """Updates the weights with the gradients times `scale`. `step` is the index of the training step, on which
+        stochastic rounding depends. All ranks call this method after `GradReducer.finish_gradients`."""
         reducer = self.reducer
         reducer.quiesce()
         skipped, swapper = frozenset(reducer.unused), reducer.mesh.state_swapper
@@ -97,12 +97,12 @@ class Updater:
         self._has_updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
-        # No rank may still read the weights after the step, because user code may write to them.
+        # After the step no rank may still be reading the weights, because user code may then write to the weights.
         if reducer.mesh.plan.zero in (1, 2):
             reducer.quiesce()
 
     def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
-        """Makes the next update of `unit` skip the tensors `names`."""
+        """Makes the next update of `unit` skip those of its tensors that are in `names`."""
         full_tensors = self.full_tensor_step(unit)
         if full_tensors is not None:
             full_tensors.skip(names)
@@ -137,8 +137,9 @@ class Updater:
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Raises InputError if the tensors `names` must be skipped and the optimizer has lists of parameters other than its
-    groups. A skipped tensor gets a new parameter in the groups, but such lists would still contain the old one."""
+    """Raises InputError if `names`, the tensors to skip, is not empty and an attribute of the optimizer other than its
+    groups contains parameters. A skipped tensor gets a new parameter in the groups, but the attribute would still
+    contain the old parameter."""
     for inner in nested_optimizers(optimizer) if names else ():
         for key, value in vars(inner).items():
             parts = (
@@ -158,14 +159,14 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
 
 
 def mark_skipped(unit: FlatParamGroup, names: Set[str], stateless: Set[str]) -> None:
-    """Marks which isolated parameters the next update skips (`names`), and which all earlier updates have skipped
-    (`stateless`)."""
+    """Marks the isolated parameters that the next update skips (`names`), and those that all earlier updates have
+    skipped (`stateless`)."""
     for run in unit.optim_shard.isolated:
         run.skipped, run.stateless = run.path in names, run.path in stateless
 
 
 def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """Splits the optimizer's parameters so that each tensor of `unit` in `names` has its own parameter."""
+    """Splits the optimizer's parameters so that each tensor of `unit` in `names` has a separate parameter."""
     shard_range = unit.shard_range
     new = (names & unit.layout.offsets.keys()) - {run.path for run in unit.optim_shard.isolated} if names else names
     if not new or shard_range.stop == shard_range.start:
@@ -191,7 +192,7 @@ TRIM_INTERVAL_CHUNKS = 4
 
 
 def is_updated_by_chunk(unit: FlatParamGroup) -> bool:
-    """Returns whether `unit` is updated in chunks, not in the joint call."""
+    """Returns whether `unit` is updated in chunks instead of in the joint call."""
     shard = unit.optim_shard
     upcasts = isinstance(shard, LowBitShard) or unit.gradients.shard.dtype != shard.flat.dtype
     return upcasts or any(run.needs_new_state for run in shard.isolated)
@@ -242,9 +243,9 @@ OFFLOADED_TRIM_INTERVAL_CHUNKS = 16
 def apply_offloaded_update(
     swapper: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
 ) -> None:
-    """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may still be
-    in flight to storage."""
-    swapper.copy_streams.wait_for_compute()  # copies start after the compute that uses them
+    """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may not be
+    stored yet."""
+    swapper.copy_streams.wait_for_compute()  # copies read what the queued compute writes
     chunks = _offloaded_chunks(units)
     with step_subsets(optimizer) as subset_step:
 
@@ -260,18 +261,19 @@ def apply_offloaded_update(
         for unit in units
         if isinstance(unit.optim_shard, OffloadedShard)
     ):
-        swapper.quiesce()  # the last chunks write weights
+        swapper.quiesce()  # the weights of the last chunks are still being stored
 
 
 def prefetch_states(swapper: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
-    """Starts to fetch the first states during backward. The gradients of an accelerator are copied to the host later,
-    when they are complete."""
+    """Starts to fetch the first offloaded states during backward. An accelerator's gradients are copied to the host
+    later, when they are complete."""
     if not swapper.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
         swapper.prefetch(_offloaded_chunks(units, complete=False))
 
 
 def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) -> list[OffloadedChunk]:
-    """Returns the chunks of all `units`, and sets their gradients if these are `complete`."""
+    """Returns the chunks of all `units`. Sets the gradients of the chunks if backward has completed them
+    (`complete`)."""
     chunks: list[OffloadedChunk] = []
     for unit in units:
         assert isinstance(unit.optim_shard, OffloadedShard)
@@ -284,7 +286,7 @@ def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) ->
 
 
 def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
-    """Yields the global indices of the elements of `unit` that this rank updates."""
+    """Yields the global indices of the elements of `unit` that this rank updates, one `GlobalIndex` for each tensor."""
     for name, offset in unit.layout.offsets.items():
         start = max(offset, unit.shard_range.start)
         stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the stages of an unmodified model, and the runner of a schedule over ranks."""
+"""Runs pipeline parallelism: the stages of an unmodified model, the messages between ranks, and the schedule."""

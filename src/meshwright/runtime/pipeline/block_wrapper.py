@@ -1,34 +1,37 @@
-"""Wraps blocks: replaces the `forward` of each block instance, so that one unmodified model can run any of its stages.
+"""Replaces the `forward` of each block instance by a wrapper, so that one unmodified model can run any of its stages.
+The build wraps the blocks (build/passes/wrap_modules.py), and the engine runs the stages.
 
 [Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch. So the
-model's own code makes masks, positions and rotary tables on every stage. Blocks of other stages return their input. The
-first block of the stage takes the received tensors instead of its arguments. The first block of the next stage raises
-`StageExit`, which leaves the forward with the arguments of this block (block_wrapper.py). So code between two blocks
-runs on the stage of the earlier block. A `StagePlaceholder` replaces each module that a rank does not store
+model's own code computes masks, positions and rotary tables on every stage. Blocks of other stages return their input.
+The first block of the stage takes the received tensors instead of its arguments. When the forward reaches the first
+block of the next stage, the wrapper of that block raises `StageExit` with the block's arguments. So code between two
+blocks runs on the stage of the earlier block. A `StagePlaceholder` replaces each module that a rank does not store
 (runtime/stage_placeholder.py). Parameter names never change.
 
-A wrapper also gathers weights (ZeRO 3), recomputes its block, and cuts and joins the sequence.
+A wrapper also gathers weights (ZeRO 3), recomputes its block, and splits and joins the sequence (context parallelism).
 
-[Note: through] Autograd runs the latest operations first. On entry a wrapper creates a separate view of the block's
-input. Once the gradient of this view exists, all gradients of the block's parameters are complete. Parameters without a
-gradient at this point, such as those of experts that were not chosen, get no gradient in this pass. This is true for
-the first call of a block in a pass, and for parameters that no other module reads.
+[Note: end of backward] Backward runs the operations of the forward in reverse order. On entry a wrapper creates a
+separate view of the block's input. When autograd has computed the gradient of this view, all gradients of the block's
+parameters are complete. A parameter that has no gradient then, such as that of an expert without tokens, gets none in
+this pass. These two rules hold only for the first call of a block in a pass, and for parameters that no other module
+reads.
 
-`BoundarySpec` defines which tensors cross a stage boundary: the arguments of a block that depend on parameters.
+`BoundarySpec` lists the tensors that cross a stage boundary: the arguments of the next stage's first block that depend
+on parameters.
 
-For most models this is only the hidden state. Other models also send an encoder's output to every block of a decoder, a
-position bias that the first block computes for all blocks, or the embeddings of another text.
+In most models only the hidden state depends on parameters. Other models also send further tensors: an encoder's output
+for all blocks of a decoder, a position bias that the first block computes, or the embeddings of a second text.
 
-[Note: carried] One run (analysis/dataflow_recorder.py) records which arguments of every block depend on parameters. A
-stage ends at the entry of the first block of the next stage, and sends exactly these arguments. The model's own code
-computes them. The code between two blocks runs once, on the stage of the earlier block. In backward, gradients return
-to this stage.
+[Note: boundary tensors] The analysis runs the model once and records which arguments of every block depend on
+parameters (analysis/dataflow_recorder.py). A stage ends at the entry of the next stage's first block, and sends exactly
+those arguments of this block. In backward, their gradients return to the sending stage.
 
-With several stacks of blocks, the entry of a later stack may need tensors that are computed before all blocks (the
-embeddings of a decoder). The first stage runs on to this entry, computes these tensors, and sends them too. In a later
-stage's own run of the model, these arguments are only placeholders (outputs of layers on other stages, or None). The
-stage replaces the placeholders by received tensors. A received tensor that a stage also sends on is a leaf of the
-stage's graph. So in backward the gradients of all stages add up.
+A model may have several stacks of blocks, such as an encoder and a decoder. The first block of a later stack may need
+tensors that are computed before all blocks, such as the embeddings of the decoder. The first pipeline stage therefore
+continues the forward up to that block, and also sends these tensors. In the forward of a later stage, the arguments of
+the block are only placeholders: outputs of layers on other stages, or None. The stage replaces the placeholders by the
+received tensors. If a stage forwards a received tensor to the next stage, the tensor is a leaf of the stage's graph. So
+in backward the gradients of all stages add up.
 """
 
 from __future__ import annotations
@@ -56,10 +59,12 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 class BoundarySpec:
     """Describes the tensors that cross stage boundaries.
 
-    `needs`: for every block, the paths of arguments that depend on parameters. `firsts`: the first block of each stack.
-    `early`: the arguments of later stacks that do not depend on blocks. `returns`: the number of values that a block
-    returns, 0 for a bare tensor. `front`, `between`: names of parameters outside of the blocks, used before all blocks,
-    or after a stack (by stack).
+    A block argument is a leaf of the flattened (args, kwargs) of a block's forward, given by its position. `needs`: for
+    every block, the positions of the arguments that depend on parameters. `firsts`: the first block of each stack.
+    `early`: those arguments of the first block of a stack that do not depend on earlier stacks. `returns`: for every
+    block, the number of values that it returns; 0 for a bare tensor. `front`: names of the parameters outside of the
+    blocks that are used before all blocks. `between[k]`: names of the parameters that are used after stack k and before
+    the next stack.
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -69,13 +74,13 @@ class BoundarySpec:
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
     unsent: str = ""
-    """The path of a block with an argument (a mask or integers) that depends on parameters but cannot be sent. '' if
-    there is none."""
+    """The path of a block with an argument that depends on parameters but cannot be sent (a mask or integers), or
+    ''."""
     overwritten: frozenset[BlockArgument] = frozenset()
     """Block arguments that the forward overwrites in place."""
 
     def message(self, block: int) -> tuple[BlockArgument, ...]:
-        """Returns the block arguments that a stage receives if `block` is its first block."""
+        """Returns the block arguments that a stage with the first block `block` receives."""
         later = [
             (first, place)
             for first in self.firsts
@@ -91,19 +96,20 @@ class BoundarySpec:
 
     @property
     def is_over_stacks(self) -> bool:
-        """Whether stages are formed from more than one stack of blocks."""
+        """Returns whether the model has more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
     def is_more(self) -> bool:
-        """Whether stages send tensors other than the hidden state."""
+        """Returns whether stages send tensors other than the hidden state."""
         return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 
 @dataclass
 class BoundaryState:
-    """The state of one pass of a stage with blocks [start, stop): the received tensors, their placeholders in this
-    stage's own run, and the tensors to send."""
+    """The state of one forward of a stage with blocks [start, stop). `arrived`: the received tensors. `leaving`: the
+    tensors to send. `stand_ins`: by stack and argument position, the placeholder that this stage's forward computes,
+    and the received tensor that replaces the placeholder."""
 
     spec: BoundarySpec
     start: int = 0
@@ -113,7 +119,7 @@ class BoundaryState:
     stand_ins: dict[BlockArgument, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
-        """Starts a pass with the tensors `received` from the previous stage."""
+        """Starts a forward with the tensors `received` from the previous stage."""
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.spec.message(start), received, strict=True)) if received else {}
         # Tensors that blocks overwrite are cloned, because autograd forbids in-place writes to leaves.
@@ -124,11 +130,11 @@ class BoundaryState:
         self.stand_ins = {}
 
     def forget(self) -> None:
-        """Drops all tensors of the pass."""
+        """Drops all tensors of the forward."""
         self.arrived, self.leaving, self.stand_ins = {}, {}, {}
 
     def filled(self, block: int, leaves: list[Any]) -> list[Any]:
-        """Returns the argument leaves of `block`, with received tensors in place of their placeholders."""
+        """Returns the flattened arguments `leaves` of `block`, with placeholders replaced by received tensors."""
         stack = self.spec.stack(block)
         for place in self.spec.needs[block]:
             if (block, place) in self.arrived:
@@ -139,8 +145,8 @@ class BoundaryState:
         return leaves
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
-        """Returns the message to the next stage at the entry of `block`, which is on another stage. Returns None while
-        tensors of the message are missing."""
+        """Returns the tensors for the next stage when the forward reaches `block`, which is on another stage. Returns
+        None while some of them are missing."""
         if block < self.stop or self.stop >= len(self.spec.needs):
             return None
         wanted = self.spec.message(self.stop)
@@ -149,7 +155,8 @@ class BoundaryState:
         return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
 
     def skipped(self, block: int, hidden: torch.Tensor) -> Any:
-        """Returns the output of `block`, which is on another stage: a placeholder."""
+        """Returns a placeholder for the output of `block`, which is on another stage. It has the form of the block's
+        output, with `hidden` as its first value and None for all others."""
         return (hidden, *[None] * (self.spec.returns[block] - 1)) if self.spec.returns[block] else hidden
 
 
@@ -157,7 +164,7 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
     """Returns which tensors cross stage boundaries: for each block, the arguments that depend on parameters.
 
     Raises:
-        InputError: a block did not run.
+        InputError: a block did not run in the recorded pass.
     """
     paths = anatomy.block_paths
     entries: dict[int, BlockEntry] = {}
@@ -214,11 +221,11 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
 
 
 def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec) -> list[tuple[str, list[str]]]:
-    """Returns (layer, parameter names) in forward order, with blocks numbered over all stacks. The layer 'between.K'
-    follows the blocks of stack K.
+    """Returns (layer name, parameter names) for each layer in forward order. Blocks are numbered over all stacks. The
+    layer 'between.K' follows the blocks of stack K.
 
     Raises:
-        InputError: a parameter has no layer.
+        InputError: it is unknown where a parameter outside of the blocks is used.
     """
     found: dict[str, list[str]] = {"embedding": [], "front": []}
     for number in range(len(spec.needs)):
@@ -255,7 +262,7 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec
 
 
 class StageExit(Exception):
-    """Leaves the model's forward with the message to the next stage (block_wrapper.py). It is not an error."""
+    """Leaves the model's forward with the tensors for the next stage. It is not an error."""
 
     def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -264,23 +271,25 @@ class StageExit(Exception):
 
 @dataclass
 class MultiStageParameters:
-    """Copies of the parameters that several stages of this rank compute with.
+    """If several stages of this rank compute with one parameter, such as a tied weight, stores a separate parameter
+    object for each of these stages.
 
-    A rank runs one stage at a time. Before each pass the copies of the running stage are set in the modules that read
-    them.
+    A rank runs one stage at a time. Before a stage runs, `put` sets the parameter objects of this stage in the modules
+    that read the parameters.
     """
 
     copies: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
-    """For each stage: the copies by parameter name."""
+    """For each stage: its parameter objects by parameter name."""
     places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-    """For each parameter: the modules that read it, and its name in each module."""
+    """For each parameter name: the modules that read the parameter, and the parameter's name in each of them."""
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
-        """Adds copies that only `stage` reads. Records the modules that read them."""
+        """Adds parameter objects for `stage`, by parameter name. `places` must have the modules that read these
+        parameters."""
         self.copies.setdefault(stage, {}).update(copies)
 
     def put(self, stage: int) -> None:
-        """Sets the copies of `stage` in the model before a pass of this stage."""
+        """Sets the parameter objects of `stage` in the model, before this stage runs."""
         for name, copy in self.copies.get(stage, {}).items():
             for module, key in self.places.get(name, ()):
                 module._parameters[key] = copy
@@ -288,29 +297,30 @@ class MultiStageParameters:
 
 @dataclass
 class StageCursor:
-    """Tracks the running stage: its blocks [start, stop) and, with several stages, its received and sent tensors."""
+    """Tracks the stage that this rank is running: its blocks [start, stop) and its recompute policy (`keeping`).
+    `carry`: the tensors that the stage receives and sends; None if the model has one stage."""
 
     start: int = 0
     stop: int = 0
     keeping: RecomputePolicy = field(default_factory=RecomputePolicy)
     carry: BoundaryState | None = None
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
-    """The parameters that several stages of this rank compute with."""
+    """The parameter objects of parameters that several stages of this rank compute with."""
     tried: bool = False
-    """Whether a dry run is in progress. During a dry run, blocks of other stages return NaN
+    """Whether a dry run of the stages is in progress. If so, blocks of other stages return NaN
     (preflight/step_checks.py)."""
     recording: tuple[Any, bool] | None = None
     """The saved-tensor hooks and the gradient mode at the start of the pass; None if the stage is the whole model."""
     passes: int = 0
-    """Number of passes that have begun."""
+    """Number of stage forwards that have begun."""
     entered: set[int] = field(default_factory=set)
     """Indices of the blocks that ran in the current pass."""
     entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
     """For each stage, given by its first block: the blocks that ran in its first pass."""
 
     def uneven(self) -> int | None:
-        """Returns a block that ran in only one of two passes: the current pass, and the first pass of its stage.
-        Returns None if there is no such block."""
+        """Compares the blocks that ran in the current pass with those in the first pass of the same stage. Returns the
+        first block that ran in only one of the two passes, or None."""
         ran = frozenset(self.entered)
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
@@ -327,8 +337,8 @@ class GatheredGroups:
     is_sole_user: bool = False
     """Whether no other module reads these weights."""
     is_tied: bool = False
-    """Whether another wrapper gathers these weights too. If so, their gradients are completed and they are resharded
-    long after the backward of this module."""
+    """Whether another wrapper gathers these weights too. If so, the gradients of these weights are complete only long
+    after the backward of this module, so the wrapper reshards the weights itself."""
 
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -336,7 +346,7 @@ HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BlockWrapper:
-    """Wraps the forward of one module. `index` is the index of a block, None for other modules."""
+    """Wraps the forward of one module. `index` is the index of the block, or None if the module is not a block."""
 
     def __init__(
         self,
@@ -348,15 +358,15 @@ class BlockWrapper:
         before: HiddenFunction | None = None,
         after: HiddenFunction | None = None,
     ) -> None:
-        """`inner` computes the module, by default with its forward. `before` and `after` map the hidden state on entry
-        and on exit."""
+        """`run` is the cursor that all wrappers of the rank share. `inner` computes the module; the default is the
+        module's forward. `before` and `after` replace the hidden state on entry and on exit."""
         self.inner = inner or module.forward
         self.moving = MutatedBuffers(module)
         self.run, self.index, self.gathered = run, index, gathered
         self.before, self.after = before, after
         self.needs_weights_backward = not isinstance(module, nn.Embedding)
         self.called = 0
-        """Number of the last pass that called the module."""
+        """Value of `run.passes` when the module was last called."""
         module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -396,8 +406,7 @@ class BlockWrapper:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
-            # Later actions (W and the reductions) need no weights. So the weights are resharded after the module's
-            # backward.
+            # W actions and reductions need no weights. So the weights can be resharded when the module's backward ends.
             if any(unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units):
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
@@ -427,7 +436,7 @@ class BlockWrapper:
 
 
 def _unshard(units: Sequence[FlatParamGroup], ahead: Sequence[FlatParamGroup]) -> None:
-    """Unshards the weights of `units`, and starts to gather those of `ahead` in the background."""
+    """Unshards the weights of `units`, and starts to gather the weights of `ahead` in the background."""
     for unit in units:
         unit.weights.unshard()
     for unit in ahead:

@@ -1,13 +1,14 @@
-"""Sends messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
+"""Sends messages between pipeline ranks for runner.py: boundary tensors forward, and their gradients back.
 
-`P2P` sends through process groups. Before the first message with a new shape, it sends a header with the shape. It
-posts receives before the messages are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and
-its shape stay in the sender's memory until the receiver has copied them.
+`P2P` sends through process groups. If the receiver cannot know the shape of a message yet, `P2P` sends a header with
+the shape first. Receives are posted before the messages are needed ([Note: order of receives]). `ShmP2P` is used by
+pipeline ranks of one host. A message and its shape stay in the sender's shared memory until the receiver has copied
+them.
 
-[Note: line] NCCL has no tags: the messages of a sender match the receives of the receiver in the order of posting. The
-receiver sometimes needs messages in another order than that of sending. For example, a gradient may be sent before a
-hidden state that the receiver needs earlier. So the receiver posts receives in the order of sending, up to the needed
-message. The schedule defines this order.
+[Note: order of receives] NCCL has no tags: the n-th send from a rank matches the n-th receive that is posted for this
+rank. But the receiver sometimes needs messages in a different order. For example, a gradient may be sent before a
+hidden state that the receiver needs earlier. So the receiver posts receives in the order of sending, up to the message
+that it needs. The schedule defines the order of sending.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _MAX_TAGGED_MICRO_BATCHES = 4096
 """Maximum number of micro-batches for which messages of several tensors have separate tags."""
 
 ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
-"""For each pipeline rank, its messages in the order of sending. Each message has a key, under which its shape
-is known."""
+"""For each sending pipeline rank: its messages to this rank, in the order of sending. The second value of a message is
+a shape key. Messages of the same kind, stage and part with equal shape keys have equal shapes."""
 
 
 @dataclass(frozen=True)
 class P2PKey:
-    """Identifies a message for `stage`: a hidden state (F) from the previous stage, or a gradient (B) from the next
+    """Identifies a message to `stage`: a boundary tensor (F) from the previous stage, or a gradient (B) from the next
     stage."""
 
     kind: ActionKind
@@ -58,7 +59,9 @@ class P2PKey:
 
 @dataclass
 class P2P:
-    """Sends and receives between pipeline ranks through process groups. Remembers the shapes of earlier messages."""
+    """Sends and receives between pipeline ranks through process groups. `shapes` has the known shapes of received
+    messages, and `sent_shapes` the keys whose shape the receiver knows. `sending` are sends in progress. `posted` are
+    receives in progress. `lines` are the expected messages of each rank that are not posted yet."""
 
     mesh: ParallelContext
     shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -67,7 +70,7 @@ class P2P:
     posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
-    """Times the messages, without the headers."""
+    """Measures the waits for messages, and the bytes sent except those of headers."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.p2p_groups.get((source, target))
@@ -77,7 +80,8 @@ class P2P:
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Sends `tensor` without blocking. If its shape is new for `key`, first sends a header with the shape."""
+        """Sends `tensor` to pipeline rank `to` without blocking. `key` is the shape key. If the receiver does not know
+        the shape for `key`, a header with the shape is sent first."""
         rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.coords.pp, to)
         tensor = tensor.detach().contiguous()
         shape_key = (message.kind, message.stage, message.part, key)
@@ -95,8 +99,8 @@ class P2P:
             self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Starts to receive `message` and all messages that `source` sends before it. Without `wait_for_shape`, stops
-        at the first message of unknown shape."""
+        """Starts to receive `message` and all messages that pipeline rank `source` sends before it. Without
+        `wait_for_shape`, stops at the first message of unknown shape."""
         line = self.lines[source]
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
         while message not in self.posted:
@@ -115,7 +119,7 @@ class P2P:
             line.popleft()
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Waits for `message` and returns its tensor."""
+        """Waits for `message` from pipeline rank `source` and returns its tensor."""
         with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
@@ -137,7 +141,7 @@ def _is_sent(work: dist.Work | None) -> bool:
 
 
 RING_SLOTS = 128
-"""Number of messages in one direction that a rank can send before the receiver takes the first of them."""
+"""Maximum number of messages in one direction that the receiver has not copied yet."""
 
 _POSTED_FIELD, _TAG_FIELD, _SEGMENT_FIELD, _FILE_FIELD, _DTYPE_FIELD, _NDIM_FIELD, _SHAPE_FIELD = range(7)
 _SLOT_FIELDS = 16
@@ -147,9 +151,10 @@ _TAKEN_OFFSET = P2P_FIRST_FIELD + 2 * RING_SLOTS * _SLOT_FIELDS
 class ShmP2P:
     """Sends messages through shared memory.
 
-    [Note: ring] Message n of a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's
-    fields. After the receiver has copied the message, it writes n to its own field of this slot. Then the sender's
-    memory is free again. Before message n is sent, message n - RING_SLOTS must have been copied.
+    [Note: ring] Each rank has 64-bit fields in shared memory, which only this rank writes and all ranks read. Message n
+    in a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's fields. After the
+    receiver has copied the message, the receiver writes n to its own field for this slot. Then the sender may reuse the
+    memory of the message. Before message n is sent, message n - RING_SLOTS must have been copied.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -162,7 +167,8 @@ class ShmP2P:
         self._free: list[ShmSegment] = []
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Writes `tensor` and its shape to shared memory, from which the receiver copies both."""
+        """Writes `tensor` and its shape to shared memory, from which pipeline rank `to` copies both. `key` is not
+        used."""
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._sent[way] = self._sent[way] + 1
         if number > RING_SLOTS:
@@ -184,7 +190,7 @@ class ShmP2P:
         self.host.set_field(at + _POSTED_FIELD, number)
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Does nothing, because each message has a tag."""
+        """Does nothing, because each message has a tag, so that the receiver need not know the order of sending."""
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
         """Does nothing, because a message can be read once it is sent."""
@@ -205,13 +211,14 @@ class ShmP2P:
         """Does nothing, because a sent message stays in memory until the receiver has copied it."""
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
-        """Returns the direction of a message: 0 to the next pipeline rank, 1 to the previous one. With two ranks, both
-        directions have the same receiver. So `kind` decides."""
+        """Returns the direction of a message: 0 to the next pipeline rank, 1 to the previous rank. With two ranks the
+        next rank is also the previous rank, so `kind` decides."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
     def _hear(self, rank: int, way: int) -> None:
-        """Receives the next message from `rank` in direction `way`, and stores it until it is needed."""
+        """Waits for the next message from global rank `rank` in direction `way`, and records where it is stored, by its
+        tag."""
         number = self._heard[way] = self._heard[way] + 1
         at = self._place(way, number)
         self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
@@ -227,8 +234,8 @@ class ShmP2P:
             self._free.append(segment)
 
     def _segment(self, size: int) -> ShmSegment:
-        """Returns the smallest free segment with at least `size` bytes, or a new segment. A new segment is slightly
-        longer than needed, so that messages of many lengths use few segments."""
+        """Returns the smallest free segment with at least `size` bytes, or a new segment. The size of a new segment is
+        rounded up, so that messages of different lengths reuse few segments."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)

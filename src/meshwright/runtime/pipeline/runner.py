@@ -1,10 +1,11 @@
-"""Runs the actions of a pipeline schedule on this rank. A plan with one stage has the schedule [F0 B0 F1 B1 ...], so
-the same code runs every plan.
+"""Runs the actions of a pipeline schedule on this rank. The engine uses `ScheduleRunner` for every plan, because a plan
+with one stage has the schedule [F0 B0 F1 B1 ...].
 
-Messages (p2p.py) carry the hidden states and other boundary tensors, and their gradients in backward. Two consecutive
-stages on one rank (the turn of a V schedule) send no messages. Receives are posted one action ahead, so that a transfer
-overlaps with an action. If the schedule has separate W actions, the parameter groups queue the inputs of the weight
-gradients (runtime/weight_gradients.py), and B frees the graph.
+An action is the forward (F), the backward (B) or the weight gradients (W) of a stage for one micro-batch. Messages
+(p2p.py) contain the hidden states and other boundary tensors, and their gradients in backward. No message is sent
+between two consecutive stages on one rank (at the turning point of a V schedule). Receives are posted one action ahead,
+so that a transfer overlaps with an action. If the schedule has W actions, the parameter groups queue the inputs of the
+weight gradients (runtime/weight_gradients.py), and the graph is freed after B.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from meshwright.spec.schedules.action import Action, ActionKind, stage_messages
 from meshwright.spec.schedules.schedule import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
-"""The tensors that one stage sends to the next: the hidden state and the other boundary tensors
+"""The tensors that one stage sends to the next stage: the hidden state and all other boundary tensors
 (block_wrapper.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""The roots of a backward: the loss, or the gradient edge of each sent tensor. None for a tensor without a gradient
-edge."""
+"""The tensors from which a backward starts: the loss, or the gradient edge of each sent tensor. A sent tensor that
+requires no gradient has None."""
 
 
 class RankSchedule(NamedTuple):
-    """The actions of a rank, and the messages from each pipeline rank in the order in which they are sent."""
+    """The schedule of a rank: `order` are its actions, and `lines` are the messages that it receives from each pipeline
+    rank, in the order of sending."""
 
     order: Sequence[Action]
     lines: Sequence[tuple[int, Sequence[P2PKey]]]
@@ -48,9 +50,10 @@ StageForward = Callable[[int, Batch, StageTensors], StageTensors]
 class ScheduleRunner:
     """Runs a schedule.
 
-    `forward(stage, batch, received)` returns the tensors for the next stage, or the loss sum on the last stage.
-    `backward_done(action)` is called after each B and W. `parts(stage)` returns the number of tensors that a stage
-    receives.
+    `forward(stage, batch, received)` returns the tensors for the next stage, or the sum of the losses on the last
+    stage. `backward_done(action)` is called after each B and for each W. `parts(stage)` returns the number of tensors
+    that `stage` receives. `exact`: losses are rounded so that their sum is exact (zero/exact_sum.py). `own`
+    distinguishes the backward of the step from other calls of backward.
     """
 
     mesh: ParallelContext
@@ -63,23 +66,22 @@ class ScheduleRunner:
     """Number of labels in the loss of the whole batch, by which the loss is divided."""
     wire: P2P | ShmP2P = field(init=False)
     one_by_one: bool = False
-    """Whether each micro-batch runs forward and backward through all stages before the next one, under any schedule.
-    Checks use this order."""
+    """Whether each micro-batch runs forward and backward through all stages before the next micro-batch starts. Checks
+    use this order under every schedule."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
-    """Messages between two stages of this rank."""
+    """Tensors that one stage of this rank has sent to another stage of this rank."""
     _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wire = make_p2p(self.mesh)
 
     def set_labels(self, labels: int) -> None:
-        """Sets the number of labels in the loss of the next batch."""
+        """Sets the number of labels that count in the loss of the next batch."""
         self.labels = labels
 
     @contextmanager
     def replace_forward(self, forward: StageForward) -> Iterator[None]:
-        """Calls `forward` instead of the present forward of stages inside the context, for example to observe
-        passes."""
+        """Inside the context, runs stages with `forward` instead of `self.forward`, for example to observe passes."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -88,7 +90,7 @@ class ScheduleRunner:
 
     @contextmanager
     def run_one_by_one(self) -> Iterator[None]:
-        """Inside the context, runs micro-batches one by one and does not accumulate weight gradients in place."""
+        """Inside the context, runs micro-batches one by one, and does not accumulate weight gradients in place."""
         self.one_by_one = True
         try:
             with self.own.pause():
@@ -99,7 +101,8 @@ class ScheduleRunner:
     def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """Runs all micro-batches, with backward of `scale` x loss. If `scale` is None, runs only forward.
 
-        Returns the sum of the losses of this rank's last-stage passes (float64 scalar), 0 on other ranks.
+        Returns the sum of the losses of all micro-batches (float64 scalar) on a rank with the last stage, 0 on all
+        others.
         """
         order, lines = self._planned(len(batches), scale is None)
         keys = [_shape_key(batch) for batch in batches]
@@ -158,8 +161,8 @@ class ScheduleRunner:
         return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
     def _forwards(self, count: int) -> list[list[Action]]:
-        """Returns for each rank the forward actions of `count` micro-batches: in rounds of pp micro-batches, stage
-        after stage."""
+        """Returns for each pipeline rank the forward actions of `count` micro-batches. The micro-batches run in rounds
+        of `pp`. In each round they pass through all stages of a rank, stage after stage."""
         plan = self.mesh.plan
         return [
             [
@@ -174,7 +177,7 @@ class ScheduleRunner:
     # --- messages
 
     def _source(self, action: Action) -> tuple[P2PKey, int] | None:
-        """Returns the message that `action` waits for, and the pipeline rank that sends it. Returns None if there is no
+        """Returns the message that `action` needs, and the pipeline rank that sends it. Returns None if it needs no
         message."""
         plan = self.mesh.plan
         if action.kind is ActionKind.F and action.stage > 0:
@@ -190,8 +193,8 @@ class ScheduleRunner:
                 self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
-        """Returns one key for each tensor of `message`. The gradient of a forward message has the same number of
-        tensors."""
+        """Returns one key for each tensor of `message`. A B message contains the gradients of an F message, so both
+        have equally many tensors."""
         count = self.parts(message.stage + (message.kind is ActionKind.B))
         return [replace(message, part=part) for part in range(count)]
 
@@ -236,7 +239,7 @@ class ScheduleRunner:
         gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
         output = (output[0] * scale if output[0].requires_grad else None,) if source is None else output
         made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
-        if made:  # false if no output needs a gradient, such as on a first stage without trained parameters
+        if made:  # empty if no output needs a gradient, as on a first stage without trained parameters
             self.own.watch([end for end, _ in made])
             torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
         del output, made
@@ -248,13 +251,14 @@ class ScheduleRunner:
 
 
 def _outgoing_key(action: Action) -> P2PKey:
-    """Returns the key of the message that follows `action`: its output for the next stage, or the gradient of its input
-    for the previous stage."""
+    """Returns the key of the message that `action` sends: its output to the next stage, or the gradient of its input to
+    the previous stage."""
     return P2PKey(action.kind, action.stage + (1 if action.kind is ActionKind.F else -1), action.micro_batch)
 
 
 def _backward_roots(output: StageTensors) -> BackwardRoots:
-    """Returns the gradient edges of `output`. With them the sent tensors can be freed before backward."""
+    """Returns the gradient edges of `output`. Backward needs only the edges, so the sent tensors can be freed
+    before."""
     return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
 
 

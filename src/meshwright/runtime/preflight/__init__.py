@@ -1,1 +1,2 @@
-"""Checks that a plan computes the same as one device. They run before training steps count."""
+"""Contains the preflight checks: before a training step counts, they verify that the plan computes what one device
+would compute."""

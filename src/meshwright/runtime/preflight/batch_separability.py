@@ -1,29 +1,31 @@
-"""Checks that a batch may be divided into micro-batches. If one row affects the result of another row, the loss depends
-on the division.
+"""Checks that a batch may be divided into micro-batches. If one row affects the result of a different row, the loss
+depends on the division. step_checks.py schedules the check.
 
-Rule: rows that pass through the model together must have the same summed loss and the same parameter gradients as in
-two separate passes. The check compares real values before a step counts. A few rows of every rank run forward and
-backward in training mode, once together and once in two parts.
+Rule: rows that pass through the model together must have the summed loss and the parameter gradients that they have in
+two separate passes. The check runs before a step counts. A few rows of every rank run forward and backward in training
+mode, once together and once in two halves.
 
-The check detects a mean over the batch, a contrast between its rows (CLIP), and a mean over labels instead of rows. It
-also detects statistics over the batch under another name, a backward that divides by the norm over all rows, and
-`scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence. So such weights
-contain noise during the check. A dependence may also need the same tokens in several rows. So one row is also run twice
-in one pass. Gradients are compared by fingerprints (numeric_probes.py).
+The check detects a mean over the batch, a contrastive loss between its rows (CLIP), and a mean over labels instead of
+rows. It also detects batch statistics in layers other than batch norm, a backward that divides by the norm over all
+rows, and `scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence. So such
+weights contain noise during the check. Some dependences appear only if several rows contain equal tokens. So two copies
+of one row are also checked. Gradients are compared by fingerprints (numeric_probes.py).
 
-In some models the position of a token among the tokens of all rows matters (capacity of an expert). The check runs such
-a model with as many rows as the whole batch has, and also with rows of one repeated token, which all go to the same
-expert. If these tokens do not exceed the capacity, no tokens do.
+In some models the position of a token among the tokens of all rows matters, because an expert drops tokens above its
+capacity. The check runs such a model with as many rows as the whole batch has, and also with rows of one repeated
+token. All these tokens go to one expert. If this expert drops none of them, no expert drops tokens of a batch of this
+size.
 
 A forward may change state that the next forward reads (a count of calls, running means, spectral norm). The state
-changes once per micro-batch, and twice if a layer is recomputed. So two passes of the same rows, one after the other,
-must give the same loss. Otherwise plans with several forwards are refused.
+changes once per micro-batch, and twice if a layer is recomputed. So the check runs two consecutive passes of the same
+rows. If their losses differ, plans that run several forwards per step are refused.
 
-The check runs as training does, but without dropout. A model with other random numbers is compared in evaluation mode.
-If it also draws random numbers in evaluation mode, no comparison is possible. In two cases only losses are compared: a
-balance loss of experts, which is defined for each micro-batch; and experts in 16 bits, where rounding decides which
-expert a token goes to. Plans that pass the batch in one part are not compared. The cost is six passes of one
-micro-batch and four passes of two rows.
+The check runs in training mode without dropout. A model that draws other random numbers is compared in evaluation mode.
+If it also draws random numbers in evaluation mode, no comparison is possible. In two cases only losses are compared:
+with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits, where rounding
+decides which expert a token goes to. The check is skipped if the plan passes the whole batch at once. Without
+differences, the cost is that of five forwards and two forward-backward passes of one micro-batch, and two
+forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ GRADIENT_TOLERANCE_FACTOR = 10.0
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout: its functions return their input."""
+    """Disables dropout: the dropout functions return their input, and attention runs without dropout."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -75,10 +77,12 @@ class NoDropout(TorchFunctionMode):
 
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Checks that the rows of a batch do not affect each other, if the plan divides the batch. Every rank calls it.
+    """Checks that the rows of a batch do not affect each other, if the plan divides the batch. If the plan divides the
+    batch or recomputes all blocks, also checks that a forward does not affect the next forward. Every rank calls this
+    function.
 
     Raises:
-        PlanRefused: rows affect each other. Every rank raises it.
+        PlanRefused: rows or forwards affect each other. Every rank raises it.
     """
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
@@ -145,8 +149,8 @@ def _check_rows_independent(
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Returns the difference of two losses relative to the larger one. Messages print it, because the printed digits of
-    unequal losses may be equal.
+    """Returns the difference of two losses relative to the larger loss. Messages show this number, because the printed
+    digits of different losses may be equal.
 
     >>> f"{relative_difference(0.693147, 0.693148):.1e}"
     '1.4e-06'
@@ -155,7 +159,9 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Returns the rows that pass together: those of the first micro-batch, or of the first two if each has one row."""
+    """Returns the rows for the comparison of one pass with two: those of the first micro-batch. If it has one row,
+    returns this row and that of the second micro-batch, if their shapes are equal. If there is no second micro-batch,
+    returns two rolled copies of the row."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -191,8 +197,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Returns `batch`. If some of its labels do not count, only the last label of its first row still counts. A mean
-    over labels then differs from a mean over rows."""
+    """Returns `batch`. If some of its labels do not count, the first row of the result has only one label that counts.
+    So a mean over labels differs from a mean over rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -202,8 +208,8 @@ def mask_first_row_labels(batch: Batch) -> Batch:
 
 
 def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """Returns `rows` rows, which are repetitions of the rows of `batch`. If the index `token` is given, all positions
-    of token ids (rows, positions) have the token at this index."""
+    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, all token ids are
+    replaced by one: the id at index `token` of the flattened ids."""
 
     def more(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -220,9 +226,9 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Checks that no state of one forward changes the result of the next. Examples are a count of calls, running means,
-    and the vectors of spectral norm. Such state matters if the plan runs more forwards than one device, or forwards on
-    other rows.
+    """Checks that a forward leaves no state that changes the result of the next forward. Examples are a count of calls,
+    running means, and the vectors of spectral norm. Such state matters if the plan runs more forwards than one device
+    does, or forwards on different rows.
 
     Raises:
         PlanRefused: the state changes the loss.
@@ -254,7 +260,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
 
 
 def _split_in_half(whole: Batch) -> list[Batch]:
-    """Splits a batch into two halves. A single row is returned twice, so that all ranks run the same number of
+    """Splits a batch into two halves. A batch of one row is returned twice, so that all ranks run equally many
     passes."""
     half = num_rows(whole) // 2
     if not half:
@@ -269,8 +275,8 @@ def _split_in_half(whole: Batch) -> list[Batch]:
 
 
 def _loss_tolerance(engine: Engine) -> float:
-    """Returns the relative tolerance of the loss. It is larger in 16 bits, where results depend more on the number of
-    rows."""
+    """Returns the relative tolerance of the loss. The tolerance is larger in 16 bits, because rounding depends on the
+    number of rows that pass together."""
     return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
@@ -282,8 +288,9 @@ class PassResult(NamedTuple):
 
 
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """Compares one pass of `whole` with passes of its two halves. Returns None if they agree on all ranks. Otherwise
-    returns both losses and the gradient that differs most. An empty name means that the loss differs."""
+    """Compares one pass of `whole` with passes of its two halves. Returns None if both results are equal within
+    tolerance on all ranks. Otherwise returns the loss of one pass, the loss of two passes, and the largest difference
+    of a gradient. The name of the gradient is '' if the losses differ."""
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
@@ -309,7 +316,8 @@ def _compares_gradients(engine: Engine) -> bool:
 
 
 def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
-    """Returns the largest difference over all ranks. Its name is that of the first rank with this difference."""
+    """Returns the largest of the differences `own` of all ranks. If it exceeds the tolerance, all ranks return the same
+    parameter name."""
     sizes = torch.zeros(
         dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device
     )
@@ -325,7 +333,8 @@ def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDiff
 
 
 def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward: bool, seed: int = 0) -> PassResult:
-    """Runs each of `batches` in a separate pass and sums the results. A batch that occurs twice counts once."""
+    """Runs each of `batches` in a separate pass and sums the results. If `batches` repeats one batch, the sum is
+    divided by the number of repetitions."""
     if not backward:
         return PassResult(_total_loss(engine, batches, train, seed), GradientFingerprint())
     similarity = sum(batch is batches[0] for batch in batches)
@@ -342,8 +351,9 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
 def _total_loss(
     engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None
 ) -> float:
-    """Returns the loss summed over `batches` and all ranks. Each batch runs in a separate pass and counts once.
-    `behind` runs before each of these passes and does not count."""
+    """Returns the loss summed over `batches` and all ranks. Each batch runs in a separate pass. If `batches` repeats
+    one batch, the sum is divided by the number of repetitions. A pass of `behind` runs before each of these passes, and
+    its loss is not added."""
     found = []
     for batch in batches:
         with isolated_pass(engine, train):
@@ -361,11 +371,11 @@ def _total_loss(
 def isolated_pass(
     engine: Engine, train: bool, dropout: bool = False, every: bool = False
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs passes in training mode without dropout (unless `dropout`), or in evaluation mode. Restores the model and
-    the random state on exit.
+    """Prepares the model for passes of a check: in training mode if `train`, without dropout unless `dropout`;
+    otherwise in evaluation mode. Restores the model and the random state on exit.
 
-    Yields a recorder of writes to parameters: to all parameters with `every`, otherwise to those that user_writes.py
-    has found to be written.
+    Yields a recorder of writes to parameters. With `every` it records all parameters, otherwise only those to which
+    user_writes.py has found writes.
     """
     model, device = engine.model, engine.mesh.device
     engine.mesh.error_propagator.report_alive()

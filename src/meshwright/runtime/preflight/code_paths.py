@@ -1,18 +1,18 @@
 """Records the code paths of models whose Python code reads tensor values: `if x.norm() < c`, `.item()`, `.tolist()`,
-`nonzero`, numpy.
+`nonzero`, numpy. The records are used by the preflight checks, and by proofs, which compare a training step with one
+device (train/proof/).
 
 In a later step such code may take a branch that no checked step has taken. During checks and proofs, all calls of torch
-functions in every forward and in the loss are recorded. A record contains the call site in the user's code, and which
-plain number arguments of the call are zero. If the user's code reads tensor values, training passes are recorded too.
-If a pass has a new set of call sites, the check runs again with its micro-batch before the step counts
-(train/step/invariants.py). If a call site of the pass is still unchecked after that, it is refused.
+functions in every forward and in the loss are recorded. A record contains the call site in the user's code. For each
+argument of the call that is a Python number, it also contains whether the number is zero. If the user's code reads
+tensor values, training passes are recorded too. If a training pass has a new set of call sites, the checks run again
+with the micro-batch of this pass, before the step counts. If a call site is then still unchecked, the plan is refused.
 
 The record is a set of call sites without their order. So a loop over the experts that have tokens gives the same record
-for any number of these experts. Of a plain number only whether it is zero is recorded, because a factor of 0 hides what
-it multiplies.
+for any number of such experts. Zero is recorded because a factor of 0 hides the value that it multiplies.
 
-If no value is read, there is no cost. Otherwise the cost is some microseconds for each torch function of the forward.
-Passes of compiled blocks are not recorded.
+If the code reads no tensor values, there is no cost. Otherwise the cost is some microseconds for each torch function of
+the forward. Passes of compiled blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NUMBERS = (bool, int, float)
 
 
 class Place(NamedTuple):
-    """A call site of a torch function in the user's code: the id of the code object (`code`), the position in its
-    bytecode (`at`), and which plain number arguments are zero (`zeros`)."""
+    """A call site of a torch function in the user's code. `code`: `id` of the code object. `at`: position in the
+    bytecode. `zeros`: for each argument that is a Python number, whether the number is zero."""
 
     code: int
     at: int
@@ -47,7 +47,8 @@ Path = frozenset[Place]
 class CodePaths:
     """Records the code paths of one rank.
 
-    `asks`: whether the user's code reads tensor values. `known`: the sets of call sites of checked passes, by stage.
+    `asks`: whether the user's code reads tensor values. `learns`: whether a check is running. `known`: the stage and
+    the set of call sites of each checked pass.
     """
 
     def __init__(self) -> None:
@@ -57,18 +58,18 @@ class CodePaths:
         self.places: set[Place] = set()
         """Call sites that a check has reached."""
         self._taken: list[tuple[int, int, Path]] = []
-        """The passes of this step: the id of the micro-batch, the stage, and the set of call sites."""
+        """The passes of this step: the `id` of the micro-batch, the stage, and the set of call sites of each."""
         self._codes: dict[int, tuple[CodeType, int]] = {}
-        """For the id of each code object: the object, and whose code it is (USERS, LAYERS or OURS)."""
+        """Maps the `id` of each code object to the object and its owner (USERS, LAYERS or OURS)."""
 
     def begin_step(self) -> None:
-        """Discards the passes of the previous step, except during a check."""
+        """Discards the recorded passes of the previous step, except during a check or a proof."""
         if not self.learns:  # during a proof the passes of the step are kept
             self._taken = []
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Treats the passes inside the context as passes of a check."""
+        """Counts the passes inside the context as checked."""
         before, self.learns = self.learns, True
         try:
             yield
@@ -76,8 +77,8 @@ class CodePaths:
             self.learns = before
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage` inside the context, if the user's code reads tensor values or a check is
-        running."""
+        """Records one pass of `stage` inside the context if a check is running. Otherwise records it only if the user's
+        code reads tensor values and blocks are not compiled (`compiles`)."""
         if not (self.learns or (self.asks and not compiles)):
             return nullcontext()
         return self._recorded(stage, batch)
@@ -98,8 +99,8 @@ class CodePaths:
                 self._taken.append((id(batch), stage, path))
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Returns a call site of a pass of this step that no check has run, and the index of the pass's micro-batch.
-        Returns ('', -1) if all passes are known."""
+        """Finds a pass of this step whose set of call sites no check has had. Returns one of its call sites
+        ('file:line'), and the index of its micro-batch in `batches`. Returns ('', -1) if there is no such pass."""
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
@@ -107,7 +108,7 @@ class CodePaths:
         return "", -1
 
     def unrepeated(self) -> str:
-        """Returns a call site of this step that no check has reached, '' if there is none."""
+        """Returns a call site of this step ('file:line') that no check has reached, or '' if there is none."""
         new = {place for _, _, path in self._taken for place in path} - self.places
         return self._shown(frozenset(new)) if new else ""
 
@@ -128,12 +129,12 @@ class CodePaths:
 
 USERS, LAYERS, OURS = range(3)
 LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
-"""Modules whose functions count as part of their caller: the layers of torch, and the layers that replace them. All
-other code of this project is not user code."""
+"""Name prefixes of modules whose functions count as part of their caller: the layers of torch, and the layers that
+replace them under tensor parallelism. All other code of this project except `MODELS` counts as OURS."""
 
 
 class Recorder(TorchFunctionMode):
-    """Records the call sites of one pass."""
+    """Records the call sites of one pass. `codes` caches the owner of each code object."""
 
     def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
         super().__init__()

@@ -1,17 +1,18 @@
-"""Computes fingerprints of gradients (a few linear projections of each), and perturbs constant weights during a check.
-Fingerprints compare two ways to compute the same gradients, so that no gradient has to be stored.
+"""Computes fingerprints of gradients, and perturbs constant weights during a check. A fingerprint is a few linear
+projections of each gradient. The preflight checks compare the gradients of two passes by their fingerprints, without
+storing the gradients. So do proofs, which compare a training step with one device (train/proof/).
 
-Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one: row factors a times
-column factors b. The parameter's name seeds a. All gradients have the same b. The projection is linear, so the
-projections of micro-batches add up. The difference of two sums is the projection of the difference, which is zero only
-if the gradients are equal. The cost is one product with a narrow matrix per gradient. Source: random projections
-preserve norms, Johnson and Lindenstrauss, 1984.
+A gradient is viewed as a matrix with PROJECTION_COLUMNS columns, and projected onto NUM_DIRECTIONS random directions.
+Each direction is an outer product of row factors and column factors. The row factors are seeded by the parameter's
+name. The column factors are equal for all gradients. The projection is linear, so the projections of micro-batches add
+up. The difference of two fingerprints is the projection of the gradients' difference, which is zero only if the
+gradients are equal. The cost is one product with a narrow matrix per gradient. Source: random projections preserve
+norms, Johnson and Lindenstrauss, 1984.
 
-Constant parameters (all elements equal) contain noise during a check or a proof. Otherwise errors could remain hidden:
-a head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. So each
-element of a constant parameter is changed by a number that depends only on the parameter's name and the element's
-index. The number is equal on every rank. Afterwards the parameter is filled with its constant again, bit for bit. No
-copy is needed.
+Constant parameters (all elements equal) contain noise during a check or a proof, because they could hide errors. A
+head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. The noise of an
+element depends only on the parameter's name and the element's index, so all ranks and plans use equal noise. Afterwards
+the parameter is filled with its constant again, bit for bit, so no copy of it is needed.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from meshwright.runtime.state_dict import LocalPiece
 
 NUM_DIRECTIONS = 4
 PROJECTION_COLUMNS = 1024
-"""Number of consecutive elements that share one row factor."""
+"""Number of consecutive elements that have the same row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
 """The difference of a gradient is divided by the gradient's norm, but at least by this fraction of the norm of all
-gradients. Many gradients are zero except for rounding."""
+gradients. Otherwise the rounding of gradients that are almost zero would count as a large difference."""
 
 
 class GradientDifference(NamedTuple):
-    """The relative difference of one parameter's gradient: its size and the parameter's name."""
+    """The relative difference of the gradient of one parameter. `size`: norm of the difference divided by the norm of
+    the gradient. `name`: name of the parameter."""
 
     size: float
     name: str
@@ -60,12 +62,12 @@ class GradientFingerprint:
         self.of[name] = found if name not in self.of else self.of[name] + found
 
     def over(self, times: int) -> GradientFingerprint:
-        """Returns the fingerprint divided by `times`, the number of equal passes."""
+        """Returns the fingerprint divided by `times`, the number of identical passes that it sums."""
         return GradientFingerprint({name: found / times for name, found in self.of.items()})
 
     def difference(self, other: GradientFingerprint) -> GradientDifference:
-        """Returns the largest relative difference to `other` (see `MIN_RELATIVE_NORM`). A NaN counts as no
-        difference."""
+        """Returns the largest relative difference to `other` over all parameters (see `MIN_RELATIVE_NORM`). NaN counts
+        as no difference."""
         names = sorted(self.of.keys() | other.of.keys())
         if not names:
             return GradientDifference(0.0, "")
@@ -115,7 +117,8 @@ def _project_flat(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
 
 
 def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the fingerprint of each parameter by name, in the compute dtype `compute`. Meta parameters have none."""
+    """Returns the projections of each parameter by name, after conversion to the compute dtype `compute`. Skips meta
+    parameters and empty parameters."""
     return {
         name: random_projection(name, tensor.detach().to(compute))
         for name, tensor in model.named_parameters()
@@ -125,8 +128,8 @@ def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, tor
 
 @lru_cache(maxsize=1)
 def _column_factors() -> torch.Tensor:
-    """Returns the column factors, (PROJECTION_COLUMNS, NUM_DIRECTIONS) in float64. They are equal for all gradients.
-    They are drawn only once for the passes of one check."""
+    """Returns the column factors of all gradients, (PROJECTION_COLUMNS, NUM_DIRECTIONS) in float64. They are cached for
+    the passes of one check."""
     return torch.randn(
         PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -140,8 +143,8 @@ def _row_factors(name: str, elements: int) -> torch.Tensor:
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Yields a fingerprint of the gradients of all passes inside the context. These gradients are not summed, sent or
-    counted, so that no check changes a step."""
+    """Yields the fingerprint of the gradients of all passes inside the context. These gradients are discarded instead
+    of reduced, so that a check does not change a training step."""
     found = GradientFingerprint()
     try:
         with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
@@ -151,20 +154,21 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
 
 
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
-"""The largest change of a constant is this absolute value, plus this fraction of the constant's magnitude."""
+"""The largest noise that is added to a constant c is ABSOLUTE_NOISE + RELATIVE_NOISE * |c|."""
 MIN_NOISE_FRACTION = 0.2
-"""For a vector or a scalar, the smallest change as a fraction of the largest. These changes are positive, because a
-gain or a variance may have to be positive."""
+"""For a vector or a scalar, the smallest noise as a fraction of the largest noise. The noise of vectors and scalars is
+positive, because a gain or a variance may have to be positive."""
 PREFIX_ELEMENTS = 64
-"""Number of leading elements that are compared first, before all others."""
+"""Number of leading elements that are compared first. If they differ, which is usual, the rest of the tensor need not
+be read."""
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements for which noise is computed at a time."""
 
 
 @contextmanager
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
-    """Adds noise to constant parameters inside the context. Restores them bit for bit on exit. Yields their names. All
-    ranks call it."""
+    """Adds noise to constant parameters inside the context, and restores the parameters bit for bit on exit. Yields the
+    names of these parameters. All ranks call this function."""
     engine.zero.quiesce()
     engine.zero.reshard_all()
     constants = _constant_parameters(engine)
@@ -180,8 +184,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Returns the constant of each floating-point parameter whose elements are equal on all ranks, by name. The result
-    is equal on every rank."""
+    """Returns the constant of each constant floating-point parameter, by name. The result is equal on every rank, and
+    also covers parameters that this rank does not store."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for stored in state_dict.weight_pieces(engine, saving=False):
@@ -195,8 +199,8 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
 
 
 def _min_max(flat: torch.Tensor) -> tuple[float, float]:
-    """Returns the smallest and the largest element of a constant tensor. Returns -inf and inf if elements differ, also
-    if only the sign of a zero differs.
+    """Returns the smallest and the largest element, which are equal only if the tensor is constant. Returns -inf and
+    inf if the first PREFIX_ELEMENTS elements differ, or if zeros have different signs.
 
     >>> _min_max(torch.ones(3)), _min_max(torch.tensor([0.0, -0.0])), _min_max(torch.tensor([1.0, 2.0]))
     ((1.0, 1.0), (-inf, inf), (-inf, inf))
@@ -241,7 +245,8 @@ def _fill_piece(local: LocalPiece, name: str, constant: float, noisy: bool) -> N
 
 
 def _hash_noise(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns a number from -1 to 1 for each index: the 32-bit integer hash of Wang, 2007, computed in int64."""
+    """Returns a pseudorandom number in [-1, 1] (float64) for each index: the 32-bit integer hash of Wang, 2007,
+    computed in int64."""
     bits = (index + seed * 2654435761) & 0xFFFFFFFF
     for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
         bits = (((bits >> shift) ^ bits) * multiplier) & 0xFFFFFFFF

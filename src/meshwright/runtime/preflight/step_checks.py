@@ -1,31 +1,32 @@
-"""Schedules the preflight checks of a plan, and contains two of them: the inputs of a batch and the dry run of stages.
+"""Schedules the preflight checks of a plan (`Preflight`, which the engine calls before and after each step). This
+module also contains two of the checks: the check of a batch's inputs, and the dry run of stages.
 
-Batch norm (`check_batch_norm` in engine.py). One device passes the whole batch at once. A plan passes dp x
-micro-batches parts, each with its own statistics. This is a different function, and no sum of gradients corrects it. An
-instance norm with running statistics trains identically. But its running statistics, which evaluation reads, are
-updated in each pass from the samples of this pass. Tensor ranks divide channels, which have separate statistics, so the
-result is exact.
+Batch norm (`check_batch_norm` in engine.py). One device computes the statistics of the whole batch. A plan divides the
+batch into dp x micro-batches parts and computes the statistics of each part. That is a different function, which no sum
+of gradients corrects. With an instance norm, training is identical. But each pass updates its running statistics, which
+evaluation reads, from the samples of the pass. Tensor ranks divide channels, which have separate statistics, so tensor
+parallelism is exact.
 
 Inputs. The analysis before sharding runs the model with an example. A batch with other inputs, dtypes or numbers of
 dimensions may take other branches of the model's code. For such a batch the analysis runs again on a meta copy of the
-model. The plan is refused if the result differs.
+model. The plan is refused if the result differs from that of the first analysis.
 
-Stages. Before the first pass of a pipeline, each stage runs once, in stage order. So if a stage cannot run, all ranks
-refuse the plan together.
+Stages. Before the first pass of a pipeline, a dry run runs each stage once, in stage order. If a stage cannot run, all
+ranks refuse the plan together.
 
-Rule: the dry run is one forward without gradients and without dropout, of this rank's first row (a model could take two
-rows for a pair). A stage receives positive noise in the shapes that the previous stage announced. No rank waits for a
-message of a failed rank, because all ranks receive the result of each stage. The first failure becomes the error of
-every rank, before any training. The cost is one forward of one row and a small gather for each stage, once.
+Rule: the dry run is one forward of this rank's first row, without gradients and dropout. The dry run has only one row,
+because a model could treat two rows as a pair. A stage receives positive noise with the shapes of the previous stage's
+output. After each stage all ranks gather its result, so no rank waits for a message from a rank that failed. Every rank
+raises the first failure, before any training. The cost is one forward of one row, plus one small gather per stage.
 
-A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. So during the
-dry run all placeholders of other stages return NaN, even if this rank holds those stages. A stage that then returns NaN
-is refused.
+A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. So in the dry
+run of a stage, the blocks of all other stages return NaN, including those of this rank. If the stage then returns NaN,
+the plan is refused.
 
-Schedule. Every stage runs once before the first pass of a pipeline. Two more checks run before each of the training
-steps `CHECKED_STEPS`, counted from the start of the process: the writes of a pass to parameters and buffers
-(user_writes.py), and the separability of the batch (batch_separability.py). Later steps are checked too, because a
-value that is zero or disabled in the first steps often changes.
+Schedule. The dry run takes place once. Two more checks run before each of the training steps `CHECKED_STEPS`, counted
+from the start of the process: the writes of a pass to parameters and buffers (user_writes.py), and the separability of
+the batch (batch_separability.py). Later steps are checked too, because values that are zero or disabled in the first
+steps often change later.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
 
 
 def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
-    """Returns dtype and shape of each tensor, and each plain value, by name. Any other value becomes a unique object,
-    so that it equals no other."""
+    """Returns by name the dtype and shape of each tensor, and the value of each number, bool, string or None. Any other
+    value becomes a new object, which equals no other value."""
 
     def size(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -94,9 +95,9 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 class AnalysisGuard:
     """Checks whether the plan is also valid for batches that differ from the example of the analysis.
 
-    `model`, `blocks` and `example` are the inputs of the analysis before sharding. Its results are `boundary`, `stages`
-    (the stages of each parameter by name) and `reads`. `derive` computes boundary and stages from another record, or
-    raises InputError.
+    `model`, `blocks` and `example` are the inputs of the analysis before sharding. The results of this analysis are
+    `boundary`, `stages` (the stages of each parameter by name) and `reads` (the modules that read each parameter).
+    `derive` computes boundary and stages from a new record, or raises InputError.
     """
 
     plan: str
@@ -128,7 +129,7 @@ class AnalysisGuard:
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
         """Checks that the plan is valid for `inputs`.
 
-        `together`: all ranks call this method, and all ranks refuse if one does.
+        `together`: all ranks call this method, and if one rank refuses the plan, all ranks do.
 
         Raises:
             PlanRefused: the plan is not valid for `inputs`, or the check cannot run.
@@ -144,8 +145,8 @@ class AnalysisGuard:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        """Returns why the plan is not valid for `inputs`, '' if it is. The copy also runs with the example. This shows
-        whether `inputs` or the copy causes a difference."""
+        """Returns why the plan is not valid for `inputs`, or '' if it is valid. If the analysis differs, the copy also
+        runs with the example, which shows whether `inputs` or the copy causes the difference."""
         objection, is_known = self._found(inputs, is_training)
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
@@ -171,8 +172,8 @@ class AnalysisGuard:
         )
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
-        """Returns whether the analysis before sharding had inputs with the same dtypes and sizes, so that it need not
-        run again."""
+        """Compares the inputs that the analysis would get for `inputs` with those that it got for the example. Returns
+        whether all dtypes, shapes and plain values are equal, so that the analysis need not run again."""
         if self.skeleton is None or is_training != self.was_training:
             return False
         return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(
@@ -180,8 +181,8 @@ class AnalysisGuard:
         )
 
     def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
-        """Runs the analysis on the copy. Returns what differs from the analysis of the plan, '' if nothing does; and
-        whether nothing differs and the same parameters were read."""
+        """Runs the analysis on the copy. Returns a description of the first difference to the analysis of the plan (''
+        if there is none). Also returns whether there is no difference and the same parameters were read."""
         if self.skeleton is None:
             return self.why, False
         if self._is_example(inputs, is_training) and inputs is not self.example:
@@ -198,7 +199,8 @@ class AnalysisGuard:
     def _difference(
         self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
     ) -> str:
-        """Returns a description of the first result that differs from the analysis of the plan, '' if none does."""
+        """Returns a description of the first result that differs from the analysis of the plan, or '' if none
+        differs."""
         needs, stored = derived
         if needs is not None and self.boundary is not None:
             if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
@@ -233,8 +235,8 @@ class AnalysisGuard:
         return record, self.derive(record)
 
     def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:
-        """Returns (parameter, path) of the modules that read a parameter and did not read it in the analysis of the
-        plan. The module that owns the parameter does not count."""
+        """Returns (parameter, module path) for each module that reads a parameter now, but did not read it in the
+        analysis of the plan. Excludes the module that owns the parameter."""
         found = []
         for name, readers in reads.items():
             known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
@@ -259,10 +261,10 @@ def dry_run_stages(
     loss: Any = None,
 ) -> None:
     """Runs every stage once, with one row of `batch` and with noise instead of the previous stage's output. Every rank
-    calls this function. It restores the contents of `loss`.
+    calls this function. If `loss` is an object of the user, its contents are restored.
 
     Raises:
-        PlanRefused: a stage cannot run. Every rank raises the error of the first such stage.
+        PlanRefused: a stage cannot run. Every rank raises the error of the first stage that cannot run.
     """
     forms: list[BoundaryShape] = []
     batch = {
@@ -282,8 +284,8 @@ def dry_run_stages(
 
 @contextmanager
 def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
-    """Makes the placeholders of other stages return NaN during the dry run. analysis/dry_run.py resets the
-    placeholders."""
+    """Inside the context, the placeholders and blocks of other stages return NaN. `dry_run` (analysis/dry_run.py) later
+    resets the placeholders."""
     for module in model.modules():
         if isinstance(module, StagePlaceholder):
             module.tried = True
@@ -297,7 +299,7 @@ def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
 def _run_stage(
     mesh: ParallelContext, forward: StageForward, stage: int, batch: dict[str, Any], forms: list[BoundaryShape]
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the output of `stage` for noise in the shapes `forms`.
+    """Returns the output of `stage` for noise with the shapes and dtypes `forms`.
 
     Raises:
         InputError: a stage after the first returns NaN.
@@ -319,7 +321,7 @@ def _try_stage(
     mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[str, list[BoundaryShape]]:
     """Runs one stage. Returns the reason why it cannot run ('' if it can), and the shapes and dtypes of its output.
-    Raises OOM errors and lost connections, because they are not properties of the stage."""
+    Does not catch OOM errors and lost connections, because they are not properties of the stage."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
@@ -340,20 +342,20 @@ def _try_stage(
 
 
 CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
-"""Training steps with checks. The first step is 1."""
+"""Training steps before which checks run. The first step is 1."""
 LAST_EARLY_STEP = 3
 CHECKS_ENV = "MESHWRIGHT_CHECKS"
-"""Name of an environment variable. The value `never` disables the checks of rows and writes, for runs that compare with
-one device in another way."""
+"""Name of an environment variable. The value `never` disables the checks of rows and writes in the first steps, for
+runs that are compared with one device by other means."""
 
 
 @dataclass
 class Preflight:
-    """Schedules the checks.
+    """Schedules the checks of one rank.
 
-    `stages_run`: every stage has run once. `steps`: number of training steps that have begun. `checked`: the last step
-    before which the rows were checked. `once`: buffers that change once per step. `began`: number of stage passes
-    before the present step.
+    `stages_run`: the dry run of the stages is done. `steps`: number of training steps that have begun. `checked`: the
+    last step before which rows and writes were checked. `once`: buffers that change once per step. `began`: number of
+    stage forwards before the present step.
     """
 
     stages_run: bool = False
@@ -364,18 +366,20 @@ class Preflight:
     written: set[str] = field(default_factory=set)
     """Names of the parameters that a pass of the model writes to."""
     paths: PassRecorder = field(default_factory=CodePaths)
-    """The recorded code paths of models that read tensor values."""
+    """Records the code paths of models that read tensor values."""
     analysed: AnalysisGuard | None = None
-    """The guard of the analysis run; None if the plan needs no such run."""
+    """Repeats the analysis for batches that differ from its example; None if the plan does not depend on the
+    analysis."""
 
     def skip(self, stages: bool = True) -> None:
-        """Skips the checks of the first steps, because another check covers them, or because no extra passes may run.
-        `stages`: also skips the dry run of stages."""
+        """Skips the checks of the first steps. Callers use this if other checks replace them, or if no extra passes may
+        run. `stages`: also skips the dry run of stages."""
         self.stages_run |= stages
         self.steps = max(self.steps, LAST_EARLY_STEP)
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks before all micro-batches of a step or of an evaluation. Every rank calls it.
+        """Runs the checks that are due before the micro-batches of a training step (`trains`) or of an evaluation.
+        Every rank calls this method.
 
         Raises:
             PlanRefused: a check fails. Every rank raises it.
@@ -414,8 +418,8 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks after the passes of a step that took unchecked code paths, before the update. Gradients do
-        not change."""
+        """Repeats the checks after the passes of a step took unchecked code paths, and before the update. Gradients of
+        the step do not change."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:
             self.check(engine, batches, True)
@@ -423,7 +427,7 @@ class Preflight:
             self.steps = self.checked = steps
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks after all micro-batches of a step or of an evaluation."""
+        """Runs the checks that follow the micro-batches of a training step (`trains`) or of an evaluation."""
         self.once.put_back(engine.model, len(batches))
         if trains and self.steps in CHECKED_STEPS and is_single_device_step(engine, len(batches)):
             check_replaced_storage(engine)

@@ -1,7 +1,8 @@
-"""Checks what the user's code (forward, backward and hooks) writes to parameters and buffers in a pass. The result
-equals that of one device, or the plan is refused.
+"""Checks what the user's code (forward, backward and hooks) writes to parameters and buffers in a pass. If the values
+would differ from those of one device, the plan is refused. step_checks.py schedules the check.
 
-One device makes one pass per step, with all rows and full weights. "Parts" are the micro-batches of all replicas.
+One device makes one pass per step, with all rows and full weights. In the table, "parts" are the micro-batches of all
+replicas.
 
 | what the code writes to | plan | outcome |
 |---|---|---|
@@ -12,15 +13,17 @@ One device makes one pass per step, with all rows and full weights. "Parts" are 
 | an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
 | a buffer, independent of the rows (a step count) | any | equal: the value of the first micro-batch, once per step |
 | a buffer that the pass also reads | several micro-batches, recompute `full` | refused (batch_separability.py) |
-| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write equal values |
-| a buffer of the state dict, by the rows | several parts | refused |
+| a buffer, depending on the rows (a running mean) | one part | equal, if tensor and context ranks write equal values |
+| a buffer of the state dict, depending on the rows | several parts | refused |
 
-Norms with running statistics store only the channels of their rank.
+The buffers of batch and instance norms are not checked here. Under tensor parallelism they contain only the channels of
+their rank.
 
-Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with other rows, more or fewer,
-passes from the same initial state. The dispatcher records writes to parameters (analysis/dry_run.py). A comparison of
-values finds writes to buffers. Everything is restored. A buffer that depends on the rows and is not in the state dict
-is permitted, unless the next pass depends on it. batch_separability.py checks this.
+Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with other rows, and with a
+different number of rows, passes from the same initial state. A dispatch mode records writes to parameters
+(analysis/dry_run.py). A comparison of values finds writes to buffers. All values are restored afterwards. A buffer that
+depends on the rows and is not in the state dict is permitted, unless the next pass depends on it. batch_separability.py
+checks whether it does.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 
 WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative tolerance when the writes of ranks are compared, by dtype. It is 2e-2 for shorter dtypes."""
+"""Relative tolerance when the writes of ranks are compared, by dtype. The tolerance for shorter dtypes is 2e-2."""
 
 
 class PassWrites(NamedTuple):
-    """The parameters and buffers that a pass changes, by name with their new values. `backward`: names of the buffers
-    that its backward changes. `replaced`: names of the parameters with a new storage."""
+    """The parameters and buffers that a pass changes, as new values by name. `backward`: names of the buffers that the
+    backward of the pass changes. `replaced`: names of the parameters to which the pass assigns a new storage."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -57,8 +60,9 @@ class PassWrites(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """Describes one written tensor on one rank. `projected`: its random projections. `is_row_independent`: other rows
-    lead to the same value. `near`: the tolerance of its comparison."""
+    """Describes one tensor that a pass has written on one rank. `projected`: random projections of the new value.
+    `is_row_independent`: different rows lead to the same value. `near`: relative tolerance for the comparison with
+    other ranks. `backward`: the backward has changed the buffer. `replaced`: the parameter has a new storage."""
 
     is_parameter: bool
     projected: list[float]
@@ -167,10 +171,12 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
 
 
 def _check_max_norm(engine: Engine) -> set[str]:
-    """Returns the names of the embeddings with `max_norm` if there is one process, which may renormalise their rows.
+    """Returns the parameter names of the embeddings with `max_norm`. A plan with such embeddings must have one process
+    that updates weights in place.
 
     Raises:
-        PlanRefused: the plan has such an embedding and several processes.
+        PlanRefused: the model has such an embedding, and the plan has several processes or does not update weights in
+        place.
     """
     plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
     found = [
@@ -192,7 +198,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
 
 
 def _updates_in_place(engine: Engine) -> bool:
-    """Returns whether the update writes the same tensors that a pass reads."""
+    """Returns whether the update writes directly to the tensors that a pass reads."""
     trained = engine.zero.trainable
     return engine.mesh.plan.zero < 3 and not any(
         unit.has_main_params or isinstance(unit.optim_shard, OffloadedShard) for unit in trained
@@ -200,8 +206,8 @@ def _updates_in_place(engine: Engine) -> bool:
 
 
 def _checked_buffers(engine: Engine) -> set[str]:
-    """Returns the names of the state dict's buffers that are full on this rank. Buffers of norms are excluded, because
-    a separate rule applies to their statistics."""
+    """Returns the names of the state dict's buffers that this rank stores in full. Excludes the buffers of batch and
+    instance norms, because a separate rule applies to their statistics."""
     norms = (nn.modules.batchnorm._NormBase,)
     of_norms = {
         f"{path}.{name}"
@@ -216,7 +222,8 @@ def _checked_buffers(engine: Engine) -> set[str]:
 
 
 def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
-    """Runs forward and backward of `batch` in training mode. Restores everything and returns the changes."""
+    """Runs forward and backward of `batch` in training mode. Restores the model and returns what the pass has
+    written."""
     before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
     once, forward = engine.preflight.once, OncePerStepBuffers(frozenset(before))
     with record_fingerprint(engine), isolated_pass(engine, True, dropout=True, every=True) as writes:
@@ -237,8 +244,8 @@ def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
 
 
 def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns the values of parameters with a new storage (`weight.data = ...`), and restores their original storage.
-    The update would not reach the new storage."""
+    """Finds the parameters to which a pass has assigned a new storage (`weight.data = ...`), which the update would not
+    reach. Returns their values by name, and restores the original storage."""
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.full.untyped_storage()._cdata
@@ -253,8 +260,8 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_replaced_storage(engine: Engine) -> None:
-    """Checks for replaced storage after a pass of one process that is equal to one device. No earlier check runs in
-    this case.
+    """Checks after a step on one device that no parameter has a new storage. `check_pass_writes` does not run in this
+    case.
 
     Raises:
         PlanRefused: a parameter has a new storage.

@@ -1,1 +1,1 @@
-"""Profiles devices and links."""
+"""Profiles the devices of a cluster and the links between them."""

@@ -1,12 +1,11 @@
 """Profiles the device of one rank: matrix products by size and dtype, memory, host link, storage and CPU share.
-Profiles the cluster with all ranks at once.
+`meshwright probe` calls `measure_cluster`, which profiles every device while all other ranks are busy too, and then the
+links.
 
-CPU ranks share processors with each other and with other programs. Their matrix products are therefore timed in thread
-time. `share` is the CPU time per second of wall time that this rank gets while all ranks are busy. CUDA devices are
-timed in wall time, and their `share` is 1. The result is the fastest of several timings. On CPUs it is the median,
-because training steps also compete with other work.
-
-`measure_cluster` profiles every device while all others run, and then the links.
+CPU ranks compete with each other and with other programs for processors. So operations on a CPU are timed in thread
+time. A separate figure, `share`, is the number of CPU seconds per wall-clock second that this rank gets while all ranks
+are busy. Accelerators are timed in wall-clock time, and their `share` is 1. A result is the fastest of several timings
+on an accelerator, and the median on a CPU, where training steps also compete with other work.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_MATMUL_SECONDS = 0.03
-"""If a matrix product takes this many seconds, no larger one is timed, because the next size takes eight times
-as long."""
+"""Maximum expected seconds of a matrix product that is timed. Each size is expected to take eight times as long as the
+previous size."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
 STREAM_ROW_ELEMENTS = 2**10
@@ -43,14 +42,14 @@ STREAM_ROW_ELEMENTS = 2**10
 UPDATE_BYTES = 2**25
 
 BLOCK_OPERATIONS = 24
-"""Number of operations of a block with 7 weights, as the planner counts them: 3 for each weight, and 3 more."""
+"""Number of operations of a block with 7 weights, as the planner counts operations: 3 for each weight, and 3 more."""
 
 STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
-    """Returns the profile of `device`, measured from `rank`. `neighbours` is the number of ranks on this machine. All
-    ranks call this function at the same time."""
+    """Returns the profile of `device`, the device of `rank`. `neighbours` is the number of ranks on this machine. All
+    ranks call this function at the same time, so that each is measured while the others are busy."""
     on_cpu = backend_of(device).memory_is_host
     name, memory = backend_of(device).name_and_memory(device)
     share, own = 1.0, 1.0
@@ -79,8 +78,8 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
     """Returns the torch function that creates operands on a device of type `kind`.
 
-    A CPU takes equally long for any values. Accelerators are limited by power. Operands with equal bits draw less
-    power, so constants would be faster than training data.
+    On a CPU, time does not depend on the values. The power limit of an accelerator limits its speed, and operands with
+    equal bits need less power. So products of constants would be faster than those of training data.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
     (True, True)
@@ -89,8 +88,8 @@ def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
 
 
 def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
-    """Yields timings of square matrix products of each dtype, with growing sizes. Slow dtypes are timed only at small
-    sizes."""
+    """Yields the FLOP/s of square matrix products for each dtype and each size, in order of increasing size. A slow
+    dtype is timed only at small sizes (MAX_MATMUL_SECONDS)."""
     sizes = backend_of(device).profiling
     for name in sizes.matmul_dtypes:
         dtype = PRECISION_DTYPES[name]
@@ -104,8 +103,8 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 
 
 def measure_layer_training(device: torch.device) -> float:
-    """Returns the FLOP/s of a linear layer in training: its output, and the gradients of its input and of its weight.
-    Each result is written to new memory in the usual layout."""
+    """Returns the FLOP/s of a linear layer in training, which computes its output and the gradients of its input and
+    its weight. Each result is a new contiguous tensor."""
     sizes = backend_of(device).profiling
     tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
@@ -122,8 +121,8 @@ def measure_layer_training(device: torch.device) -> float:
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s, read and written, of elementwise operations: a sum, a SiLU and a softmax. On CPUs an
-    exponential costs more than the memory access."""
+    """Returns the bytes/s that elementwise operations (a sum, a SiLU and a softmax) read and write together. On CPUs
+    the exponentials take longer than the memory accesses."""
     size = backend_of(device).profiling.stream_bytes
     first, second = (
         tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
@@ -139,8 +138,8 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 
 
 def measure_attention(device: torch.device) -> float:
-    """Returns the FLOP/s of fused attention in the backend's profiling dtype. The FLOPs are those of two products of
-    all positions with all positions."""
+    """Returns the FLOP/s of fused attention in the backend's profiling dtype. The FLOPs are counted without a causal
+    mask: two products, each over all pairs of positions."""
     sizes = backend_of(device).profiling
     heads, sequence, width = sizes.attention
     query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=sizes.dtype)
@@ -149,8 +148,9 @@ def measure_attention(device: torch.device) -> float:
 
 
 def measure_launch_overhead() -> float:
-    """Returns the CPU seconds of one operation of a block forward, of which a block has BLOCK_OPERATIONS. Forward and
-    backward take three times as long. The tensors are so small that only the launch of an operation counts."""
+    """Returns the CPU seconds per operation of a block's forward, which has BLOCK_OPERATIONS operations. The timing
+    covers forward and backward, which together count as three forwards. The tensors are so small that nearly all of the
+    time is the overhead of launching operations."""
     narrow, positions = 8, 4
     weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
     hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
@@ -176,7 +176,7 @@ def measure_launch_overhead() -> float:
 
 
 def cgroup_cpu_quota() -> float:
-    """Returns the number of processors that the cgroup of this process may use, infinite without a limit."""
+    """Returns the number of processors that the cgroup of this process may use, or inf if there is no limit."""
     folder = Path("/sys/fs/cgroup")
     places = (
         [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
@@ -195,8 +195,7 @@ def cgroup_cpu_quota() -> float:
 
 
 def measure_host_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s between the device and host memory. On a CPU both are the same memory, and a copy is
-    measured."""
+    """Returns the bytes/s of a copy from host memory to the device. On a CPU, this is a copy within host memory."""
     size = backend_of(device).profiling.stream_bytes
     if not backend_of(device).memory_is_host:
         far = torch.empty(size // 16, dtype=torch.uint8).pin_memory()
@@ -208,10 +207,12 @@ def measure_host_bandwidth(device: torch.device) -> float:
 
 
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
-    """Returns the number of parameters per second that the host updates, as for an optimizer offloaded to CPU.
+    """Returns the number of parameters per second that AdamW updates on the host, as for an optimizer that is offloaded
+    to CPU.
 
-    The fused kernel updates float32 weights and states (UPDATE_BYTES per parameter), which exceed the caches. With an
-    accelerator each rank uses its share of all processors, as in training.
+    The fused kernel updates float32 weights and states. The weights alone are UPDATE_BYTES long, so that they exceed
+    the caches. If the device is an accelerator, each of the `neighbours` ranks uses an equal number of processors, as
+    in training.
     """
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
@@ -227,8 +228,8 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Returns the bytes/s of a file in the temporary folder, as offloading to disk uses it: without the page cache, in
-    pieces, with reads and writes at the same time. Returns 0 if the folder cannot be written."""
+    """Returns the mean bytes/s of writing and then reading a file in the temporary folder, as offload to disk does:
+    without the page cache, STORAGE_PIECE_BYTES at a time. Returns 0 if the folder cannot be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)
@@ -244,7 +245,8 @@ def measure_storage_bandwidth() -> float:
 
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of `action` in device time: the fastest of several bursts, or their median on CPUs."""
+    """Returns the seconds per call of `action`, measured in NUM_BURSTS bursts of calls. The result is the fastest burst
+    in wall-clock time on an accelerator, and the median burst in thread time on a CPU."""
     backend = backend_of(device)
     on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()
@@ -266,8 +268,8 @@ def time_action(action: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_cpu_share() -> float:
-    """Returns the CPU seconds per wall second that this rank gets while it only multiplies: the largest value of
-    several time windows."""
+    """Returns the CPU seconds per wall-clock second that this rank gets while it multiplies matrices without pause: the
+    largest value of 3 time windows."""
     matrix = torch.ones(128, 128)
     most = 0.0
     for _ in range(3):
@@ -279,8 +281,8 @@ def measure_cpu_share() -> float:
 
 
 def measure_cluster() -> ClusterProfile:
-    """Returns the profile of all ranks of the default process group, or of this process alone. All ranks call it and
-    get the result of rank 0."""
+    """Returns the profile of all ranks of the default process group, or of this process if there is none. All ranks
+    call this function. On each rank, `seconds` and `busy` are those of this rank and of its machine."""
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(1)
@@ -311,8 +313,8 @@ def _gather_from_all(mine: Any, world: int) -> list[Any]:
 
 
 def machine_busy_seconds() -> float:
-    """Returns the seconds that all processors of this machine have been busy since it started, 0 if they are not
-    counted."""
+    """Returns the CPU seconds that all processors of this machine have been busy since it started, or 0 if /proc/stat
+    cannot be read."""
     try:
         user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
     except (OSError, ValueError):

@@ -1,26 +1,26 @@
-"""Measures links and collectives between ranks, and finds slow links during a run.
+"""Measures links and collectives between ranks for a cluster profile (`CollectiveProfiler`), and finds slow links
+between the hosts of a training run (`measure_links`).
 
-`CollectiveProfiler` measures the links between ranks through the runtime's own collectives: pairs of ranks, and every
-collective by size on each kind of group.
+`CollectiveProfiler` times the runtime's own collectives: an exchange between two ranks, and every collective by size on
+several kinds of groups.
 
-Kinds of groups are neighbours on one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host.
-Disjoint groups are timed at the same time, as in training. A timing is that of the slowest rank. The result is the
-lower quartile of several timings, so that other work on the machine has little effect.
+The kinds of groups are: 2, 4, 8 or all ranks of one host; all ranks; and one rank of every host. Disjoint groups of one
+kind are timed at the same time, as in training. A timing is the time of the slowest rank. The result is the lower
+quartile of several timings, so that other work on the machine has little effect.
 
 With a CPU quota, the CPU time of a collective reduces the compute time of a rank: one CPU second takes 1 / quota
-seconds of wall time. Ranks that only run measurements have unused quota and would not show this. So after a timing each
-rank sleeps for the time that the quota requires. The sleep counts as part of the timing.
+seconds of wall time. During the measurement, ranks have unused quota, which hides this effect. So after a timing each
+rank sleeps for the time that the quota would have added. The sleep counts as part of the timing.
 
-[Note: meetings] A rank that has just computed may wait for a core before it takes part in a collective. If ranks share
-cores or have quotas, they finish their computation at different times. So the profiler also measures, on each kind of
-group, by how much a small collective delays the matrix products before and after it.
+[Note: synchronisation overhead] After a computation, a CPU rank may have to wait for a processor before it takes part
+in a collective. If several ranks use a processor or have quotas, they also end their computation at different times. So
+the profiler measures, on each kind of group, by how much a small collective delays a loop of matrix products.
 
-`measure_links` finds slow links between hosts. Between two steps of a run, hosts send to each other in rounds of
-disjoint pairs.
+`measure_links` runs between two training steps. Hosts send to each other in rounds of disjoint pairs.
 
-The first rank of each host sends for the host. Both hosts of a pair send at the same time, with growing sizes until the
-transfer is long enough to time. The result is the fastest of several transfers, because no other traffic uses the links
-between steps. A run measures links only after its ranks wait longer than before (train/straggler.py).
+The first rank of each host sends for the host. Both hosts of a pair send at the same time. The message size grows until
+a transfer takes long enough to time. The result is the fastest of several transfers, because no other traffic uses the
+links between steps. Links are measured only if ranks wait longer than in earlier steps (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -47,37 +47,40 @@ from meshwright.spec.cluster import SLOW_LINK_RATIO, CollectiveSample, LinkSampl
 
 COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
-"""Sizes of a collective: bytes of the full tensor."""
+"""Sizes at which a collective is timed, as bytes of the full tensor."""
 
 MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
-"""Sizes of a message between two ranks, in bytes: the smallest, a large one, and the largest. Sizes grow until a
-transfer takes long enough to time."""
+"""Sizes of a message between two ranks, in bytes. The smallest measures latency. Bandwidth is measured with sizes that
+grow fourfold from LARGE_MESSAGE_BYTES, up to MAX_MESSAGE_BYTES, until a transfer takes MIN_TRANSFER_SECONDS longer than
+the latency."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
 MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
-"""Maximum and minimum number of repetitions of a timing, and the seconds after which repetition stops."""
+"""Maximum and minimum number of repetitions of a timing. Between them, the number is chosen so that all repetitions
+take about REPEAT_BUDGET_SECONDS."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""No larger collective is timed after one that takes at least LONG_COLLECTIVE_SECONDS and BANDWIDTH_BOUND_FACTOR times
-as long as the smallest one. From this size on, bandwidth dominates."""
+"""If a collective takes at least LONG_COLLECTIVE_SECONDS, and at least BANDWIDTH_BOUND_FACTOR times as long as the
+smallest collective, no larger sizes are timed. From that size on, bandwidth dominates."""
 
 LATENCY_BOUND_SECONDS = 0.01
-"""If the smallest collective takes at least this many seconds, the next size is assumed to take as long, because
-latency dominates."""
+"""If the smallest collective takes at least this many seconds, the second size is not timed, because latency dominates
+it too."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two collectives; the maximum number of such turns in one timing; and the number
-of timings, each with and without collectives."""
+"""For the synchronisation overhead: seconds that a rank computes before each collective (one turn); maximum number of
+turns in one timing; and number of timings of each kind of group."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
-"""Maximum seconds of the turns in one timing, and their minimum number."""
+"""The number of turns in one timing is chosen so that they take about SYNC_BUDGET_SECONDS, but is at least
+MIN_SYNC_TURNS."""
 
 
 @dataclass
 class CollectiveProfiler:
-    """Measures collectives on this rank. `hosts` are the ranks of each host, in order. All ranks create the profiler
-    and call its methods together."""
+    """Measures collectives on this rank. `hosts` are the ranks of each host, in order. `made` is the number of groups
+    that use fields of the shared memory. All ranks create the profiler and call its methods in the same order."""
 
     mesh: ParallelContext
     hosts: tuple[tuple[int, ...], ...]
@@ -90,7 +93,8 @@ class CollectiveProfiler:
     """Fraction of a processor that the cgroup of this rank allows, at most 1."""
 
     def group(self, ranks: tuple[int, ...]) -> CommGroup | None:
-        """Returns the group of `ranks`, None on other ranks. All ranks request all groups in the same order."""
+        """Returns the group of `ranks`, or None if this rank is not in `ranks`. All ranks request all groups in the
+        same order."""
         if ranks not in self.groups:
             self.groups[ranks] = self._join(ranks)
         return self.groups[ranks]
@@ -122,8 +126,9 @@ class CollectiveProfiler:
     # --- pairs of ranks
 
     def pairs(self) -> list[LinkSample]:
-        """Measures one pair of ranks at a time: one pair for every two hosts, with alternating ranks; and the first
-        accelerator of a host with each of its other accelerators. CPUs of one host have no links. Returns the timings.
+        """Measures one pair of ranks at a time, and returns the samples. The pairs are: one for every two hosts, with
+        alternating ranks; and the first accelerator of a host with each other accelerator of this host. CPU ranks of
+        one host have no link.
         """
         found = []
         for first, second in self._chosen():
@@ -150,20 +155,20 @@ class CollectiveProfiler:
         return sorted(chosen)
 
     def _pair(self, group: CommGroup | None, size: int) -> float:
-        """Returns, on every rank, the seconds until both ranks of the pair have received `size` bytes."""
+        """Returns, on every rank, the seconds until both ranks of the pair `group` have received `size` bytes."""
         out, sent = self.messages(size)
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
     def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a receive buffer and a send buffer for two messages of `size` bytes each. They are in device memory,
-        as in training, because CPU tensors take another path."""
+        """Returns a receive buffer and a send buffer for two messages of `size` bytes each. The buffers are in device
+        memory, as in training, because CPU tensors are sent through a different backend."""
         sent = torch.ones(2 * size // 4, device=self.mesh.device)
         return torch.empty_like(sent), sent
 
     # --- timings of collectives
 
     def timings(self) -> list[CollectiveSample]:
-        """Measures every collective by size on each kind of group. Returns the timings."""
+        """Measures every collective by size on each kind of group. Returns the samples."""
         found = []
         for members, stride in self._sets():
             if not self.room:
@@ -175,8 +180,8 @@ class CollectiveProfiler:
         return found
 
     def meetings(self) -> list[CollectiveSample]:
-        """Measures the synchronisation overhead ([Note: meetings]). Accelerators have none, because they compute
-        without a CPU core. Returns the timings."""
+        """Measures the seconds by which a small collective delays computation ([Note: synchronisation overhead]), and
+        returns the samples. Accelerators have no such overhead, because they compute without a CPU."""
         found: list[tuple[int, int, int]] = []
         ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
         for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
@@ -201,8 +206,8 @@ class CollectiveProfiler:
         ]
 
     def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
-        """Returns the seconds per turn on the slowest rank. In each turn a rank computes for COMPUTE_SECONDS and then
-        calls `meet`, which synchronises."""
+        """Returns the wall-clock seconds per turn on the slowest rank. In each turn a rank computes for COMPUTE_SECONDS
+        times `share` of thread time, and then calls `meet`, which runs a collective."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
@@ -228,8 +233,8 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Returns sets of groups of equal size that run at the same time. For each set returns the stride between a
-        group's ranks."""
+        """Returns sets of disjoint groups of equal size, which are timed at the same time. Each set has the stride
+        between the ranks of a group."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -242,8 +247,9 @@ class CollectiveProfiler:
         return sets
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
-        """Returns a function that runs a collective as the runtime does. If ranks share memory, tensors that other
-        ranks read are in shared memory."""
+        """Returns a function that runs a collective of `numel` float32 elements as the runtime does. If ranks share
+        memory, tensors that other ranks read are in shared memory. Returns a function that does nothing if `group` is
+        None."""
         place = (
             self.mesh.shared_memory.zeros
             if self.mesh.shared_memory is not None
@@ -274,7 +280,8 @@ class CollectiveProfiler:
         return sorted(spent)[len(spent) // 4]
 
     def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Returns the seconds of `action` on this rank, including the sleep that its quota requires."""
+        """Returns the seconds of `action` on this rank, including the sleep for its quota. Returns 0 if `group` is
+        None."""
         if group is None:
             return 0.0
         all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
@@ -295,16 +302,18 @@ class CollectiveProfiler:
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""A link is reported together with the slowest link if its rate is at most this many times the slowest rate. The factor
-allows for short delays, such as those of ranks on busy CPUs."""
+"""Links whose rate is at most this factor times the rate of the slowest link are reported with the slowest link. The
+factor allows for short delays, such as those of ranks on busy CPUs."""
 
 MAX_ROUNDS = 32
-"""Maximum number of rounds. If there are more hosts, each host is measured with only this many other hosts."""
+"""Maximum number of rounds of disjoint pairs. In a larger cluster, each host is measured with only this many other
+hosts."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
-    """Measures pairs of hosts between their first ranks. Returns the pairs on every rank, an empty list if all ranks
-    are on one host. All ranks call it. `beat` reports that the rank is alive."""
+    """Measures the links between the first ranks of hosts. Returns the samples of all pairs on every rank, or [] if all
+    ranks are on one host. All ranks call this function. It calls `beat` before each pair, to report that the rank is
+    alive."""
     hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -344,7 +353,8 @@ def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 def find_slow_links(
     mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Returns the ranks and a description of each slow link. All ranks call it together and get the same result."""
+    """Returns the ranks and a description of each slow link. All ranks call this function together and get equal
+    results."""
     return describe_slow_links(measure_links(mesh, beat), mesh.plan.world)
 
 
@@ -383,7 +393,8 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
 
 
 def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
-    """Returns the measurement of a pair of hosts, which is equal on both: that of the slower direction."""
+    """Returns the sample of the link between the hosts of ranks `first` and `second`. Both ranks return the same
+    sample: that of the slower direction."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
     while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
@@ -392,7 +403,8 @@ def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
 
 
 def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
-    """Returns the seconds of the fastest of NUM_EXCHANGES exchanges. Each is timed on the slower rank."""
+    """Returns the seconds of the fastest of NUM_EXCHANGES exchanges of `numel` float32 elements. The time of an
+    exchange is that of the slower rank."""
     sent = torch.ones(numel, device=mesh.device)
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)

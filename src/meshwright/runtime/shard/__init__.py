@@ -1,2 +1,2 @@
-"""The optimizer's shard of a flat parameter group: main weights and optimizer states, also in low precision or
+"""Stores the optimizer's shard of a flat parameter group: main weights and optimizer states, also in low precision or
 offloaded."""

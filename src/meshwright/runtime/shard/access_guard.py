@@ -1,11 +1,13 @@
-"""Makes parameters inaccessible while a rank does not store their full values. An access raises a one-line error.
+"""Makes parameters inaccessible while a rank does not store their full values. ZeRO 3 (zero/group_weights.py) and
+parameter_access.py use the guards.
 
-Otherwise a read would return garbage or crash the process, and a write would be lost. An inaccessible parameter returns
-its metadata (shape, dtype, device) and refuses every other operation. The class of the object is replaced, as in
-torch's `UninitializedParameter.materialize`. Modules and user code keep the same object. An accessible parameter has
-its original class. Gradient hooks may run while a parameter is inaccessible, so `grad` is part of the metadata.
+Without a guard, a read would return garbage or crash the process, and a write would be lost. An inaccessible parameter
+returns its metadata (shape, dtype, device). Every other operation, except `repr`, raises InputError with one line. To
+deny access, the guard replaces the class of the object, as torch's `UninitializedParameter.materialize` does. So
+modules and user code need not replace their references. To allow access, the guard restores the original class.
+Gradient hooks may run while a parameter is inaccessible, so `grad` is part of the metadata.
 
-Cost: 0.13 us per parameter to deny access, and as much to allow it.
+Cost: 0.13 us per parameter to deny access, and 0.13 us to allow access.
 """
 
 from __future__ import annotations
@@ -76,20 +78,21 @@ METADATA_ATTRIBUTES = frozenset(
 """Properties and methods that neither read nor write values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Number of forward passes of a block in which a first use is detected. Watching costs time. A loss reads the same
-parameters in its first passes as in later ones."""
+"""Number of times that a guard without message is entered before it stops to watch, because watching costs time. A loss
+that reads parameters does so in its first calls."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
-"""Returns the error message for a parameter with this name and shape."""
+"""A function that returns the error message for a parameter, given its name and shape."""
 
 
 class InaccessibleTensor:
-    """A base class of the class that a tensor has while it is inaccessible. `tensor_names` maps the ids of tensors to
-    their names."""
+    """Base class of the classes that inaccessible tensors have. `tensor_names` maps the `id` of each tensor to its
+    name."""
 
     tensor_names: ClassVar[Mapping[int, str]] = {}
     used: ClassVar[Callable[[str, torch.Size], None]]
-    """Is called at an access: raises InputError, or makes the tensor accessible."""
+    """Called at an access with the name and the shape of the tensor. Raises InputError, or makes the tensor
+    accessible."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,8 +113,8 @@ class InaccessibleTensor:
 def make_inaccessible_class(
     tensor_class: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]
 ) -> Any:
-    """Returns the class that tensors of `tensor_class` have while they are inaccessible. `names` maps the ids of
-    tensors to names. `used` is that of `InaccessibleTensor`."""
+    """Returns the class that tensors of class `tensor_class` have while they are inaccessible. `names` and `used`
+    become the attributes `tensor_names` and `used` of `InaccessibleTensor`."""
     return type(tensor_class)(
         f"Closed{tensor_class.__name__}",
         (InaccessibleTensor, tensor_class),
@@ -124,7 +127,7 @@ def _raise_access_error(message: AccessErrorMessage, name: str, shape: torch.Siz
 
 
 class AccessGuard:
-    """Denies and allows access to a set of tensors repeatedly."""
+    """Denies and allows access to a set of tensors. `message` returns the error message of an access."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
@@ -151,9 +154,10 @@ class AccessGuard:
 
 
 class ForwardAccessGuard:
-    """Makes tensors inaccessible while a block runs, except those that are already inaccessible. With a `message`, an
-    access raises it. Without one, an access sets `is_used` and disables the guard. The guard watches
-    MAX_WATCHED_FORWARDS passes of the block."""
+    """Makes tensors inaccessible inside a `with` block, in which the loss runs. Skips tensors that are already
+    inaccessible. With a `message`, an access raises InputError. Without a message, an access sets `is_used` and makes
+    all tensors accessible again. A guard without message watches only the first MAX_WATCHED_FORWARDS runs of the
+    block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage | None) -> None:
         self._tensors, self._message = list(tensors.values()), message

@@ -1,12 +1,14 @@
-"""Stores weights and optimizer states of a parameter group in fewer bits than their update uses.
+"""Stores weights and optimizer states of a parameter group in fewer bits than their update uses. The updater calls
+`LowBitShard` for precision recipes with low-bit states.
 
-Between two steps they are stored as `bf16` (with stochastic rounding) or, states only, as `8bit`: one byte per element
-and one scale per block, with torchao's dynamic map. The update converts a few parameters at a time to float32. So any
-optimizer of torch can be used. It gets only float32 tensors.
+With `bf16`, weights and states are stored as bfloat16 between two steps, after stochastic rounding. With `8bit`, only
+states are stored in fewer bits: one byte per element and one scale per block, with torchao's dynamic map. The update
+converts a few parameters at a time to float32. So any elementwise optimizer of torch can be used, because it gets only
+float32 tensors.
 
-Stochastic rounding of float32 to bfloat16 adds 16 random bits to the lower 16 bits and then drops these. So an element
-rounds away from zero with probability (dropped bits) / 2^16, and the expected value is exact. Infinities and NaN are
-unchanged.
+Stochastic rounding of float32 to bfloat16 adds 16 random bits to the lower 16 bits, and then drops the lower 16 bits.
+So an element rounds away from zero with probability (dropped bits) / 2^16, and the expected value is exact. Infinities
+and NaN are unchanged.
 
 [Note: random bits of an element] The random bits are a hash of (seed, step, name of the tensor, index of the element in
 the full tensor). So an element rounds identically under every plan, on any rank and in any order, and no generator
@@ -14,8 +16,8 @@ state is saved. The hash applies MurmurHash3's finalizer twice, to 32-bit words 
 
 Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so no block is on two ranks.
 With ZeRO and pipelines the stored values are those of one device. Tensor parallelism cuts matrices across their rows,
-so blocks contain other elements than on one device. Then results are equal within the rounding of 8 bits. Checkpoints
-store 8-bit states as float32. Quantising these again gives the same bytes.
+so a block contains other elements than on one device. Results therefore differ from those of one device by the rounding
+to 8 bits. Checkpoints store 8-bit states as float32. If loading quantises these values again, the bytes are the same.
 
 Sources: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16
 Training, arXiv 2010.06192; Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's
@@ -53,12 +55,12 @@ ROUNDING_TILE_ELEMENTS = 1 << 18
 
 
 class GlobalIndex(NamedTuple):
-    """The position of a segment of a flat buffer in its full tensor `name`. The segment begins at offset `at` of the
-    buffer. It contains `length` elements of the local tensor from element `start` on.
+    """Maps a segment of this rank's shard to elements of the full tensor `name`. The segment begins at offset `at` of
+    the shard. It contains `length` elements of the local tensor, from element `start` on.
 
-    Along one dimension of size `size` in the full tensor, the local tensor has the indices `rows`. `inner` is the
-    number of elements per index. If `rows` is None, the local tensor is a contiguous range of the full tensor that
-    begins at `before`.
+    If `rows` is None, the local tensor is a contiguous range of the full tensor. Otherwise the local tensor has only
+    the indices `rows` along one dimension, which has `size` indices in the full tensor and `inner` elements per index.
+    `before` is the number of elements of the full tensor that belong to earlier expert ranks.
     """
 
     name: str
@@ -71,7 +73,7 @@ class GlobalIndex(NamedTuple):
     inner: int = 1
 
     def indices(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Returns the indices in the full tensor of the elements [first, last) of the segment."""
+        """Returns the indices (int64) in the full tensor of the elements [first, last) of the segment."""
         local = torch.arange(self.start + first, self.start + last, dtype=torch.int64, device=device)
         if self.rows is None:
             return local.add_(self.before)
@@ -91,7 +93,7 @@ def hash_key(*parts: object) -> tuple[int, int]:
 
 
 def random_bits(indices: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Returns 16 random bits (int32) for each element of `indices` (int64)."""
+    """Returns 16 random bits (int32) for each element index in `indices` (int64). `key` is a result of `hash_key`."""
     mixed = _murmur3_finalize(indices & _UINT32_MASK ^ key[0])
     mixed = _murmur3_finalize(mixed.add_(indices >> 32).add_(key[1]).bitwise_and_(_UINT32_MASK))
     return (mixed >> 16).to(torch.int32)
@@ -113,8 +115,8 @@ def stochastic_round(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor
 
 
 def slice_index(indices: Sequence[GlobalIndex], elements: slice) -> Iterator[GlobalIndex]:
-    """Yields the parts of the segments `indices` that are inside `elements`. Their offsets count from the start of
-    `elements`."""
+    """Yields the parts of the segments `indices` that are inside the range `elements` of the shard. The offsets `at` of
+    the results count from the start of `elements`."""
     for index in indices:
         first, last = max(index.at, elements.start), min(index.at + index.length, elements.stop)
         if first < last:
@@ -124,7 +126,8 @@ def slice_index(indices: Sequence[GlobalIndex], elements: slice) -> Iterator[Glo
 def stochastic_round_into(
     out: torch.Tensor, values: torch.Tensor, indices: Sequence[GlobalIndex], *key: object
 ) -> None:
-    """Rounds flat float32 `values` stochastically into flat bfloat16 `out`. Padding between tensors becomes zero."""
+    """Rounds flat float32 `values` stochastically into flat bfloat16 `out`. Padding between tensors becomes zero. `key`
+    and the names of the tensors select the random bits."""
     longest = ROUNDING_TILE_ELEMENTS if backend_of(values.device).memory_is_host else max(values.numel(), 1)
     out.zero_()
     for index in indices:
@@ -142,11 +145,12 @@ MIN_SCALE = 1e-30
 
 
 class Int8State:
-    """A flat float32 tensor, stored in 8 bits per element. `signed` False: no element is negative.
+    """Stores a flat float32 tensor in 8 bits per element. If `signed` is False, no element may be negative.
 
-    [Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign. So the code of this
-    element is that of 1, and quantising the dequantised values again gives the same bytes. torchao's scale is a
-    magnitude. With this scale the bytes could change, because torchao's map has no -1.
+    [Note: eight bits] The scale of a block is the element with the largest magnitude, including the sign of the
+    element. So this element is stored as the code of 1, and quantising the dequantised values again gives the same
+    bytes. torchao's own scale is a magnitude. With such a scale the bytes could change, because torchao's map has no
+    -1.
     """
 
     def __init__(self, numel: int, device: torch.device, signed: bool) -> None:
@@ -171,7 +175,7 @@ class Int8State:
             )
 
     def store(self, values: torch.Tensor, elements: slice) -> None:
-        """Quantises `values` and stores them in `elements`, which must be whole blocks."""
+        """Quantises `values` and stores them in the range `elements`, which must consist of whole blocks."""
         for tile, relative, blocks in self._tiles(elements):
             rows = values[relative].view(-1, BLOCK)
             scales = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
@@ -180,7 +184,7 @@ class Int8State:
             self.scales[blocks] = scales.view(-1)
 
     def load(self, elements: slice) -> torch.Tensor:
-        """Returns the stored `elements` as float32."""
+        """Returns the stored values in the range `elements` as float32."""
         out = torch.empty(elements.stop - elements.start, device=self.codes.device)
         for tile, relative, blocks in self._tiles(elements):
             out[relative] = self.library.dequant_with_qmap(self.codes[tile], self.map, self.scales[blocks])
@@ -197,7 +201,7 @@ def import_torchao() -> Any:
     Raises:
         InputError: torchao is not installed.
     """
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns about missing CUDA kernels
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # importing torchao warns about missing CUDA kernels
     try:
         from torchao.optim import quant_utils
     except ImportError as error:
@@ -212,7 +216,8 @@ def import_torchao() -> Any:
 
 
 class LowBitShard(OptimizerShard):
-    """A shard that stores states in fewer bits, and also weights if `stochastic`."""
+    """Stores the states of a shard in fewer bits. If `stochastic`, states and weights are bfloat16; otherwise only
+    states, in 8 bits."""
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[ParamRun], stochastic: bool) -> None:
         super().__init__(flat, runs)
@@ -225,7 +230,7 @@ class LowBitShard(OptimizerShard):
         self._exported: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
     def set_rounding(self, global_indices: Sequence[GlobalIndex], seed: int) -> None:
-        """Sets the position of each element in its full tensor, and the seed of stochastic rounding."""
+        """Sets the index of each element of the shard in its full tensor, and the seed of stochastic rounding."""
         self.global_indices, self.seed = global_indices, seed
 
     # --- update of a chunk
@@ -307,7 +312,7 @@ class LowBitShard(OptimizerShard):
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Creates empty states, which a checkpoint then fills. See `OptimizerShard.init_states`."""
+        """Creates zero states, which a checkpoint then fills. See `OptimizerShard.init_states`."""
         super().init_states(optimizer, dtypes, scalars, others)
         for run in (run for run in self.params if not run.has_no_state):
             for key in dtypes:

@@ -1,12 +1,13 @@
-"""The optimizer shard of a parameter group whose states, and possibly main weights, are offloaded to CPU or NVMe.
+"""Implements the optimizer shard of a parameter group with states, and possibly main weights, that are offloaded to CPU
+or NVMe. The updater passes its chunks to `StateSwapper` (offload/swapper.py).
 
 A shard has up to three parts: a resident part, a part with offloaded states, and a part with offloaded states and
 weights (`spec/layout.py`). Each part consists of chunks. The optimizer's parameters and states are views of the memory
-of a chunk. With offload to CPU, this is the host memory that stores the states. With offload to NVMe, it is a swap
-buffer that several chunks share. The buffer contains the values of a chunk only during the update of this chunk. Saving
-and loading (`parts`, `state_parts`) map the file, and the next update unmaps it. A part that is `on_device` has its
-states on the device. Nothing is fetched or stored for it, unless its weights are in a file. Then only the weights are
-swapped.
+of a chunk. With offload to CPU, this memory is the host memory that stores the states. With offload to NVMe, it is a
+swap buffer, which several chunks use in turn. The buffer contains the values of a chunk only during the update of this
+chunk. Saving and loading (`parts`, `state_parts`) map the file, and the next update unmaps the file. A part that is
+`on_device` has its states on the device. Such a part needs no swapping, unless its weights are in a file. If so, only
+the weights are swapped.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class FileExtent(NamedTuple):
 
 
 class OffloadedChunk:
-    """Elements [start, stop) of a part. `has_main_params`: the update changes a copy of the weights that
-    training reads."""
+    """Elements [start, stop) of a part of the shard. `has_main_params`: the update changes main weights, which are a
+    copy of the weights that the forward reads."""
 
     def __init__(self, part: OffloadedPart, start: int, stop: int) -> None:
         self.part, self.start, self.stop, self.has_main_params = part, start, stop, part.has_main_params
@@ -58,7 +59,7 @@ class OffloadedChunk:
         self.runs: list[ParamRun] = []
         """The segments of the chunk's parameters. Their positions count from the start of the chunk."""
         self.updated = torch.empty(0)
-        """The weights that the update changes. The chunk's parameters are views of this tensor."""
+        """The flat weights that the update changes. The chunk's parameters are views of this tensor."""
         self.gradients: torch.Tensor | None = None
         """The chunk's gradients in the buffer that backward wrote. None until they are complete."""
         self.grads_on_host = False
@@ -70,22 +71,24 @@ class OffloadedChunk:
 
     @property
     def unit_range(self) -> slice:
-        """The elements of the chunk, as a slice of the parameter group's shard."""
+        """Returns the elements of the chunk, as a slice of the parameter group's shard."""
         return slice(self.part.start + self.start, self.part.start + self.stop)
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the chunk's values of `kind`, in the memory from which the optimizer reads them."""
+        """Returns the chunk's values of `kind` (a state, the main weights or the gradients), in the memory from which
+        the optimizer reads them."""
         if kind in self.part.in_memory:
             return self.part.in_memory[kind][self.start : self.stop]
         numel = self.stop - self.start
         return self.buffer.pages(kind, round_up_to_pages(numel * dtype.itemsize)).view(dtype)[:numel]
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits `tensor`, which has one element for each of the chunk's, into one view for each parameter."""
+        """Splits `tensor`, which has as many elements as the chunk, into one view for each parameter."""
         return tensor.split([run.numel() for run in self.params])
 
     def fetch(self) -> None:
-        """Reads the chunk from the file, and copies gradients to the host if they are complete."""
+        """Reads the chunk from the file into the swap buffer. Copies the chunk's gradients to the host if they are
+        complete."""
         swap_file = self.part.swapper.swap_file
         for start, pages in self._file_pages():
             assert swap_file is not None
@@ -99,7 +102,8 @@ class OffloadedChunk:
             self.part.swapper.copy_streams.copy(self._host_grads, gradients).wait()
 
     def store(self) -> None:
-        """Writes the updated weights to where training reads them, and everything else to the file."""
+        """Writes the updated weights to where the forward reads them, and all values that are stored in the file to the
+        file."""
         part, swap_file = self.part, self.part.swapper.swap_file
         if self.has_main_params and isinstance(part.storage, torch.Tensor):
             self._upload(self.view(MAIN_PARAM_KIND, part.dtype), part.storage[self.start : self.stop])
@@ -115,8 +119,8 @@ class OffloadedChunk:
             swap_file.write(start, pages)
 
     def _upload(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
-        """Copies weights that the host has updated to the device, in the device's dtype through pinned memory ([Note:
-        one type, pinned])."""
+        """Copies weights that the host has updated to the device. The weights pass through pinned memory in the
+        device's dtype ([Note: one type, pinned])."""
         if self.part.on_device or self.part.on_host or not self.part.swapper.has_device_memory:
             weights.copy_(updated)
             return
@@ -125,8 +129,8 @@ class OffloadedChunk:
         self.part.swapper.copy_streams.copy(weights, updated).wait()
 
     def _file_pages(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the chunk's values that are in the file: for each kind, the offset in the file and the pages of the
-        swap buffer."""
+        """Returns for each kind of value that is stored in the file: the chunk's offset in the file (bytes), and the
+        pages of the swap buffer."""
         pages_in_file = []
         for kind, extent in list(self.part.extents.items()):
             if self.has_states or kind == MAIN_PARAM_KIND:
@@ -157,8 +161,8 @@ class OffloadedChunk:
             run.grad = None if run.skipped else piece
 
     def clear_grad(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Clears the gradients after the update. Allocates storage for states that the optimizer has created, and
-        returns whether there are any."""
+        """Clears the gradients after the update. If the update has created states, allocates storage for these states
+        and returns True. Otherwise returns False."""
         for run in self.params:
             run.grad = None
         example = next((run for run in self.params if not run.has_no_state), None)
@@ -178,8 +182,8 @@ class OffloadedChunk:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Splits parameters so that each of `tensors` in `names` has its own. Positions of `tensors` count from the
-        start of the parameter group's shard."""
+        """Splits parameters so that each of `tensors` whose name is in `names` has separate parameters. Positions of
+        `tensors` count from the start of the parameter group's shard."""
         at = self.unit_range.start
         local = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
         before, self.runs = self.params, isolate_tensors(self.runs, local, names)
@@ -187,7 +191,7 @@ class OffloadedChunk:
         replace_params(optimizer, before, self.params)
 
     def init_states(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
-        """Creates the states, which a checkpoint then fills."""
+        """Creates the states of the chunk, which a checkpoint then fills."""
         parts = {
             kind: self.split(self.view(kind, dtype))
             for kind, dtype in self.part.dtypes.items()
@@ -199,8 +203,9 @@ class OffloadedChunk:
 
 
 class OffloadedPart:
-    """A part of a shard, from element `start` on. `on_device`: its states are on the device. `dtypes` has an entry for
-    each kind of state and for the main weights. Each kind is either `in_memory` or at `extents` of the file."""
+    """A part of a shard, from element `start` of the shard on. `on_device`: its states are on the device. `dtypes` has
+    an entry for each kind of state and for the main weights. The values of a kind are stored either in `in_memory` or
+    in the file, at `extents`."""
 
     def __init__(
         self,
@@ -211,8 +216,9 @@ class OffloadedPart:
         part: OffloadSplit,
         on_device: bool,
     ) -> None:
-        """`storage` is where training reads the weights. Weights of dtype `dtype` that the updating processor can
-        access are updated in place. Weights in a file are swapped like states."""
+        """`storage` is where the forward reads the weights. `dtype` is the dtype of the update. Weights that have this
+        dtype, and that the updating processor can access, are updated in place. Weights in a file are swapped like
+        states."""
         self.swapper, self.dtype, self.start, self.on_host, self.on_device = (
             swapper,
             dtype,
@@ -260,7 +266,7 @@ class OffloadedPart:
 
     @property
     def main_params(self) -> torch.Tensor:
-        """The tensor that stores the weights which the update changes."""
+        """Returns the tensor that stores the weights which the update changes."""
         if isinstance(self.storage, torch.Tensor) and not self.has_main_params:
             return self.storage
         (whole,) = self.full(MAIN_PARAM_KIND)
@@ -279,8 +285,8 @@ class OffloadedPart:
             self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
 
     def full(self, kind: str) -> list[torch.Tensor]:
-        """Returns a list with the one tensor that stores all values of `kind`, so that writes reach the storage.
-        Returns an empty list if there are none."""
+        """Returns a list with one tensor, which stores all values of `kind`, so that writes reach the storage. Returns
+        an empty list if the part has no values of `kind`."""
         self.swapper.quiesce()
         if kind in self.in_memory:
             return [self.in_memory[kind]]
@@ -310,7 +316,7 @@ class OffloadedShard(OptimizerShard):
         runs: Sequence[ParamRun],
         parts: Sequence[OffloadSplit],
     ) -> None:
-        """`storages` are the weights of each of `parts`."""
+        """`storages` has the weights of each of `parts`: a tensor, or a range of a file."""
         swapper.copy_streams.wait_for_compute()  # the compute stream has written the weights
         self.swapper = swapper
         self.splits = [
@@ -324,7 +330,7 @@ class OffloadedShard(OptimizerShard):
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Splits parameters so that each of `tensors` in `names` has its own."""
+        """Splits parameters so that each of `tensors` whose name is in `names` has separate parameters."""
         for chunk in self.chunks:
             chunk.isolate(optimizer, tensors, names)
         self.params = [run for chunk in self.chunks for run in chunk.params]
@@ -332,17 +338,17 @@ class OffloadedShard(OptimizerShard):
 
     @property
     def in_file(self) -> bool:
-        """Whether weights are in a file."""
+        """Returns whether weights are in a file."""
         return any(part.nvme_shard is not None for part in self.splits)
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The main weights of each part, in order."""
+        """Returns the main weights of each part, in order."""
         return [part.main_params for part in self.splits]
 
     @property
     def flat(self) -> torch.Tensor:
-        """The main weights of a shard with one part."""
+        """Returns the main weights of a shard with exactly one part."""
         (tensor,) = self.parts
         return tensor
 
@@ -356,8 +362,8 @@ class OffloadedShard(OptimizerShard):
         return sum(part.bytes(MAIN_PARAM_KIND) for part in self.splits if part.on_device)
 
     def state_bytes(self) -> int:
-        """Returns the number of bytes of states on the device that the optimizer does not count as its own."""
-        # If the plan does not offload states, the optimizer counts their bytes itself.
+        """Returns the number of bytes of states on the device that are not in the optimizer's own state."""
+        # If the plan does not offload states, their bytes are counted in the optimizer's own state.
         resident = [part for part in self.splits if part.on_device and self.swapper.optimizer]
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 

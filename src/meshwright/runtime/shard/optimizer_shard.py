@@ -1,20 +1,21 @@
-"""The optimizer's shard of a flat parameter group: the weights, or a float32 copy of them (main weights), and the
-optimizer states.
+"""Stores the optimizer's shard of a flat parameter group: the optimizer states, and the weights or a float32 copy of
+them (main weights). The updater and checkpoints use the shards.
 
-On a CPU the optimizer gets the shard in pieces (`ShardParam`), because it reads its parameters once per operation and a
-piece stays in the cache. On one thread, torch's AdamW took 92 ms for one tensor of 18 million elements and 27 ms for
-the same elements in pieces. On an accelerator the optimizer gets one tensor, which needs one kernel launch. A piece
-contains either matrices or vectors (biases, norms), all of one optimizer group (optim/param_groups.py), so that the
-optimizer can treat matrices and vectors differently. Each elementwise state is stored as one tensor, and the optimizer
-has views of it. So checkpoints do not depend on the pieces.
+The optimizer gets the shard as consecutive parameters, which are called pieces here (`ShardParam`). A piece contains
+either matrices or vectors (biases, norms), so that the optimizer can treat the two differently. All tensors of a piece
+are in one optimizer group (optim/param_groups.py). On a CPU, pieces are also short enough to stay in the cache, because
+the optimizer reads a parameter once per operation. On one thread, torch's AdamW took 92 ms for one tensor of 18 million
+elements and 27 ms for these elements in short pieces. On an accelerator pieces are as long as possible, because each
+needs kernel launches. Each elementwise state is stored as one tensor, and the optimizer has views of this tensor. So
+checkpoints do not depend on the pieces.
 
 Scalar states, such as the step count, are saved and restored with their exact type. A different type would change the
 rounding of the state and of the update.
 
 [Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, states and step
-count stay. When a parameter is skipped for the first time, it gets separate pieces (`ShardParam.isolated`). In an
-update that skips the parameter, these pieces have no gradient, so torch skips them. torch creates the states of a piece
-in the first update that has a gradient for it. Until then the piece has no states.
+count do not change. When a parameter of the model is skipped for the first time, it gets separate pieces
+(`ShardParam.isolated`). In an update that skips the parameter, these pieces have no gradient, so torch skips them.
+torch creates the states of a piece in the first update in which the piece has a gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from meshwright.spec.layout import CHUNK_ELEMENTS
 
 
 class ScalarState(NamedTuple):
-    """A scalar optimizer state. `kind` is the dtype of a 0-dimensional tensor, or the Python type `int`, `float` or
-    `bool`."""
+    """A scalar optimizer state. `kind` is the dtype of a 0-dimensional tensor ('float32'), or the name of the Python
+    type: 'int', 'float' or 'bool'."""
 
     value: float
     kind: str = "float32"
@@ -55,7 +56,7 @@ PYTHON_SCALAR_TYPES: Mapping[str, type] = MappingProxyType({"int": int, "float":
 ScalarValues = Mapping[str, ScalarState | float]
 
 ScalarValuesByParam = Mapping[int, ScalarValues]
-"""For each parameter id: the scalar states by name."""
+"""For the `id` of each parameter: the scalar states by name."""
 
 NO_SCALARS: ScalarValuesByParam = MappingProxyType({})
 
@@ -89,7 +90,8 @@ def scalar_type(value: Any) -> str:
 
 
 def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: ScalarValues) -> dict[str, Any]:
-    """Returns new scalar states by name, on the device from which the update of `run` reads them."""
+    """Returns new scalar states with the values `scalars` by name, on the device from which the update of `run` reads
+    them."""
     group = (
         {}
         if backend_of(run.device).memory_is_host
@@ -121,12 +123,12 @@ def is_elementwise(value: Any, run: torch.Tensor) -> bool:
 
 
 SHARD_PARAM_ELEMENTS = 1 << 17
-"""Number of elements of a parameter that the optimizer updates at a time on a CPU."""
+"""Maximum number of elements of a piece on a CPU."""
 
 
 class ShardParam(nn.Parameter):
     """A flat parameter of the optimizer: a piece of the shard. `is_matrix`: the piece contains tensors with two or more
-    dimensions. `path` is the name of one of its tensors, which are all in one optimizer group."""
+    dimensions. `path` is the name of one tensor of the piece."""
 
     is_matrix: bool
     path: str
@@ -145,18 +147,20 @@ class ShardParam(nn.Parameter):
 
     @property
     def has_no_state(self) -> bool:
-        """Whether the piece has no states, because no update has had a gradient for it."""
+        """Returns whether the piece has no states, because it had a gradient in no update."""
         return self.stateless and self.skipped
 
     @property
     def needs_new_state(self) -> bool:
-        """Whether the present update is the first one with a gradient for the piece, after updates that skipped it."""
+        """Returns whether the present update is the first with a gradient for the piece, after updates that skipped
+        it."""
         return self.stateless and not self.skipped
 
 
 class ParamRun(NamedTuple):
-    """Elements [start, stop) of the shard, all matrices or all vectors, of one optimizer group. `path` is the name of
-    the first tensor. With `isolated`, this is the only tensor."""
+    """A segment of the shard: elements [start, stop). The elements belong to matrices only or to vectors only, all in
+    one optimizer group. `path` is the name of the first tensor. If `isolated`, the segment contains only this
+    tensor."""
 
     start: int
     stop: int
@@ -165,12 +169,13 @@ class ParamRun(NamedTuple):
     isolated: bool = False
 
     def clip(self, first: int, last: int) -> ParamRun:
-        """Returns the part of the segment inside [first, last). Its positions count from `first`."""
+        """Returns the part of the segment inside [first, last). `start` and `stop` of the result count from `first`."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
 
 class TensorExtent(NamedTuple):
-    """The elements [start, stop) of the tensor `name`, including the padding after it."""
+    """The elements [start, stop) of a shard that belong to the tensor `name`, including the padding after the
+    tensor."""
 
     start: int
     stop: int
@@ -178,7 +183,8 @@ class TensorExtent(NamedTuple):
 
 
 class ShardChunk(NamedTuple):
-    """Consecutive parameters: their indices in `OptimizerShard.params`, and their elements in the shard."""
+    """Consecutive pieces that are updated together: their indices in `OptimizerShard.params`, and their elements in the
+    shard."""
 
     runs: slice
     elements: slice
@@ -188,7 +194,8 @@ FULL_SHARD = ShardChunk(slice(None), slice(None))
 
 
 def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[ShardParam]:
-    """Returns parameters for the optimizer: consecutive views of `flat`. The segments `runs` cover `flat`."""
+    """Returns the pieces of `flat` for the optimizer, which are consecutive views. `runs` are the segments of `flat` in
+    order."""
     longest = SHARD_PARAM_ELEMENTS if backend_of(flat.device).memory_is_host else max(flat.numel(), 1)
     sizes = list(_run_sizes(runs, longest)) or [(flat.numel(), ParamRun(0, 0, True, ""))]
     parts = flat.split([size for size, _ in sizes])
@@ -198,10 +205,11 @@ def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[Shar
 
 
 class OptimizerShard:
-    """The optimizer's shard of a parameter group. `params` are consecutive views of the tensor `flat`."""
+    """The optimizer's shard of a parameter group. `params` are the pieces, which are consecutive views of the tensor
+    `flat`."""
 
     isolated: Sequence[ShardParam] = ()
-    """The parameters of tensors that an update has skipped ([Note: skipped parameters])."""
+    """The pieces of the tensors that an update has skipped ([Note: skipped parameters])."""
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[ParamRun]) -> None:
         self._flat, self.params, self._runs = flat, make_shard_params(flat, runs), list(runs)
@@ -213,12 +221,12 @@ class OptimizerShard:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The main weights as one flat tensor."""
+        """Returns the main weights as one flat tensor."""
         return self._flat
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The tensors that store the main weights, in order."""
+        """Returns the tensors that store the main weights, in order."""
         return [self.flat]
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
@@ -226,16 +234,17 @@ class OptimizerShard:
         return {key: [whole] for key, whole in self.states(optimizer).items()}
 
     def _split(self, flat: torch.Tensor, selected: slice = slice(None)) -> tuple[torch.Tensor, ...]:
-        """Returns views of `flat`, one for each of the `selected` parameters. `flat` contains exactly their
-        elements.
+        """Returns views of `flat`, one for each of the `selected` pieces. `flat` must have exactly the elements of
+        these pieces.
         """
         return flat.split([run.numel() for run in self.params[selected]])
 
     def commit_loaded_states(self) -> None:
-        """Is called after a checkpoint has written the states."""
+        """Stores states that a checkpoint has written to the tensors of `states`. Here these tensors are the
+        storage."""
 
     def state_bytes(self) -> int:
-        """Returns the number of bytes of states that the optimizer does not store itself."""
+        """Returns the number of bytes of states that are not in the optimizer's own state."""
         return 0
 
     def bytes(self) -> int:
@@ -248,26 +257,27 @@ class OptimizerShard:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Splits the parameters so that each of `tensors` in `names` has its own. The optimizer's states and groups
-        follow."""
+        """Splits the pieces so that each of `tensors` whose name is in `names` has separate pieces. Also splits the
+        optimizer's states, and replaces the pieces in the optimizer's groups."""
         before, self._runs = self.params, isolate_tensors(self._runs, tensors, names)
         self.params = make_shard_params(self._flat, self._runs)
         self.isolated = replace_params(optimizer, before, self.params)
 
     def set_grad(self, gradient: torch.Tensor, selected: slice = slice(None)) -> None:
-        """Sets the gradients of the `selected` parameters for the optimizer's next step."""
+        """Sets the gradients of the `selected` pieces for the optimizer's next step. `gradient` has exactly their
+        elements."""
         for run, part in zip(self.params[selected], self._split(gradient, selected), strict=True):
             run.grad = None if run.skipped else part
 
     def clear_grad(self, selected: slice = slice(None)) -> None:
-        """Clears the gradients of the `selected` parameters."""
+        """Clears the gradients of the `selected` pieces."""
         for run in self.params[selected]:
             run.grad = None
 
     # --- chunks
 
     def iter_chunks(self) -> Iterator[ShardChunk]:
-        """Yields chunks that cover all parameters in order. On an accelerator one chunk covers everything."""
+        """Yields chunks that cover all pieces in order. On an accelerator there is one chunk."""
         longest = CHUNK_ELEMENTS if backend_of(self.flat.device).memory_is_host else max(self.flat.numel(), 1)
         first = start = end = 0
         for at, run in enumerate(self.params, 1):
@@ -277,7 +287,8 @@ class OptimizerShard:
                 first, start = at, end
 
     def upcast(self, optimizer: torch.optim.Optimizer, step: int, chunk: ShardChunk) -> None:
-        """Prepares a chunk for the update of step `step`."""
+        """Converts the chunk to the dtype of the update of step `step`. Does nothing here, because this class stores
+        weights and states in that dtype."""
 
     def downcast(self, optimizer: torch.optim.Optimizer, chunk: ShardChunk) -> None:
         """Stores the states that the update of the chunk created."""
@@ -297,14 +308,14 @@ class OptimizerShard:
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Returns the elementwise states by name, each with the shape of `flat`. Makes the optimizer's states views of
-        them."""
+        the returned tensors."""
         if not self._are_linked(optimizer):
             self.link_states(optimizer)
         return self._states
 
     def link_states(self, optimizer: torch.optim.Optimizer, selected: ShardChunk = FULL_SHARD) -> None:
-        """Copies the optimizer's states of the `selected` parameters into the flat states. The optimizer's states
-        become views of the flat states. Parameters without states get zeros."""
+        """Copies the optimizer's states of the `selected` pieces into the flat states, and replaces them by views of
+        the flat states. For pieces without states, the flat states are zeros."""
         example = next((run for run in self.params[selected.runs] if not run.has_no_state), self.params[0])
         for key, first in sorted(optimizer.state.get(example, {}).items()):
             if is_elementwise(first, example):
@@ -323,8 +334,8 @@ class OptimizerShard:
                         state[key] = view.copy_(state[key])
 
     def _are_linked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether the optimizer's states are views of the flat states. Runs in every step, so it compares only
-        the addresses for the first and the last parameter with states."""
+        """Returns whether the optimizer's states are views of the flat states. Compares only the addresses of the first
+        and the last piece with states, because it runs in every step."""
         begin, end = self.params[0], self.params[-1]
         if self.isolated:
             begin = next((run for run in self.params if not run.has_no_state), begin)
@@ -343,7 +354,8 @@ class OptimizerShard:
         return True
 
     def scalar_states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        """Yields the name and value of each scalar state that all parameters without skipped updates share."""
+        """Yields the name and value of each scalar state. The values are equal for all pieces that no update has
+        skipped."""
         run = next((run for run in self.params if not run.isolated), None)
         if run is not None:
             yield from scalar_states(optimizer, run)
@@ -355,8 +367,9 @@ class OptimizerShard:
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Creates zero states with `dtypes` and the scalar states `scalars`, which a checkpoint then fills. `others`
-        has the scalar states of parameters that differ. A parameter that every update has skipped gets no states."""
+        """Creates elementwise states of zeros with `dtypes`, which a checkpoint then fills, and the scalar states
+        `scalars`. `others` has the scalar states of pieces whose scalar states differ. A piece that every update has
+        skipped gets no states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, dtype)) for key, dtype in dtypes.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.params):
@@ -364,7 +377,7 @@ class OptimizerShard:
 
 
 class FrozenShard(OptimizerShard):
-    """The weights of a frozen parameter group, stored in several tensors."""
+    """The weights of a frozen parameter group that are stored in several tensors."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         super().__init__(parts[0], ())
@@ -372,13 +385,13 @@ class FrozenShard(OptimizerShard):
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The tensors that store the frozen weights."""
+        """Returns the tensors that store the frozen weights."""
         return self._parts
 
 
 def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, ParamRun]]:
-    """Yields the size and the segment of each parameter. Parameters end at the end of their segment and at every
-    multiple of `longest`. So chunk boundaries do not depend on the segments.
+    """Yields the size and the segment of each piece. A piece ends at the end of its segment and at every multiple of
+    `longest`. So chunk boundaries do not depend on the segments.
 
     >>> runs = [ParamRun(0, 4, True, "a"), ParamRun(4, 7, False, "b"), ParamRun(7, 10, True, "c")]
     >>> [size for size, _ in _run_sizes(runs, 3)]
@@ -393,8 +406,8 @@ def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, Pa
 
 
 def element_address(run: torch.Tensor, flat: torch.Tensor, full: torch.Tensor) -> int:
-    """Returns the address of the element of `full` whose index is that of the first element of `run` in `flat`. `run`
-    is a view of `flat`."""
+    """Returns the address of `full[i]`, where i is the index in `flat` of the first element of `run`. `run` is a view
+    of `flat`."""
     return full.data_ptr() + (run.data_ptr() - flat.data_ptr()) // flat.element_size() * full.element_size()
 
 
@@ -437,8 +450,8 @@ def isolate_tensors(
 def replace_params(
     optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]
 ) -> list[ShardParam]:
-    """Replaces the parameters `before` by their pieces `after`, with their states, in the optimizer and in its nested
-    optimizers. Returns the isolated parameters."""
+    """Replaces the pieces `before` by the shorter pieces `after`, in the optimizer and in its nested optimizers. Splits
+    their states. Returns the isolated pieces."""
     news = iter(after)
     parts: dict[int, list[ShardParam]] = {}
     for old in before:
@@ -460,14 +473,16 @@ def replace_params(
 
 
 def _split_state(state: dict[str, Any], old: ShardParam, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yields the states of each piece of a parameter. Elementwise states are views. All other states are copies."""
+    """Yields the states of each part of the piece `old`. Elementwise states are views of `state`. All other states are
+    copies."""
     split = {key: value.split(sizes) for key, value in state.items() if is_elementwise(value, old)}
     for at in range(len(sizes)):
         yield {key: split[key][at] if key in split else deepcopy(value) for key, value in state.items()}
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizer and its nested optimizers, which its attributes refer to directly or in lists."""
+    """Returns the optimizer and all nested optimizers. An optimizer is nested if an attribute is that optimizer, or is
+    a list or tuple that contains it."""
     optimizers: list[torch.optim.Optimizer] = []
     queue: list[Any] = [optimizer]
     while queue:

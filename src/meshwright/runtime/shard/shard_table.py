@@ -1,7 +1,8 @@
-"""How every tensor of the model is divided over ranks: global shapes, tensor-parallel splits, expert ranks, and stages.
+"""Records how every tensor of the model is divided over ranks: global shapes, tensor-parallel splits, expert ranks, and
+stages.
 
-The build writes the table once, while the model is still full (build/passes/describe_shards.py). Checkpoints, norms,
-full tensors and rounding read the table.
+The build writes the table once, while the model is still full (build/passes/describe_shards.py). The code for
+checkpoints, norms, full-tensor updates and stochastic rounding reads the table.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from meshwright.analysis.graph import TpSplit, shard_intervals
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one parameter or buffer is divided over ranks."""
+    """Describes how one parameter or buffer is divided over ranks."""
 
     global_shape: torch.Size
     tp_split: TpSplit | None = None
     """How tensor ranks split the tensor; None if each tensor rank stores it in full."""
     tp_index: int = 0
-    """The index of this rank among the tensor ranks that split or replicate the tensor."""
+    """The index of this rank in the group of tensor ranks that split or replicate the tensor."""
     tp_ranks: int = 1
-    """The number of tensor ranks that split or replicate the tensor."""
+    """The size of the group of tensor ranks that split or replicate the tensor."""
     is_expert: bool = False
     """Whether expert ranks divide the first dimension of the tensor."""
     expert_index: int = 0
@@ -42,24 +43,24 @@ class ShardSpec:
         return shard_intervals(size, self.tp_index if index is None else index, self.tp_ranks)
 
     def expert_offset(self, local_numel: int) -> int:
-        """Returns the index of this rank's first element in the stacked experts of all expert ranks. Each expert rank
-        stores `local_numel` elements."""
+        """Returns the number of elements of this tensor on earlier expert ranks, if each expert rank stores
+        `local_numel` elements. Returns 0 for tensors that are not experts."""
         return self.expert_index * local_numel
 
 
 @dataclass(frozen=True)
 class ShardTable:
-    """The parameters of the whole model and the buffers of its state dict by name, in the model's order."""
+    """Contains the parameters of the whole model and the buffers of its state dict by name, in the model's order."""
 
     params: Mapping[str, ShardSpec] = field(default_factory=dict)
     buffers: Mapping[str, ShardSpec] = field(default_factory=dict)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each parameter by name."""
+        """Returns the global shape of each parameter by name."""
         return {name: spec.global_shape for name, spec in self.params.items()}
 
     @cached_property
     def buffer_shapes(self) -> dict[str, torch.Size]:
-        """The global shape of each buffer of the state dict by name."""
+        """Returns the global shape of each buffer of the state dict by name."""
         return {name: spec.global_shape for name, spec in self.buffers.items()}

@@ -1,1 +1,1 @@
-"""Tensor parallelism, sequence parallelism and the loss over a split vocabulary, on local tensors."""
+"""Implements tensor parallelism, sequence parallelism and a vocabulary that is split over ranks, on local tensors."""

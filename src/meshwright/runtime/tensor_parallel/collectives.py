@@ -1,5 +1,6 @@
-"""The collectives of tensor parallelism, as autograd functions on local tensors. A function returns its input if the
-group is None.
+"""Implements the collectives of tensor parallelism as autograd functions on local tensors. The layers in layers.py call
+them at the end of a region. (A region is a part of a block, from the input of column layers to the output of row
+layers.) An autograd function returns its input if the group is None.
 
 | function | forward | backward |
 |---|---|---|
@@ -8,10 +9,11 @@ group is None.
 | scatter_sequence | local slice | all-gather |
 | gather_replicated | all-gather | local slice |
 
-The entry of a region is in column.py. Its forward is the identity and its backward an all-reduce. Under sequence
-parallelism its forward is an all-gather and its backward a reduce-scatter. The functions have no state, so a recomputed
-layer may run them again. Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `reduce_from_region`);
-Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2 (g-bar is `reduce_scatter_from_region`).
+column.py implements the entry of a region. The forward of the entry is the identity and its backward an all-reduce.
+Under sequence parallelism the forward is an all-gather and the backward a reduce-scatter. The functions here have no
+state, so a recomputed layer may run them again. Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is
+`reduce_from_region`); Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2 (g-bar is
+`reduce_scatter_from_region`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from meshwright.runtime.comm.group import CommGroup, linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-    """Leaves a region after a row layer: returns the sum of `x` over ranks. `x` is overwritten, so no other code may
-    use it."""
+    """Returns the sum of `x` over ranks, which is the output of a row layer. `x` may be overwritten, so no other code
+    may use it afterwards."""
     if group is None:
         return x
     # The result must not be an autograd view, because later code may add to it in place.
@@ -34,8 +36,8 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """Leaves a region under sequence parallelism: returns this rank's slice, along `dim`, of the sum of `x`
-    over ranks."""
+    """Returns this rank's slice, along `dim`, of the sum of `x` over ranks, which is the output of a row layer under
+    sequence parallelism."""
     return (
         x
         if group is None
@@ -46,7 +48,7 @@ def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: in
 
 
 def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's slice of `x` along `dim`. Every rank has the same `x`."""
+    """Returns this rank's slice of `x` along `dim`. `x` must be equal on all ranks."""
     return (
         x
         if group is None
@@ -55,8 +57,8 @@ def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> 
 
 
 def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """Returns the all-gathered slices along `dim`, for a computation that every rank repeats. So the gradient is equal
-    on all ranks."""
+    """Returns the slices `x` of all ranks, joined along `dim`. Every rank must repeat the computation that uses the
+    result, so that the gradient of the result is equal on all ranks."""
     return (
         x
         if group is None
@@ -69,7 +71,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the sum of `x` over `group`, in the memory of `x` if it is contiguous."""
+    """Returns the sum of `x` over `group`. If `x` is contiguous, it is overwritten with the sum."""
     x = x.contiguous()
     async_collectives.all_reduce(x, group).wait()
     return x
@@ -85,7 +87,7 @@ def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
 
 
 def stack_slices(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
-    """Cuts `x` along `dim` into one slice per rank. Returns the stacked slices, (ranks, ...)."""
+    """Splits `x` along `dim` into one slice per rank. Returns the slices, stacked along a new first dimension."""
     ranks = group.size
     return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
 

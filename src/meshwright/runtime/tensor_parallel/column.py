@@ -1,15 +1,17 @@
-"""The entry of a region for all of its column layers. Overlaps the reduction of their input gradients with a weight
-gradient.
+"""Implements column layers and their common input, the entry of a tensor-parallel region (layers.py). In backward the
+reduction of the input's gradient overlaps with the computation of a weight gradient.
 
-[Note: crossing] The column layers of a region read one tensor. In backward, the matrix products add the gradients of
-this tensor into one buffer. The last column layer starts to reduce the buffer over the ranks, and computes its weight
-gradient during the reduction. Under sequence parallelism the gathered input is not saved for backward. Each rank saves
-only its slice and gathers again (Korthikanti et al., Reducing Activation Recomputation, 2022, section 4.2.2). So the
-activations outside the matrix products shrink by the tensor-parallel degree.
+[Note: region input] The column layers of a region have one input tensor (`RegionInput`). In backward, each column layer
+adds its gradient of this tensor to a common buffer. The layer whose backward runs last starts to reduce the buffer over
+the ranks, and computes its weight gradient during the reduction. Under sequence parallelism the gathered input is not
+saved for backward. Each rank saves only its slice and gathers again in backward (Korthikanti et al., Reducing
+Activation Recomputation, 2022, section 4.2.2). So the activations outside the matrix products are divided by the
+tensor-parallel degree.
 
-If an operation is between the entry and a column layer, the layer does not read the entered tensor itself. Then the
-layer uses autograd as usual, and the region input adds autograd's gradient to the buffer. A region input belongs to one
-forward pass, with or without recompute. It drops its tensors at the end of the backward of this pass.
+If the model applies an operation between the entry and a column layer, the layer has a different input. Then autograd
+computes the layer's gradients as usual, and `RegionInput.finish` adds autograd's gradient to the buffer. A
+`RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the corresponding
+backward.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
 
 
 class RegionInput:
-    """The input of a region in one forward pass, and its backward."""
+    """The input of a region in one forward, and its backward. `readers` is the number of column layers that read the
+    input. `unread` counts down their forwards, and then counts up their backwards."""
 
     def __init__(self, hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -42,17 +45,19 @@ class RegionInput:
         self.pending: CollectiveWork | None = None
 
     def saved_input(self) -> torch.Tensor | None:
-        """Returns the tensor that a column layer saves for backward: its input, or this rank's slice."""
+        """Returns the tensor that a column layer saves for backward: the input, or this rank's slice of it under
+        sequence parallelism."""
         return self.hidden if self.sequence_parallel else self.entered
 
     def read(self) -> None:
-        """Counts one more column layer that reads the input."""
+        """Counts the forward of one more consumer of the input. After the last forward, drops the references to the
+        input."""
         self.unread -= 1
         if not self.unread:
             self.hidden = self.entered = None
 
     def recompute_input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Returns, in backward, the input that the column layers have read, from the saved tensor `saved`."""
+        """Returns in backward the input of the column layers, which is computed from the saved tensor `saved`."""
         if not self.sequence_parallel:
             return saved
         if self.whole is None:
@@ -60,8 +65,8 @@ class RegionInput:
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
-        """Adds gradient (N, out) x weight (out, in) to the gradient of the input. After the last column layer, starts
-        the reduction."""
+        """Adds gradient (N, out) x weight (out, in) to the gradient of the input, which has the shape `shape`. After
+        the last column layer, starts the reduction."""
         if self.buffer is None:
             self.buffer = gradient @ weight
         else:
@@ -80,11 +85,11 @@ class RegionInput:
         self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
 
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """Returns the gradient of the hidden state. `brought` is the gradient that autograd computed for consumers
-        other than the column layers."""
+        """Returns the gradient of the hidden state, summed over ranks. `brought` is the gradient that autograd has
+        computed for consumers that are not column layers, or None."""
         result = self._finished()
-        # The reduction of `buffer` has not started if some consumers are not column layers, or if the output of a
-        # column layer was not used.
+        # If some consumers are not column layers, or if the output of a column layer was not used, the reduction of
+        # `buffer` has not started yet.
         if self.buffer is not None and result is None:
             total = self.buffer.view(shape)
             self._start(total if brought is None else total.add_(brought))
@@ -104,8 +109,8 @@ class RegionInput:
 
 
 class RegionEntryHook:
-    """A forward pre-hook with which the hidden state of a module enters the region. Modules that receive the same
-    tensor share one region input."""
+    """A forward pre-hook that replaces the hidden state among a module's arguments by the input of the region. Modules
+    with an identical hidden state get one common `RegionInput`."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
@@ -116,13 +121,14 @@ class RegionEntryHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
-        entered = self._cross(hidden)  # attention may receive this tensor as query, key and value
+        entered = self._cross(hidden)  # attention may receive `hidden` three times: as query, key and value
         return tuple(entered if value is hidden else value for value in args), {
             name: entered if value is hidden else value for name, value in kwargs.items()
         }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of a consumer whose forward is not replaced. Autograd computes the gradient of its input."""
+        """Counts the forward of a consumer whose forward is not replaced. This method is registered as a forward hook.
+        Autograd computes the gradient of such a consumer."""
         if self.crossing is not None:
             self.crossing.read()
 
@@ -134,7 +140,8 @@ class RegionEntryHook:
 
 
 class ReplicatedInputHook:
-    """A forward hook of a replicated layer whose output enters the region and is used only there."""
+    """A forward hook of a replicated layer whose output is used only inside the region. The hook returns the output as
+    input of the region."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -148,7 +155,8 @@ class ReplicatedInputHook:
 
 
 class ColumnLinear:
-    """Replaces the forward of a column layer: computes the local part of the product and of the bias."""
+    """Replaces the forward of a column layer. Returns this rank's output features: the product with the local weight,
+    plus the local bias. `linear`: the weight is (out, in), otherwise (in, out)."""
 
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear
@@ -184,7 +192,8 @@ class _EnterRegion(torch.autograd.Function):
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """Computes x W^T + b if `linear`, otherwise x W + b. The gradient of x goes to the region input."""
+    """Computes x W^T + b if `linear`, otherwise x W + b. Backward adds the gradient of x to the buffer of the
+    `RegionInput`."""
 
     @staticmethod
     def forward(

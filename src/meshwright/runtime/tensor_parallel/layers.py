@@ -1,12 +1,13 @@
-"""Implements tensor parallelism: column and row layers on local tensors, with one collective at the beginning of a
-region and one at its end.
+"""Shards a model in place for tensor parallelism: column and row layers on local tensors, with one collective at the
+beginning of a region and one at its end. The build calls `shard_model`.
 
-A region of a block (analysis/) begins at the module whose input the column layers read. Column layers compute their
-local outputs without communication. A row layer sums over the ranks and adds its bias once. Convolutions are sharded by
-channels in the same way. With fewer key-value heads than ranks, every rank stores the full projections of keys and
-values and uses only its rows. With sequence parallelism the hidden state is sharded along the sequence, from the input
-of the first block to the output of the last block. Then regions gather it at their beginning and scatter it at their
-end. Each rank stores a part of the vocabulary in embedding and head.
+A region is a part of a block, such as attention or MLP (analysis/graph.py). It begins at the module whose input the
+column layers read, and ends after the row layers. A column layer computes its local output features without
+communication. A row layer sums its output over the ranks, and then adds its bias. Convolutions are sharded by channels
+in the same way. With fewer key-value heads than ranks, every rank stores the full projections of keys and values, but
+computes only the heads that it needs. Under sequence parallelism the hidden state is sharded along the sequence, from
+the input of the first block to the output of the last block. A region then gathers it at the beginning and
+reduce-scatters it at the end. In embedding and head, each rank stores a part of the vocabulary.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.2.2.
@@ -40,11 +41,11 @@ from meshwright.runtime.weight_gradients import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
-    """Shards `model` in place over `group`. Its parameters must be full and equal on every rank. May be called only
-    once.
+    """Shards `model` in place over `group`, and does nothing if `group` is None. The model's parameters must be full
+    and equal on every rank. Call this function only once per model.
 
     Raises:
-        InputError: the model cannot be sharded. Nothing is changed in this case.
+        InputError: the model cannot be sharded. If `check_divisible` raises it, the model is unchanged.
     """
     if group is None:
         return
@@ -58,7 +59,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
     for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
-        if name.endswith(".weight"):  # an adapter that is not a column layer, of which a rank uses a part
+        if name.endswith(".weight"):  # an adapter that is no column layer; a rank uses a part of its outputs
             _make_column_subset(
                 model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
             )
@@ -70,7 +71,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
             taken = LocalHeadsHook(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
             model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
         set_local_heads(model, region, ranks)
-    for module in tables:  # encoder and decoder may have separate embedding modules with one weight
+    for module in tables:  # encoder and decoder may have two embedding modules with one weight
         VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.shards_vocabulary(anatomy.head):
         head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
@@ -80,8 +81,8 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
-    """Checks that the number of tensor ranks divides every size that it must divide. Reports all others in one
-    InputError."""
+    """Raises InputError if `model` cannot be sharded over `ranks` tensor ranks. The message names every size that
+    `ranks` must divide and does not."""
     wrong = [
         f"{name} ({size})"
         for name, size in anatomy.divisible.items()
@@ -121,7 +122,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
 
 
 def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
-    """Returns the structure with an unsharded vocabulary head, for a loss of the user that reads logits."""
+    """Returns `anatomy` with an unsharded head, because the user's loss reads full logits."""
     if not anatomy.shards_vocabulary(anatomy.head):
         return anatomy
     table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
@@ -145,11 +146,12 @@ def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel: bool = True) -> set[str]:
-    """Returns the names of replicated parameters whose gradient is partial on each tensor rank and must be summed.
+    """Returns the names of the replicated parameters whose gradients are partial sums on each tensor rank, and must be
+    summed over the tensor ranks.
 
     Under sequence parallelism these are all replicated parameters inside the blocks (norms, biases of row layers) and
-    between blocks, because each rank applies them to a slice of the sequence. Without sequence parallelism they are
-    only parameters that are applied to sharded features, such as a norm of each head.
+    between blocks. Each rank applies them to a slice of the sequence. Without sequence parallelism they are only
+    parameters that are applied to sharded features, such as a norm of each head.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
@@ -162,8 +164,8 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
 
 
 def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
-    """Replaces every parameter that is split by this rank's shard, under all of its names. So tied weights
-    remain tied."""
+    """Replaces every parameter in `anatomy.splits` by this rank's shard, under all names of the parameter. So tied
+    weights remain tied."""
     by_identity = {
         id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits
     }
@@ -211,7 +213,7 @@ def _make_column(module: nn.Module, entry: RegionEntryHook, split: TpSplit) -> N
 
 
 def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split: TpSplit, group: CommGroup) -> None:
-    """Makes a replicated layer compute only the outputs that this rank uses."""
+    """Replaces the forward of a replicated layer, so that it computes only the outputs that this rank uses."""
     if not is_linear_like(module):
         raise InputError(
             Message(
@@ -245,8 +247,8 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
 
 
 class RowLinear:
-    """Replaces the forward of a linear row layer: the local product is summed over the ranks, then the bias is added
-    once."""
+    """Replaces the forward of a linear row layer: sums the local product over the ranks, and then adds the bias.
+    `leave` computes the sum."""
 
     def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.module, self.linear, self.leave = module, linear, leave
@@ -258,8 +260,8 @@ class RowLinear:
 
 
 class RowLayer:
-    """Replaces the forward of any other row layer: sums over the ranks, then adds the bias as the layer's rule
-    defines."""
+    """Replaces the forward of a row layer that is not linear, such as a convolution. Sums the local outputs over the
+    ranks, and then adds the bias as the layer's rule defines."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
         self.module, self.rule, self.group = module, rule, group
@@ -271,8 +273,8 @@ class RowLayer:
 
 
 class VocabParallelEmbedding:
-    """Adds hooks to an embedding that stores the rows `rows`. Other token ids give zeros. The outputs of the ranks are
-    summed."""
+    """Adds hooks to an embedding that stores only the rows [start, stop) of the vocabulary, given by `rows`. All other
+    token ids give zeros. The outputs of all ranks are summed."""
 
     def __init__(self, module: nn.Module, rows: tuple[int, int], group: CommGroup) -> None:
         self.rows, self.group = rows, group
@@ -296,7 +298,7 @@ class VocabParallelEmbedding:
 
 
 class SequenceParallelRegion:
-    """Shards the hidden state along the sequence on tensor ranks, from `enter` (before the first block) to `leave`
+    """Shards the hidden state over tensor ranks along the sequence, from `enter` (before the first block) to `leave`
     (after the last block)."""
 
     def __init__(self, group: CommGroup | None) -> None:
@@ -307,7 +309,7 @@ class SequenceParallelRegion:
         """Returns this rank's slice (B, T / ranks, C) of `hidden` (B, T, C).
 
         Raises:
-            InputError: T is not a multiple of the number of ranks. This is raised before any collective.
+            InputError: T is not a multiple of the number of ranks. The error is raised before any collective.
         """
         if hidden.shape[1] % self.ranks:
             raise InputError(

@@ -1,17 +1,19 @@
-"""Controls dropout under tensor parallelism. Ranks draw equal numbers for replicated tensors, and separate numbers for
-shards.
+"""Controls random numbers under tensor parallelism: for dropout, ranks draw equal numbers for replicated tensors and
+independent numbers for shards. `shard_model` installs the hooks.
 
-Rule: tensor ranks have equal random states. On entry to a region each rank draws one number, which is equal on all
-ranks. Inside the region a rank uses a random state derived from this number and its index. On exit the common state is
-restored. So dropout of shards is independent, and dropout of replicated tensors is equal on every rank. A recomputed
-layer repeats its draws, because all follow from the common state. Under sequence parallelism whole blocks work on
-slices, and a block takes the role of a region. Draws depend on the tensor-parallel degree. So with dropout the loss
-equals that of one device only in distribution. With dropout 0 it is exactly equal. Source: Shoeybi et al., Megatron-LM
-(2019), section 3.
+Rule: tensor ranks have equal random states, called the common state. On entry to a region (layers.py) each rank draws
+one number from the common state. Inside the region each rank uses a random state that is derived from this number and
+the index of the rank. On exit the common state is restored. So dropout of shards is independent, and dropout of
+replicated tensors is equal on every rank. A recomputed layer repeats its draws, because all of them follow from the
+common state. Under sequence parallelism whole blocks compute on slices, so the rule applies to blocks instead of
+regions. Draws depend on the tensor-parallel degree. So with dropout the loss equals that of one device only in
+distribution. Without dropout the loss does not depend on random numbers. Source: Shoeybi et al., Megatron-LM (2019),
+section 3.
 
-This module also controls draws of a model's forward from the generators of Python and NumPy. The plan seeds torch's
-generators, but the other two differ between processes. So ranks that compute one row together, and a recomputed block,
-would draw different numbers. Data-parallel ranks may draw different numbers, because their rows differ.
+This module also refuses draws of a model's forward from the generators of Python and NumPy, where ranks or passes must
+draw equal numbers. The states of these generators differ between processes. So ranks that together compute a row would
+draw different numbers, and so would a block and its recompute. Data-parallel ranks may draw different numbers, because
+their rows differ.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 RANK_SEED_STRIDE = 1_000_003
-"""Distance between the seeds of two ranks, which are derived from one number."""
+"""Factor of the number that the ranks have drawn. The seed of a rank is number x RANK_SEED_STRIDE + rank index."""
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Returns whether `model` has dropout: a dropout module, or a rate that a forward method reads."""
+    """Returns whether `model` has dropout: a dropout module, or an attribute of a module or of its configuration that
+    is a dropout rate above 0."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -55,7 +58,8 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
-    """Installs hooks on a model with dropout: on every region, or on every block with sequence parallelism."""
+    """Installs hooks that give ranks separate random states, if `model` has dropout: on every region, or under sequence
+    parallelism on every block."""
     if not has_dropout(model):
         return
     if sequence_parallel:
@@ -80,11 +84,11 @@ class TensorParallelRng:
         self.common: tuple[torch.Tensor, list[tuple[Backend, torch.Tensor]]] | None = None
 
     def attach(self, entries: list[nn.Module], exits: list[nn.Module]) -> None:
-        """Registers hooks at the entries and the exits of a region."""
+        """Registers hooks on the modules at the entry and at the exits of a region."""
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
-        for module in exits:  # always called, since the last block of a stage ends with an exception (StageExit)
+        for module in exits:  # always called, because `StageExit` ends a stage
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
@@ -114,11 +118,11 @@ class TensorParallelRng:
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
     """Checks that the forward inside the context draws no numbers from the generators of Python or NumPy. Such draws
-    are permitted if under `plan` only one rank and one pass compute each row. If the forward was `checked` before, the
-    context does nothing.
+    are permitted if under `plan` each row is computed by one rank in one pass. If `checked`, an earlier forward has
+    passed the check, and the context does nothing.
 
     Raises:
-        PlanRefused: the forward draws such numbers.
+        PlanRefused: the forward draws such numbers and may not.
     """
     together = plan.tp > 1 or plan.cp > 1 or plan.stages > 1
     if checked or not (together or plan.recompute != Recompute.none):
@@ -148,7 +152,7 @@ def seed_all_generators(seed: int) -> None:
 
 @contextmanager
 def preserve_python_rng() -> Iterator[None]:
-    """Restores the generators of Python and NumPy on exit, as if nothing had been drawn."""
+    """Restores the states of the generators of Python and NumPy on exit."""
     numpy = sys.modules.get("numpy")
     own, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -160,7 +164,7 @@ def preserve_python_rng() -> Iterator[None]:
 
 
 def _python_rng_states() -> dict[str, Any]:
-    """Returns the states of the generators of Python and NumPy that may be in use, by name."""
+    """Returns the states of the generators of Python and (if it is imported) NumPy, by name."""
     found: dict[str, Any] = {"Python's random": hash(random.getstate())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

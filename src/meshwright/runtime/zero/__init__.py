@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO: flat parameter groups, their gradients, and the reducer."""
+"""Implements data parallelism and ZeRO: flat parameter groups, their weights and gradients, and the reducer."""

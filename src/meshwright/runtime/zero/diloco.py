@@ -1,13 +1,14 @@
-"""DiLoCo: replicas update independently and synchronise every few steps (source in spec/precision.py). The anchor is
-the weights after the last synchronisation:
+"""Implements the outer optimizer of DiLoCo: replicas update independently, and the trainer synchronises them every few
+steps (source in spec/precision.py). The anchor is a copy of the weights after the last synchronisation. A
+synchronisation computes:
 
-    delta = anchor - weights of a replica, averaged over replicas
+    delta = mean over replicas of (anchor - weights of the replica)
     velocity = momentum x velocity + delta
     new anchor = anchor - lr x (delta + momentum x velocity)
 
-Between two synchronisations, replicas exchange only the loss, norms and label counts of each step. Moments of the inner
-optimizer stay private to each replica. Anchors and velocity are sharded like optimizer states. A checkpoint stores them
-together with the weights and moments of every replica.
+`momentum` and `lr` are options of the outer optimizer. Between two synchronisations, replicas exchange only the loss,
+norms and label counts of each step. The states of the inner optimizer are never exchanged. Anchors and velocity are
+sharded like optimizer states. A checkpoint stores them, and the weights and optimizer states of every replica.
 
 Guarantees: except for the order of sums, the result equals that of one process that trains the replicas one after
 another.
@@ -28,7 +29,8 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 
 class OuterOptimizer:
-    """The outer optimizer of this rank's flat parameter groups."""
+    """The outer optimizer of this rank's flat parameter groups. `anchors` and `velocity` have one flat tensor for each
+    trained group."""
 
     def __init__(self, config: DilocoConfig, reducer: GradReducer) -> None:
         self.config, self.reducer, self.units, self.replica = (
@@ -41,8 +43,9 @@ class OuterOptimizer:
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchors]
 
     def scatter_by_replica(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a vector with `value` (a scalar tensor) at the index of this rank's replica and zeros for the other
-        replicas. The sum over all ranks contains each replica's value."""
+        """Returns a vector with one element per replica: the scalar tensor `value` at the index of this rank's replica,
+        and zeros for all other replicas. If one rank of each replica contributes, the sum over ranks has the value of
+        each replica."""
         return torch.nn.functional.pad(value.view(1), (self.replica, self.config.replicas - self.replica - 1))
 
     def bytes(self) -> int:
@@ -50,14 +53,14 @@ class OuterOptimizer:
         return sum(each.numel() * each.element_size() for each in (*self.anchors, *self.velocity))
 
     def is_due(self, steps: int) -> bool:
-        """Returns whether replicas synchronise after step number `steps`."""
+        """Returns whether replicas synchronise after training step `steps`."""
         return steps % self.config.steps == 0
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Synchronises the replicas. All replicas call it after the same step."""
+        """Synchronises the replicas. All ranks call this method after the same step."""
         self.reducer.quiesce()
-        # Parameter groups are reduced one after another, so that only one needs extra memory.
+        # Parameter groups are reduced one after another, so that only one group at a time needs extra memory.
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             moved = anchor - unit.optim_shard.flat
             all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
@@ -71,18 +74,19 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets anchors to the current weights and velocity to zero. Called when a run without replicas continues with
-        replicas."""
+        """Resets anchors to the current weights and velocity to zero. Called when the checkpoint of a run without
+        DiLoCo is continued with DiLoCo."""
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             anchor.copy_(unit.optim_shard.flat)
             velocity.zero_()
 
 
 def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer | None:
-    """Returns the outer optimizer, None if ranks reduce in every step.
+    """Returns the outer optimizer, or None if the recipe does not use DiLoCo.
 
     Raises:
-        InputError: the plan's number of replicas differs from the recipe's.
+        InputError: the plan does not support the recipe's DiLoCo options, for example because its number of replicas
+        differs.
     """
     if recipe.local is None:
         return None

@@ -1,19 +1,20 @@
-"""Order-independent gradient sums: the gradient of each micro-batch is converted to integers, which are added exactly.
+"""Computes gradient sums that do not depend on the order: the gradient of each micro-batch is converted to integers,
+which are added exactly. Parameter groups use it if the workload sets `exact`.
 
-Rule: a gradient g of one micro-batch, already divided by the number of labels of the whole batch, is stored as the
-integer round(g 2^52). So the unit is 2^-52 = 2.2e-16. It is constant over micro-batches, ranks and steps. A unit
-relative to the largest gradient would depend on the ranks in the sum. If a gradient's mean over the batch is
-MAX_GRADIENT or more, or is not finite, the norm becomes infinite, and all ranks skip the step. The squared norm is also
-a sum of integers, with 60 bits of each square relative to the largest. The loss of a micro-batch is rounded so that
-float64 sums of losses are exact. Each rank uses one thread, because the order in which a kernel adds depends on the
-number of threads.
+Rule: each element g of the gradient of one micro-batch is stored as the integer round(g x 2^52). Gradients are already
+divided by the number of labels of the whole batch. So the unit is 2^-52 = 2.2e-16, and it is constant over
+micro-batches, ranks and steps. A unit relative to the largest gradient would depend on the ranks in the sum. If an
+element is not finite, or so large that the sum could exceed MAX_GRADIENT, the norm becomes infinite and all ranks skip
+the step. The squared norm is also a sum of integers: each element is rounded to NORM_BITS bits relative to the largest
+element, so each square has twice as many bits. The loss of a micro-batch is rounded so that float64 sums of losses are
+exact. Each rank uses one thread, because the order in which a kernel adds depends on the number of threads.
 
-Cost: 8 bytes per stored and per sent gradient instead of 4 or 2. Each gradient of each micro-batch is read two more
-times. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
+Cost: a gradient element takes 8 bytes instead of 4 or 2, in memory and in messages. Each gradient of each micro-batch
+is read two more times. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
 
-Guarantees: with the same micro-batches (`workload.exact` sequences each), losses and weights are bit for bit those of
-one rank. This is true for any number of data-parallel ranks and any ZeRO stage, even if ranks are lost or added during
-the run.
+Guarantees: if micro-batches have `workload.exact` sequences each, losses and weights are bit for bit those of one rank
+that runs these micro-batches. The number of data-parallel ranks and the ZeRO stage may be arbitrary, and may change
+during the run.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from meshwright.spec.precision import Recipe
 
 FIXED_POINT_UNIT = 2.0**-52
 MAX_GRADIENT = 2.0**10
-"""Gradients of at least this size (2^62 units) cannot be summed."""
+"""Limit of the magnitude of a gradient sum, which is 2^62 units. An element of one of n micro-batches must be below
+MAX_GRADIENT / n."""
 
 NORM_BITS = 30
-"""Number of bits of an element, relative to the largest element, that the squared norm uses."""
+"""Number of bits to which the squared norm rounds each element, relative to the largest element."""
 
 MAX_MEAN_LOSS = 2.0**8
-"""Largest mean loss for which sums of losses are exact."""
+"""Largest mean loss per label for which sums of losses are exact."""
 
 CPU_TILE_ELEMENTS = 1 << 18
 """Number of elements that a CPU converts at a time, so that intermediate results stay in the cache."""
@@ -45,7 +47,8 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 24
 
 
 class FixedPointAccumulator:
-    """Converts the gradients of one parameter group during a step. `overflow`: whether a gradient was too large."""
+    """Converts the gradients of one parameter group to integers and back. `overflow`: whether a gradient of this step
+    was too large."""
 
     dtype = torch.int64
 
@@ -55,7 +58,7 @@ class FixedPointAccumulator:
         self._micro_batches = 1
 
     def begin_step(self, micro_batches: int) -> None:
-        """Starts a step that sums `micro_batches` gradients over all ranks."""
+        """Starts a step that sums the gradients of `micro_batches` micro-batches, counted over all ranks."""
         self._micro_batches = micro_batches
         self.overflow.zero_()
 
@@ -66,7 +69,8 @@ class FixedPointAccumulator:
         return units
 
     def dequantize(self, units: torch.Tensor) -> torch.Tensor:
-        """Returns the integer sums `units` as floating-point numbers. The sums must be complete over all ranks."""
+        """Returns the integer sums `units` as floating-point numbers (`result_dtype`). The sums must be complete over
+        all ranks."""
         result = torch.empty(units.shape, dtype=self.result_dtype, device=units.device)
         for into, part in zip(result.split(_tile_elements(units)), units.split(_tile_elements(units)), strict=True):
             into.copy_(part.double().mul_(FIXED_POINT_UNIT))
@@ -78,8 +82,8 @@ def _tile_elements(flat: torch.Tensor) -> int:
 
 
 def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `gradient` in units; and a scalar tensor: whether `micro_batches` gradients of this size can be added
-    without an overflow.
+    """Returns `gradient` as int64 in units of 2^-52. Also returns, as a bool scalar tensor, whether `micro_batches`
+    gradients of this size can be added without overflow.
 
     >>> units, fits = to_fixed_point(torch.tensor([0.5, -(2.0**-52)], dtype=torch.float64), 4)
     >>> units.tolist(), bool(fits), bool(to_fixed_point(torch.tensor([float("nan")]), 4)[1])
@@ -100,9 +104,9 @@ def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Te
 def square_norm(
     runs: Iterable[torch.Tensor], accumulators: Sequence[FixedPointAccumulator], world: CommGroup | None
 ) -> torch.Tensor:
-    """Returns on the first rank the sum of squares over the `runs` of all ranks of `world` (float64 scalar), and 0 on
-    the other ranks. `runs` are slices of gradients. Each element is in one slice of one rank. The sum is infinite if an
-    accumulator of any rank had an overflow."""
+    """Returns on the first rank of `world` the sum of squares over the slices of all ranks (float64 scalar), and 0 on
+    all other ranks. `runs` are this rank's slices of gradients; over all ranks, each element is in exactly one slice.
+    The sum is infinite if an accumulator of any rank had an overflow."""
     slices = list(runs)
     largest = torch.where(torch.stack([each.overflow for each in accumulators]).any(), torch.inf, 0.0).double()
     for run in slices:

@@ -1,20 +1,21 @@
-"""Detects writes of the user's code to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`). The
-result equals that of one device, or the write is refused.
+"""Detects writes of the user's code to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`). If the
+result would not equal that of one device, the write is refused. The trainer calls the checks in each step
+(train/step/invariants.py).
 
-Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read the written values.
-But the update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. So before the update
-each rank copies the written elements of its shard into its main weights.
+Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the next step's forward reads the written values. But
+the update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. So before the update each
+rank copies the written elements of its shard into its main weights.
 
 | write | outcome |
 |---|---|
-| to a full parameter, equally on every rank | equal: main weights take every element that differs from their rounding |
+| to a full parameter, equally on every rank | equal: the written elements replace their main weights |
 | to a full parameter, differently on some rank | refused |
-| to a sharded parameter (TP, EP), to any under pipelines | refused: the value may depend on other ranks |
+| to a sharded parameter (TP, EP), or to any parameter under pipelines | refused: the value may depend on other ranks |
 | through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
 | under ZeRO 3 | refused where it is written (shard/access_guard.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. A flag says whether any rank has
-written. It is sent in the reduction of the step's sentinel.
+Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. A flag is set if a rank has written.
+It is summed in the reduction that also sums the loss and the gradient norm.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ class WritableEngine(Protocol):
 
     @property
     def mesh(self) -> ParallelContext:
-        """The parallel context."""
+        """Returns the parallel context."""
 
     @property
     def recipe(self) -> Recipe:
-        """The precision recipe."""
+        """Returns the precision recipe."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """The full shape of each parameter by name."""
+        """Returns the full shape of each parameter by name."""
 
     @property
     def outer(self) -> Any:
-        """The DiLoCo optimizer, or None."""
+        """Returns the outer optimizer of DiLoCo, or None."""
 
 
 class WrittenSlice(NamedTuple):
-    """The elements of the parameter `name` that this rank updates: their main weights, their compute weights, and a
-    mask of the compute weights that differ from the rounded main weights."""
+    """The elements of the parameter `name` that this rank updates. `main_params` and `weights` are their main and
+    compute weights. `written` is a mask of the compute weights that differ from the rounded main weights."""
 
     name: str
     main_params: torch.Tensor
@@ -67,8 +68,8 @@ class WrittenSlice(NamedTuple):
 
 
 class ExternalWrites:
-    """Tracks external writes on one rank. `names` are the parameters that were written since the last update, in the
-    order of the parameter groups."""
+    """Tracks external writes on one rank: writes by the user's code. `names` are the parameters that were written since
+    the last update."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
         unsharded = [unit for unit in units if unit.layout.zero_stage < 3]
@@ -83,7 +84,7 @@ class ExternalWrites:
         self._versions = [parameter._version for _, parameter in self._parameters]
 
     def forget(self) -> None:
-        """Discards all recorded writes, because a checkpoint replaces all weights."""
+        """Discards all recorded writes. Called after a checkpoint has replaced all weights."""
         self.names = {}
 
     def detect(self) -> None:
@@ -94,7 +95,7 @@ class ExternalWrites:
 
     @contextmanager
     def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Does not count writes inside the context as external. Earlier writes are recorded first. Also enters
+        """Inside the context, writes do not count as external. Records earlier writes first. Also enters the context
         `inner`."""
         outermost, self._inside = not self._inside, True
         if outermost:
@@ -108,13 +109,13 @@ class ExternalWrites:
                 self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
-        """Returns whether this rank knows of a reason to call `apply` before the update. `compares`: main weights are
-        also to be compared with the compute weights."""
+        """Returns whether a write on this rank requires `apply` before the update. `compares`: also compares main
+        weights with the compute weights, which detects writes through `.data`."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def sync(self, engine: WritableEngine) -> None:
-        """Applies external writes before main weights are read or written outside of an update. Every rank calls it.
-        Raises InputError for refused writes."""
+        """Applies external writes, before other code reads or writes main weights outside of an update. Every rank
+        calls this method. Raises InputError if a write is refused."""
         if not self._inside:
             self.detect()
             self.record_versions()
@@ -125,8 +126,8 @@ class ExternalWrites:
 
     @torch.no_grad()
     def apply(self, engine: WritableEngine) -> None:
-        """Copies the written elements into the main weights. Every rank calls it. If a write is refused, every rank
-        raises InputError."""
+        """Copies the written elements into the main weights. Every rank calls this method. If a write is refused, every
+        rank raises InputError."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
         parameters = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
@@ -195,6 +196,6 @@ class ExternalWrites:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of the tensor, and the sum of the bits of all elements."""
+    """Returns the shape of the tensor, and the sum of its elements, whose bits are read as integers."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
     return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))

@@ -1,5 +1,5 @@
-"""The gradients of a flat parameter group: accumulation, the count of gradients, and the collectives that sum them over
-the data ranks."""
+"""Stores the gradients of a flat parameter group, counts them, and sums them over the data-parallel ranks.
+`FlatParamGroup` (param_group.py) uses these classes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from meshwright.spec.precision import Recipe
 
 class GradCounter:
     """Counts the gradients of a step with `expected` backward passes. Each pass computes one gradient per parameter.
-    `counts`: number of gradients so far, by parameter. `started`: names of the parameters whose sum has begun. The cost
-    per gradient does not depend on the number of parameters."""
+    `passes`: number of passes in which all parameters have a gradient. `counts`: number of gradients of each parameter
+    so far. `started`: names of the parameters whose sum already has a gradient. The cost per gradient does not depend
+    on the number of parameters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = dict.fromkeys(names, 0)
@@ -39,7 +40,7 @@ class GradCounter:
         self._set_passes(0)
 
     def mark(self, name: str) -> bool:
-        """Counts one gradient of `name`. Returns whether it was the last gradient of a pass.
+        """Counts one gradient of `name`. Returns whether all parameters now have a gradient of the present pass.
 
         >>> found = GradCounter("ab")
         >>> [found.mark(name) for name in "abba"], found.passes
@@ -53,8 +54,8 @@ class GradCounter:
         return True
 
     def complete(self, passes: int) -> dict[str, int]:
-        """Ends pass number `passes`. Parameters without a gradient count as complete. Returns the previous counts of
-        these parameters.
+        """Ends pass number `passes`. Parameters without a gradient in this pass count as if they had one. Returns the
+        previous counts of these parameters.
 
         >>> found = GradCounter("ab")
         >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)
@@ -68,13 +69,14 @@ class GradCounter:
         return missing
 
     def start(self, name: str) -> bool:
-        """Marks the sum of `name` as begun. Returns whether the present gradient is the first one in the sum."""
+        """Returns whether the present gradient of `name` is the first in its sum, and marks the sum as started."""
         first = name not in self.started
         self.started.add(name)
         return first
 
     def restart_sums(self) -> None:
-        """Starts new sums, because the present sums are being reduced."""
+        """Makes the next gradient of each parameter the first in a new sum. Called when the present sums are
+        reduced."""
         self.started = set()
 
     def _set_passes(self, passes: int) -> None:
@@ -82,12 +84,13 @@ class GradCounter:
 
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""Gradient dtype by the number of bytes per element in which the recipe reduces gradients."""
+"""Maps the bytes per element in which a recipe reduces gradients to a dtype."""
 
 
 class GroupGradients:
-    """The gradients of one parameter group. `buffer` contains the gradients that this rank stores: all of them, or its
-    shard. `shard` contains those for this rank's update. Gradients are sums, already divided by the number of labels of
+    """The gradients of one parameter group. `buffer` is a flat tensor with the gradients that this rank stores: all
+    gradients of the group (ZeRO 0 and 1), or this rank's shard (ZeRO 2 and 3). `shard` has the gradients for this
+    rank's update. The gradients of all micro-batches are summed. They are already divided by the number of labels of
     the whole batch."""
 
     def __init__(self, layout: FlatLayout, recipe: Recipe) -> None:
@@ -96,11 +99,11 @@ class GroupGradients:
         self.exact = FixedPointAccumulator(recipe, layout.context.device) if recipe.exact else None
         self.counter = GradCounter(layout.offsets)
         self.host: CpuGradBuffer | None = None
-        """Gradients offloaded to CPU."""
+        """The gradients if they are offloaded to CPU, otherwise None."""
         self._full: torch.Tensor | None = None
         self._has_sum = False
-        """Whether this step has already reduced gradients. Later reductions are then added to the sum (ZeRO 2
-        and 3)."""
+        """Whether gradients have already been reduced in this step. If so, further results are added to `buffer` (ZeRO
+        2 and 3)."""
         self._gaps = layout.gaps()
         dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
         if layout.frozen:
@@ -129,14 +132,14 @@ class GroupGradients:
             self.shard = self._shard_of_buffer()
 
     def slot(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Returns the tensor that sums the gradients of `name`, and whether the present gradient is the first one in
-        the sum."""
+        """Returns the view of the gradient buffer in which gradients of `name` are summed, and whether the present
+        gradient is the first in the sum. A first gradient must overwrite the view."""
         first = self.counter.start(name)
         return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
 
     def mark_unused_ready(self, passes: int) -> bool:
-        """Ends backward pass number `passes`. Parameters without a gradient count as zero. Returns whether the group is
-        now complete."""
+        """Ends backward pass number `passes`. The gradient of a parameter that has none in this pass is zero. Returns
+        whether this completes the group, so that the caller must reduce it."""
         missing = self.counter.complete(passes)
         if not missing:
             return False
@@ -150,8 +153,8 @@ class GroupGradients:
         return self.layout.reduces_each_pass or passes == self.counter.expected
 
     def _full_buffer(self) -> torch.Tensor:
-        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3, in memory that the ranks of this host
-        can read."""
+        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3. If the reduction uses shared memory,
+        the buffer is in memory that the ranks of this host can read."""
         if self._full is None:
             layout, group = self.layout, self.layout.shard_group
             if group is not None and group.shm is not None and uses_shared_memory(group, layout.shard_sizes):
@@ -163,8 +166,8 @@ class GroupGradients:
         return self._full
 
     def reduce(self, compressors: ReducerPair) -> CollectiveWork:
-        """Starts to sum the gradients over the data ranks. At ZeRO 2 and 3 sums only over the shard group, into
-        accumulating shards. Returns the work."""
+        """Starts to sum the gradients over ranks. Sums over all data-parallel ranks at ZeRO 0, and over the shard group
+        at ZeRO 1 to 3. At ZeRO 2 and 3 the result is added to this rank's shard. Returns the work."""
         layout = self.layout
         if layout.zero_stage == 0:
             return all_reduce(self.buffer, layout.placement.replicate_group, inter_host=compressors.replicas)
@@ -188,7 +191,7 @@ class GroupGradients:
         return CollectiveWork(None, finish)
 
     def reduce_over_replicas(self, compressors: ReducerPair) -> CollectiveWork:
-        """From ZeRO 1 on, starts to sum the gradient shards over the replicas, once per step. Returns the work."""
+        """Starts to sum the gradient shards over replicas at ZeRO 1 to 3, once per step. Returns the work."""
         group = self.layout.placement.replicate_group
         if self.host is not None:
             return CollectiveWork(None, partial(self.host.all_reduce, group, compressors.replicas))
@@ -197,16 +200,16 @@ class GroupGradients:
         )
 
     def dequantize(self) -> None:
-        """Converts the integer sums to floating-point gradients, once they are complete."""
+        """Converts integer sums to floating-point gradients. The sums must be complete over all ranks."""
         if self.exact is not None:
             self.shard = self.exact.dequantize(self.shard)
 
     def device_bytes(self) -> int:
-        """Returns the number of bytes on the device."""
+        """Returns the number of bytes of gradients on the device."""
         return self.buffer.nbytes if self.host is None else 0
 
 
 def _grad_dtype(recipe: Recipe) -> torch.dtype:
-    """Returns the dtype of gradients, from the number of bytes per element in which the recipe reduces them."""
+    """Returns the dtype in which gradients of `recipe` are stored and reduced."""
     compute: torch.dtype = getattr(torch, recipe.compute)
     return GRAD_DTYPES.get(recipe.reduced, compute)

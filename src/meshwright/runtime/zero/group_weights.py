@@ -1,16 +1,17 @@
-"""The weights of a flat parameter group. At ZeRO 0 to 2 a rank stores all of them. At ZeRO 3 it stores a shard, and the
-weights are gathered for use.
+"""Stores the weights of a flat parameter group, and gathers them for `FlatParamGroup` (param_group.py). At ZeRO 0 to 2
+a rank stores all weights of the group. At ZeRO 3 it stores a shard, and the weights are gathered for use.
 
-[Note: once] At ZeRO 3 the ranks of one host store the full weights once, in one anonymous file. Every rank of the shard
-group maps the file, and writes only its own shard. Unsharding is only a barrier: it waits until every rank has written
-its shard of the last update. No rank writes while another rank reads, because ranks also pass a barrier before an
-update (`GradReducer.quiesce`).
+[Note: one copy per host] If all ranks of a shard group share memory, ZeRO 3 stores the full weights only once, in one
+anonymous file. Every rank of the group maps the file, and writes only its own shard. Unsharding then copies nothing: it
+is a barrier, which waits until every rank has written its shard in the last update. No rank writes while another rank
+reads, because all ranks also wait at a barrier before an update (`GradReducer.quiesce`).
 
-[Note: gone] Resharding a group frees its full weights. An access while the group is sharded raises a one-line error. If
-the ranks share memory, the parameters of a sharded group are views of a buffer without storage.
+[Note: resharded weights] Until the next unsharding, an access to the parameters of a resharded group raises InputError.
+Resharding frees the full weights. If the ranks share the full weights, they stay in memory, and the parameters become
+views of a buffer without storage.
 
-`FlatLayout` is the layout of a flat parameter group: the position of each tensor in the flat buffer, and the range of
-the buffer that this rank stores.
+`FlatLayout` describes a flat parameter group: the position of each tensor in the flat buffer, and the range of the
+buffer that is this rank's shard.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from meshwright.spec.layout import BucketLayout, bucket_gaps, offload_splits, sh
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Describes one flat parameter group of this rank. Made by `make_flat_layout`, and immutable."""
+    """Describes one flat parameter group of this rank. It is created by `make_flat_layout` and immutable."""
 
     bucket: BucketLayout
     parameters: dict[str, nn.Parameter]
@@ -49,49 +50,50 @@ class FlatLayout:
     frozen: bool
     """Whether no parameter is trained. Such a group has no gradients, no main weights and no reduction."""
     tied: bool
-    """Whether another stage has a replica of the group, so that the gradients of both are summed."""
+    """Whether other stages have replicas of the group. If so, the gradients of all replicas are summed."""
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """The offset of each tensor in the flat buffer."""
+        """Returns the offset of each tensor in the flat buffer, in elements."""
         return self.bucket.offsets
 
     @property
     def numel(self) -> int:
-        """The number of elements of the flat buffer."""
+        """Returns the number of elements of the flat buffer."""
         return self.bucket.numel
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage of the plan."""
+        """Returns the ZeRO stage of the plan."""
         return self.context.plan.zero
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Whether gradients are reduced after each backward pass of a step (ZeRO 2 and 3), which frees the full buffer.
-        Otherwise they are reduced after the last pass."""
+        """Returns whether gradients are reduced after each backward pass of a step (ZeRO 2 and 3), which frees the full
+        buffer. At ZeRO 0 and 1, gradients are reduced after the last pass."""
         return self.zero_stage >= 2
 
     @property
     def shard_group(self) -> CommGroup | None:
-        """The ranks that store the shards of one replica."""
+        """Returns the group of the ranks that store the shards of one replica, or None if one rank stores the
+        replica."""
         return self.placement.shard_group
 
     @property
     def shard_numel(self) -> int:
-        """The number of elements of this rank's shard."""
+        """Returns the number of elements of this rank's shard."""
         return self.shard_range.stop - self.shard_range.start
 
     @property
     def shard_sizes(self) -> list[int] | None:
-        """The number of elements of every shard, if they are unequal; otherwise None."""
+        """Returns the number of elements of every shard, or None if all shards are equally long."""
         if not self.placement.weights:
             return None
         bounds = shard_bounds(self.numel, self.placement.shards, self.placement.weights)
         return [stop - start for start, stop in pairwise(bounds)]
 
     def gaps(self) -> list[slice]:
-        """The ranges of the flat buffer that belong to no tensor."""
+        """Returns the ranges of the flat buffer that belong to no tensor."""
         return bucket_gaps(self.bucket, {name: parameter.numel() for name, parameter in self.parameters.items()})
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -100,29 +102,32 @@ class FlatLayout:
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def shard_slice(self, name: str) -> slice:
-        """Returns the range of this rank's shard that belongs to the tensor `name`. Empty if there is none."""
+        """Returns the range of this rank's shard that belongs to the tensor `name`. It is empty if the shard has no
+        element of the tensor."""
         first = self.offsets[name]
         last = first + self.parameters[name].numel()
         start, stop = self.shard_range.start, self.shard_range.stop
         return slice(max(first, start) - start, max(min(last, stop) - start, 0))
 
     def flat_slice(self, run: slice, like: torch.Tensor) -> FlatSlice:
-        """Returns the range `run` of the flat buffer, with the tensors of the buffer."""
+        """Returns a description of the range `run` of the flat buffer, with the offsets and shapes of the tensors.
+        `like` has the dtype and device of the buffer."""
         tensors = [(offset, tuple(self.parameters[name].shape)) for name, offset in self.offsets.items()]
         return FlatSlice(run.start, run.stop, like, tensors)
 
     def allocate(self, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False) -> torch.Tensor:
-        """Returns a buffer of zeros. It is in shared memory if other ranks of this host read it."""
+        """Returns a buffer of `numel` zeros. The buffer is in shared memory if other ranks of this host read it
+        (`shared`, `tied`)."""
         memory, placement = self.context.shared_memory, self.placement
         if memory is not None and (tied or (shared and (placement.shard_group or placement.replicate_group))):
             return memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.context.device)
 
     def shard_runs(self, groups: Mapping[str, int]) -> list[ParamRun]:
-        """Returns the segments of the shard. A segment contains either matrices or vectors (biases and norms), all of
-        one optimizer group, and the padding after them. Segments end only at multiples of ALIGN_NUMEL, because fused
-        kernels round differently after the last full SIMD vector of a segment. So each element rounds identically under
-        every plan."""
+        """Returns the segments of the shard. `groups` has the index of the optimizer group of each parameter name. A
+        segment contains either matrices or vectors (biases and norms), all of one optimizer group, and the padding
+        after them. Segments end only at multiples of ALIGN_NUMEL, because fused kernels round differently after the
+        last full SIMD vector of a segment. So each element rounds identically under every plan."""
         offsets, shard_range = self.offsets, self.shard_range
         tensors = sorted(
             ((name, tensor) for name, tensor in self.parameters.items() if tensor.numel()),
@@ -157,7 +162,8 @@ def make_flat_layout(
 
 
 class SharedWeights:
-    """The full weights `full`, which all ranks of `group` share. All ranks create this object at the same time."""
+    """Stores the full weights `full` in memory that all ranks of `group` share ([Note: one copy per host]). All ranks
+    of the group create this object together."""
 
     def __init__(self, host: SharedMemory, group: CommGroup, numel: int, dtype: torch.dtype) -> None:
         self._group = group
@@ -171,7 +177,7 @@ class SharedWeights:
         self._is_visible = True
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Registers `parameters`, which are views of `full`."""
+        """Registers `parameters`, which are views of `full`, so that `set_visible` changes them."""
         none = torch.empty_like(self.full)
         parameters_data = [(parameter, parameter.data) for parameter in parameters]
         self._views = [
@@ -187,7 +193,7 @@ class SharedWeights:
         self._is_visible = whole
 
     def barrier(self) -> CollectiveWork:
-        """Returns a work that completes once every rank of the group has called `barrier`."""
+        """Starts a barrier. The returned work completes when every rank of the group has called `barrier`."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
         )
@@ -196,14 +202,14 @@ class SharedWeights:
 def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
-    """Returns shared weights, None if not all ranks of `group` share memory."""
+    """Returns shared weights, or None if not all ranks of `group` share memory."""
     if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)
 
 
 class GroupWeights:
-    """The weights of one parameter group. The parameters are views of the flat buffer `full`."""
+    """The weights of one parameter group. The parameters are views of the flat buffer `full`, which has `dtype`."""
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
         """Copies the parameters into the flat buffer, and makes them views of the buffer."""
@@ -231,7 +237,7 @@ class GroupWeights:
             if context.state_swapper is not None
             else offload_splits(len(shard), 0, 0)
         )
-        self.offloaded: SplitShard | None = None  # the shard, if some of its weights are offloaded
+        self.offloaded: SplitShard | None = None  # the shard if some of its weights are offloaded
         if self.shared is not None:
             self._shard = shard
             self.shared.attach(layout.parameters.values())
@@ -251,7 +257,7 @@ class GroupWeights:
 
     @property
     def storages(self) -> list[torch.Tensor | NvmeShard]:
-        """The tensor or file range that stores the weights of each part of the shard."""
+        """Returns for each part of the shard the tensor or the file range that stores its weights."""
         return (
             [self._shard[part.start : part.stop] for part in self.parts]
             if self.offloaded is None
@@ -260,7 +266,8 @@ class GroupWeights:
 
     @without_write_recording
     def prefetch(self) -> None:
-        """Starts to all-gather the weights at ZeRO 3. `unshard` waits for the result."""
+        """Starts to all-gather the weights at ZeRO 3. If weights are offloaded, starts to fetch them instead. `unshard`
+        waits for the result."""
         if self.layout.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
         if self.shared is not None:
@@ -272,7 +279,7 @@ class GroupWeights:
 
     @without_write_recording
     def unshard(self) -> None:
-        """Makes the full weights available at ZeRO 3."""
+        """Makes the full weights available at ZeRO 3. Does nothing if they already are."""
         if not self.access_guard.is_denied:
             return
         self.prefetch()
@@ -289,8 +296,9 @@ class GroupWeights:
 
     @without_write_recording
     def reshard(self) -> None:
-        """Frees the full weights at ZeRO 3. Views and saved tensors keep their storage, which `unshard` fills again.
-        Weights in shared memory are freed when no parameter references them."""
+        """Frees the full weights at ZeRO 3 and denies access to the parameters. The storage object is only resized, so
+        views and saved tensors are valid again after `unshard`. Shared weights are not freed: their parameters become
+        views of a buffer without storage."""
         if self.layout.zero_stage < 3:
             return
         if self._all_gather_work is not None:
@@ -305,14 +313,16 @@ class GroupWeights:
         self.access_guard.deny()
 
     def write(self, main_params: Sequence[torch.Tensor]) -> None:
-        """Copies the updated main weights into the shard, in the dtype of the shard."""
+        """Copies the updated main weights into this rank's shard, in the dtype of the shard. `main_params` is one
+        tensor for the whole shard, or one for each part."""
         sizes = [part.stop - part.start for part in self.parts]
         values = main_params[0].split(sizes) if len(main_params) == 1 else main_params
         for storage, part in zip(self.storages, values, strict=True):
             storage.copy_(part) if isinstance(storage, torch.Tensor) else storage.write(part)
 
     def all_gather(self) -> CollectiveWork:
-        """Starts to all-gather the updated shards into the full weights at ZeRO 1 and 2. Returns the work."""
+        """Starts to all-gather the updated shards into the full weights at ZeRO 1 and 2. Returns the work, which is
+        complete at other stages."""
         layout = self.layout
         return (
             all_gather(self.full, self._shard, layout.shard_group, sizes=layout.shard_sizes)
@@ -321,13 +331,15 @@ class GroupWeights:
         )
 
     def device_bytes(self) -> int:
-        """Returns the number of bytes on the device."""
+        """Returns the number of bytes of weights that are permanently on the device: the shard at ZeRO 3, otherwise
+        all."""
         shard = self._shard if self.offloaded is None else self.offloaded.resident
         numel = self.layout.numel if self.layout.zero_stage < 3 else len(shard)
         return numel * self.full.element_size()
 
     def _start_all_gather(self, parts: list[torch.Tensor]) -> None:
-        """Starts to all-gather the weights. `parts` are the parts of this rank's shard, in order."""
+        """Allocates the full weights and starts to all-gather them. `parts` are the parts of this rank's shard, in
+        order."""
         layout = self.layout
         self.full.untyped_storage().resize_(layout.numel * self.full.element_size())
         shard = parts[0]

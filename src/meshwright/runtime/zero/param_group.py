@@ -1,8 +1,8 @@
-"""The parameters of one or several layers as one flat buffer, with their gradients and their optimizer shard (FSDP's
-FSDPParamGroup).
+"""Combines the parameters of one or several layers in one flat buffer, with their gradients and their optimizer shard.
+`FlatParamGroup` corresponds to FSDP's FSDPParamGroup; the build creates the groups.
 
-[Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full. Of the others it
-stores a shard, 1 / (dp_shard x cp) of the full buffer:
+[Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full. Of each other buffer
+it stores a shard, which is 1 / (dp_shard x cp) of the full buffer:
 
 | stage | weights | gradients | main weights and optimizer states |
 |---|---|---|---|
@@ -11,7 +11,8 @@ stores a shard, 1 / (dp_shard x cp) of the full buffer:
 | 2 | full | shard | shard |
 | 3 | shard, gathered for use | shard | shard |
 
-Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by the number of labels of the whole batch.
+Source: Rajbhandari et al., ZeRO (2020). Gradients are summed over micro-batches and ranks. They are already divided by
+the number of labels of the whole batch.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from meshwright.spec.precision import GradientCompression, Recipe
 
 
 class GradReadiness(Protocol):
-    """The interface to which a parameter group reports gradients (reducer.py). `passes`: number of completed backward
-    passes. `received`: names of the parameters with a gradient in this step."""
+    """The interface to which a parameter group reports gradients; `StageReducer` in reducer.py implements it. `passes`:
+    number of completed backward passes. `received`: names of the parameters with a gradient in this step."""
 
     passes: int
     received: set[str]
@@ -51,10 +52,11 @@ class GradReadiness(Protocol):
         """Reports that all gradients of `unit` are accumulated."""
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Returns whether a preflight check takes the gradient. If so, it must not be accumulated."""
+        """Passes the gradient to a preflight check if one is running. Returns whether one is running. If so, the caller
+        must not accumulate the gradient."""
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """Reports that this pass has no further gradients of `unit`."""
+        """Reports that no further gradients of `unit` follow in this pass."""
 
 
 class FlatParamGroup:
@@ -71,8 +73,8 @@ class FlatParamGroup:
         groups: Mapping[str, int],
         tied: bool = False,
     ) -> None:
-        """`groups` has the index of the optimizer group of each parameter name. `tied`: another stage has a replica of
-        this group, and the gradients of both are summed."""
+        """`groups` has the index of the optimizer group of each parameter name. `tied`: other stages have replicas of
+        this group, and the gradients of all replicas are summed."""
         placement = placement if recipe.local is None else without_replicas(placement)
         self.layout = make_flat_layout(bucket, parameters, context, placement, tied)
         self.weights = GroupWeights(self.layout, getattr(torch, recipe.compute))
@@ -92,22 +94,22 @@ class FlatParamGroup:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by name."""
+        """Returns the parameters by name."""
         return self.layout.parameters
 
     @property
     def placement(self) -> ShardPlacement:
-        """The ranks over which the group is sharded and replicated."""
+        """Returns how the group is sharded and replicated over ranks."""
         return self.layout.placement
 
     @property
     def shard_range(self) -> slice:
-        """The range of elements of the flat buffer that this rank updates."""
+        """Returns the range of elements of the flat buffer that this rank updates."""
         return self.layout.shard_range
 
     @property
     def frozen(self) -> bool:
-        """Whether no parameter is trained."""
+        """Returns whether no parameter of the group is trained."""
         return self.layout.frozen
 
     # --- called once by the build
@@ -118,21 +120,23 @@ class FlatParamGroup:
         self.reducer = reducer
 
     def defer_wgrads(self) -> WgradQueue:
-        """Defers weight gradients to the W actions of the schedule. Returns their queue."""
+        """Defers the weight gradients of this group to the W actions of the schedule. Returns the queue of the deferred
+        gradients."""
         if self.wgrad_queue is None:
             self.wgrad_queue = WgradQueue(self.accumulate_grad)
         return self.wgrad_queue
 
     def gather_for_use(self) -> bool:
-        """Marks the weights as gathered by module wrappers. Returns whether they were already marked."""
+        """Marks the group as one whose weights module wrappers gather. Returns whether it was already marked."""
         before, self.hooked = self.hooked, True
         return before
 
     # --- gradients
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Returns the gradient hook of the parameter `name`. The hook references the group weakly. The garbage
-        collector does not see hooks that autograd stores, so it would never free a reference cycle."""
+        """Returns the gradient hook of the parameter `name`. The hook has only a weak reference to the group. The
+        garbage collector does not see hooks that autograd stores, so it would never free a group with a strong
+        reference."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -148,8 +152,8 @@ class FlatParamGroup:
         return take
 
     def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulates a gradient of one backward pass. Also advances reductions between hosts, which would otherwise
-        wait until the next group is ready."""
+        """Accumulates the gradient of the parameter `name` from one backward pass. Also advances reductions between
+        hosts, which would otherwise not progress until the next group is ready."""
         if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
             return
         group = self.placement.shard_group or self.placement.replicate_group
@@ -168,7 +172,7 @@ class FlatParamGroup:
             self.reducer.mark_ready(self)
 
     def reduce(self) -> CollectiveWork:
-        """Starts to sum the gradients over the data ranks. Returns the work."""
+        """Starts to sum the gradients over ranks (`GroupGradients.reduce`). Returns the work."""
         return self.gradients.reduce(self.compressors)
 
     def reduce_over_replicas(self) -> CollectiveWork:
@@ -177,7 +181,7 @@ class FlatParamGroup:
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
-        """Sums gradients without compression inside the context. Restores the error feedback on exit."""
+        """Inside the context, sums gradients without compression. The residuals of error feedback do not change."""
         before, self.compressors = self.compressors, ReducerPair(None, None)
         try:
             yield
@@ -199,7 +203,8 @@ class FlatParamGroup:
     # --- weights
 
     def copy_to_params(self) -> None:
-        """Copies the updated main weights into the weights of the compute dtype."""
+        """Copies the updated main weights into the compute weights. Also stores the states of a loaded checkpoint
+        (`commit_loaded_states`)."""
         self.optim_shard.commit_loaded_states()
         if self.has_main_params:
             self.weights.write(self.optim_shard.parts)
@@ -208,7 +213,8 @@ class FlatParamGroup:
 def make_optim_shard(
     layout: FlatLayout, weights: GroupWeights, recipe: Recipe, groups: Mapping[str, int]
 ) -> OptimizerShard:
-    """Returns the shard that the optimizer updates: the shard of the weights, or a float32 copy of it."""
+    """Returns the shard that the optimizer updates: the shard of the weights, or a float32 copy of that shard. `groups`
+    has the index of the optimizer group of each parameter name."""
     has_main_params = bool(recipe.master) and not layout.frozen
     runs, storages, swapper = layout.shard_runs(groups), weights.storages, layout.context.state_swapper
     in_files = Offload.parameters_disk in layout.context.plan.offload

@@ -1,11 +1,12 @@
-"""Reduces the gradients of flat parameter groups in a fixed order while backward runs.
+"""Reduces the gradients of flat parameter groups in a fixed order while backward runs. The engine and the updater use
+`GradReducer`.
 
-[Note: fixed order] The groups of a stage are reduced strictly in backward order, even if autograd completes them in a
-different order. So every rank starts the same collectives in the same order, and sums are identical in every step and
-after every resume. (torch's DDP rebuilds its buckets after the first step.) ZeRO 0 and 1 reduce once per step, after
-the last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of
-this rank chose gets no gradient. Backward counts its gradient as zero when it leaves the block of the expert. So on
-every rank the reduction of this block starts before the next block is gathered.
+[Note: fixed order] The groups of a stage are reduced strictly in backward order, even if autograd completes their
+gradients in a different order. So every rank starts the same collectives in the same order, and sums are identical in
+every step and after every resume. (torch's DDP rebuilds its buckets after the first step.) ZeRO 0 and 1 reduce once per
+step, after the last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the full gradients. An expert
+without tokens on this rank gets no gradient. When backward leaves the block of the expert, the missing gradient counts
+as zero. So on every rank the reduction of this block starts before the weights of the next block are gathered.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ GradientProbe = Callable[[str, torch.Tensor], None]
 
 @dataclass
 class StageReducer:
-    """Reduces the parameter groups of one virtual stage whose gradients one kind of action (B or W) completes. `units`
-    are in forward order. `passes` is the number of such actions in this step."""
+    """Reduces parameter groups of one virtual stage: either those whose gradients B actions complete, or those whose
+    gradients W actions complete. `units` are the groups in forward order. `start` starts the reduction of a group.
+    `passes` is the number of these actions that are complete in this step. `pending` are the groups whose reduction has
+    not started, in backward order. `ready` has the `id` of each group whose gradients are complete."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -48,10 +51,11 @@ class StageReducer:
     received: set[str] = field(default_factory=set)
     """Names of the parameters that received a gradient on this rank in this step."""
     probe: GradientProbe | None = None
-    """During a preflight check, receives each gradient instead of the sum (preflight/numeric_probes.py)."""
+    """During a preflight check, the function that receives each gradient (preflight/numeric_probes.py). None outside of
+    checks."""
 
     def reset(self) -> None:
-        """Marks all groups as not yet reduced."""
+        """Makes all groups pending."""
         self.pending = deque(reversed(self.units))
         self.ready.clear()
 
@@ -71,7 +75,7 @@ class StageReducer:
 
     @contextmanager
     def divert(self, probe: GradientProbe) -> Iterator[None]:
-        """Passes each gradient inside the context to `probe`. No gradient is then summed, sent or counted."""
+        """Inside the context, passes each gradient to `probe`. These gradients are not summed, sent or counted."""
         self.probe = probe
         try:
             yield
@@ -80,7 +84,7 @@ class StageReducer:
 
     @contextmanager
     def record_separately(self) -> Iterator[None]:
-        """Records parameters that receive a gradient inside the context in a temporary set, which is then discarded."""
+        """Restores `received` on exit, so that gradients inside the context are not recorded."""
         before, self.received = self.received, set()
         try:
             yield
@@ -88,21 +92,21 @@ class StageReducer:
             self.received = before
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Passes the gradient to the probe if one is set. Returns whether a probe is set. If so, the caller must not
-        sum, send or count the gradient."""
+        """Passes the gradient to the probe if a probe is set. Returns whether a probe is set. If so, the caller must
+        not sum, send or count the gradient."""
         if self.probe is not None:
             self.probe(name, gradient)
         return self.probe is not None
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """Marks all gradients of `unit` as accumulated. The reduction of a group starts once all groups after it in
-        forward order are also ready."""
+        """Marks the gradients of `unit` as complete. The reduction of a group starts when this group and all later
+        groups in forward order are complete."""
         self.ready.add(id(unit))
         while self.pending and id(self.pending[0]) in self.ready:
             self.start(self.pending.popleft())
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """Ends a backward pass for `unit`. Parameters without a gradient count as zero."""
+        """Ends a backward pass for `unit`. The gradient of a parameter that has none in this pass is zero."""
         if self.probe is not None:
             if unit.hooked:
                 unit.weights.reshard()
@@ -111,8 +115,8 @@ class StageReducer:
 
 
 class TiedParamGroup(NamedTuple):
-    """A parameter group whose layer is replicated on several `stages`. Only the replica on the first of these stages is
-    saved and `counted_in_norm`."""
+    """Describes a parameter group whose layer is replicated on several `stages`. Only the replica on the first of these
+    stages is saved and counted in the gradient norm (`counted_in_norm`)."""
 
     layer: str
     stages: tuple[int, ...]
@@ -120,14 +124,14 @@ class TiedParamGroup(NamedTuple):
 
 
 class BeforeReduction(Protocol):
-    """A function that is called each time before the reduction of a group starts."""
+    """A function that `GradReducer` calls each time before it starts the reduction of a group."""
 
     def __call__(self) -> None: ...
 
 
 class GradReducer:
-    """Reduces all flat parameter groups of this rank. `partial` are the names of parameters whose gradients are partial
-    sums over the tensor ranks."""
+    """Reduces the gradients of all flat parameter groups of this rank. `stages` has the groups of each virtual
+    stage."""
 
     trainable: list[FlatParamGroup]
     """The groups that are not frozen. Only these are reduced, counted in the norm and updated."""
@@ -143,7 +147,9 @@ class GradReducer:
         disconnected: frozenset[str] = frozenset(),
         before_reduction: BeforeReduction | None = None,
     ) -> None:
-        """`tied_groups` maps the stages that share a weight to the process group of their pipeline ranks."""
+        """`partial` are the names of the parameters whose gradients must be summed over tensor ranks. `tied` describes
+        replicated groups by `id`. `tied_groups` maps the stages with replicas of a weight to the process group of their
+        ranks."""
         self.mesh, self.tied_groups, self._before_reduction = mesh, tied_groups, before_reduction
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
         for number, stage_units in stages.items():
@@ -163,12 +169,12 @@ class GradReducer:
         self.param_names = param_names
         """Names of all trained parameters of the model, in the model's order."""
         self.unused = param_names
-        """Names of the parameters without a gradient on any rank in the last step. The update skips them, as torch
-        skips parameters whose gradient is None."""
+        """Names of the parameters without a gradient on any rank in the last step. The update skips these parameters,
+        as torch skips parameters whose gradient is None."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
         self.disconnected = disconnected
-        """Names of the parameters on which the outputs do not depend. Zero gradients that another stage sends for them
-        do not count as gradients."""
+        """Names of the parameters on which the model's outputs do not depend. If such a parameter gets a gradient of
+        zeros, because another stage has sent zeros, the parameter counts as one without a gradient."""
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
@@ -183,8 +189,8 @@ class GradReducer:
             stage.begin_step(passes)
 
     def abort_step(self) -> None:
-        """Cleans up after a step that raised an error on all ranks, in case the user's script caught the error. Waits
-        for pending reductions and frees full weights."""
+        """Cleans up after a step that raised an error on all ranks, because the user's script may catch the error and
+        continue. Waits for pending reductions and frees full weights."""
         while self._pending:
             self._pending.popleft()[1].wait()
         self.reshard_all()
@@ -200,8 +206,9 @@ class GradReducer:
             unit.weights.reshard()
 
     def end_backward(self, action: Action) -> None:
-        """Ends a backward action: B for groups without deferred weight gradients, W for groups with them. Parameters
-        without a gradient count as zero."""
+        """Ends a B action, or runs the deferred weight gradients of a W action and ends it. B completes the pass of
+        groups without deferred weight gradients, and W completes the pass of all other groups. The gradient of a
+        parameter that has none in this pass is zero."""
         deferred = self.stages[action.stage, ActionKind.W].units
         for unit in reversed(deferred):
             assert unit.wgrad_queue is not None
@@ -220,7 +227,7 @@ class GradReducer:
 
     @contextmanager
     def divert_gradients(self, probe: GradientProbe) -> Iterator[None]:
-        """Passes each gradient inside the context to `probe`. No gradient is then summed, sent or counted."""
+        """Inside the context, passes each gradient to `probe`. These gradients are not summed, sent or counted."""
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(stage.divert(probe))
@@ -228,8 +235,8 @@ class GradReducer:
 
     @contextmanager
     def isolate_pass(self) -> Iterator[None]:
-        """Isolates the gradients of a pass inside the context. There no parameter has a gradient yet, and gradients are
-        sent uncompressed. On exit the records of gradients and the error feedback of compression are restored."""
+        """Inside the context, gradients are recorded as in a first step and sent uncompressed. On exit the records and
+        the residuals of compression are those from before."""
         unused, self.unused = self.unused, self.param_names
         try:
             with ExitStack() as stack:
@@ -242,7 +249,8 @@ class GradReducer:
             self.unused = unused
 
     def quiesce(self) -> None:
-        """Waits until no other rank reads this rank's flat buffers. Afterwards the buffers may be written."""
+        """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them. Every rank
+        calls it."""
         placements = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
             (
@@ -256,15 +264,15 @@ class GradReducer:
             shared.barrier().wait()
 
     def shutdown(self) -> None:
-        """Waits until the other ranks no longer need this rank, so that its process may end."""
+        """Waits until no other rank needs this rank any more, so that the process of this rank may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
     # --- between backward and update
     # ------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Completes the reductions: over all data ranks, partial sums over tensor ranks, and tied weights over their
-        stages."""
+        """Completes the gradients: waits for the reductions over data-parallel ranks, sums partial gradients over
+        tensor ranks, and sums gradients of tied weights over their stages."""
         replica_sums: list[CollectiveWork] = []
         while self._pending:
             unit, pending = self._pending.popleft()
@@ -293,7 +301,7 @@ class GradReducer:
         for unit, tied in self.tied:
             if not unit.frozen:
                 replicas.setdefault((tied.stages, tied.layer), []).append(unit)
-        for stages, layer in sorted(replicas):  # every rank sums in this order
+        for stages, layer in sorted(replicas):  # in this order on every rank
             first, *others = [unit.gradients.shard for unit in replicas[stages, layer]]
             total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
@@ -303,8 +311,8 @@ class GradReducer:
                 gradients.copy_(total)
 
     def squared_norm(self) -> torch.Tensor:
-        """Returns this rank's part of the squared gradient norm (float64 scalar). The sum over all ranks counts each
-        element once."""
+        """Returns this rank's contribution to the squared gradient norm (float64 scalar). The sum of the contributions
+        of all ranks counts each element once."""
         exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0
@@ -319,14 +327,14 @@ class GradReducer:
         return total
 
     def _norm_slices(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yields the gradient slices that this rank counts in the norm, each with the number of tensor ranks that count
-        it too."""
+        """Yields the gradient slices that this rank counts in the norm. With each slice, yields the number of tensor
+        ranks that have an equal slice (including this rank)."""
         uncounted = {id(unit) for unit, tied in self.tied if not tied.counted_in_norm}
         for unit in self.trainable:
             if id(unit) in uncounted:
                 continue
             length, replicas, replica = unit.gradients.shard.numel(), unit.placement.replicas, unit.placement.replica
-            # Replicas have equal gradients, so each replica computes the norm of only a part.
+            # Replicas have equal gradients, so each replica counts only a part of the shard.
             first, last = (length * replica // replicas, length * (replica + 1) // replicas)
             tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
             border = min(max(unit.layout.bucket.split_end - unit.shard_range.start, first), last)
@@ -339,9 +347,9 @@ class GradReducer:
     # -----------------------------------------------------------------------------------------
 
     def seen_grads(self) -> torch.Tensor:
-        """Returns a flat tensor for `sync_unused`, which all ranks sum. For each parameter in `unused`, it contains 1
-        if the parameter has a gradient on this rank in this step. The last element is 1 if any other trained parameter
-        of this rank has no gradient."""
+        """Returns a flat float64 tensor, which the caller sums over all ranks for `sync_unused`. For each parameter in
+        `unused`, it has a 1 if this rank has a gradient of the parameter in this step. The last element is 1 if a
+        trained parameter of this rank that is not in `unused` has no gradient."""
         received = self._received_names()
         another = not (
             received >= self._local_names
@@ -352,9 +360,9 @@ class GradReducer:
         )
 
     def sync_unused(self, seen: Sequence[float]) -> None:
-        """Updates `unused` from the sum of `seen_grads` over all ranks. All ranks call it. If a parameter that had a
-        gradient in the previous step has none on some rank, the ranks communicate once more, because another rank may
-        have a gradient."""
+        """Updates `unused` from `seen`, the sum of `seen_grads` over all ranks. All ranks call this method. If a rank
+        lacks a gradient of a parameter that is not in `unused`, all ranks communicate once more, because other ranks
+        may have a gradient of this parameter."""
         *seen, any_missing = seen
         missing = {name for name, ranks in zip(self.unused, seen, strict=True) if not ranks}
         if any_missing:
@@ -382,8 +390,8 @@ class GradReducer:
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
-    """Returns the number of elements for one call of the norm. A CPU converts low-precision gradients in tiles. An
-    accelerator converts them while it reads.
+    """Returns the number of elements for one call of the norm. A CPU copies low-precision gradients to float32, so it
+    computes the norm in tiles. An accelerator converts elements while it reads them, so one call is enough.
 
     >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS
     True
@@ -395,6 +403,7 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
 
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
-    """Returns views of those gradients in this rank's shard of `unit` that are partial sums."""
+    """Returns views of this rank's gradients of the parameters of `unit` in `partial`. Skips parameters without
+    elements in the shard."""
     runs = [unit.gradients.shard[unit.layout.shard_slice(name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]

@@ -1,8 +1,7 @@
-"""Defines pipeline schedules, each as one subclass of `Schedule` in its own file, with a simulator and checks of action
-orders.
+"""Defines the pipeline schedules that the planner's cost formulas and the runtime use. Each schedule is one subclass of
+`Schedule` in its own file. The package also simulates and checks orders of actions.
 
-The planner's cost formulas and the runtime read the same classes. To add a schedule, add a file; no other file lists
-the schedules.
+To add a schedule, add a file; no other file lists the schedules.
 """
 
 from meshwright.spec.schedules.action import (

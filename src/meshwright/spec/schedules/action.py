@@ -1,26 +1,28 @@
-"""Defines the actions of pipeline ranks, and checks and simulates their orders.
+"""Defines the actions of pipeline ranks, and checks and simulates orders of actions. The schedules, the planner and the
+runtime use it.
 
 `Action` is one action of a rank: forward (F) or backward (B, W) of one micro-batch on one stage.
 
-If a stage has no W, B is its whole backward. If it has W, B computes the gradient of the stage's input and W the
-gradients of its weights. The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
+If a stage has no W, B is its whole backward. Otherwise B computes the gradient of the stage's input, and W computes the
+gradients of the stage's weights. An action is written as stage, kind, micro-batch, as in torch's schedule tables:
+`2F5`.
 
-`check_orders` checks an order of actions, and derives the messages between ranks.
+`check_orders` checks the orders of all ranks. `stage_messages` derives the messages between ranks.
 
 An order is valid under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
-actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. There is a global order in
-which the inputs of every action are present. Sends never block; a rank waits before an action until its inputs are
-present.
+actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. The actions of all ranks
+have a common order in which the inputs of every action are present. Sends never block. A rank waits before an action
+until the inputs of the action are present.
 
-Between two ranks, messages are received in the order in which they are sent (`stage_messages`), so that one channel
-serves forward and backward.
+A rank receives the messages of another rank in the order in which they are sent, so that one channel serves forward and
+backward.
 
-`simulate_orders` simulates an order with given times. Computes the start and end of each action, and the idle time and
-memory of each rank.
+`simulate_orders` simulates an order with given times. It computes the start and the end of each action, and the idle
+time and the activations in flight of each rank.
 
 An action starts when its rank is free and its inputs are present. A result from another rank arrives `transfer` seconds
-after its action ends; sending takes no time on the sender. A micro-batch is in flight on a stage from the start of its
-F to the end of its B. If the order has W, the micro-batch is in flight until the end of its W.
+after the end of the action there. Sending takes no time on the sender. A micro-batch is in flight on a stage from the
+start of its F to the end of its B. If the stage has W, the micro-batch is in flight until the end of its W.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from meshwright.core.messages import Message
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions: forward, backward, and gradients of the weights."""
+    """The kinds of actions: forward, backward (or only the gradient of the input), and gradients of the weights."""
 
     F = "F"
     B = "B"
@@ -254,7 +256,7 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """The mean idle fraction of all ranks."""
+        """Returns the mean idle fraction of all ranks."""
         return sum(self.idle) / len(self.idle)
 
 
@@ -265,8 +267,8 @@ def simulate_orders(
     transfer: float = 0.0,
     weight: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Simulates `orders`. `forward`, `backward` and `weight` are the seconds of F, B and, if a stage has it, W of each
-    stage.
+    """Simulates `orders`. `forward`, `backward` and `weight` have the seconds of F, B and W for each stage; stages
+    without W ignore `weight`. `transfer` is the seconds of a message between ranks.
 
     Raises: InputError if the order deadlocks.
 
@@ -305,8 +307,8 @@ def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None)
     """Returns the peak of the activations that a rank stores for backward.
 
     `sizes` is the size of the activations of one micro-batch on each stage, for example in bytes. Without `sizes` the
-    result is a number of micro-batches: each stage counts 1 / (stages of the rank). W frees the activations if the
-    stage has W, otherwise B frees them.
+    result is a number of micro-batches: each stage counts 1 / number of stages of the rank. W frees the activations if
+    the stage has W, otherwise B frees them.
 
     >>> from meshwright.spec.schedules.schedule import schedule_orders
     >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]

@@ -1,7 +1,7 @@
 """Defines the custom schedule: the plan itself lists the actions of every pipeline rank (`Plan.actions`).
 
-All other properties are computed from the list: which stages split their backward, whether the stages form a V, the
-number of micro-batches, and the activations and idle time of each rank.
+All properties of the schedule are computed from the list: the stages that split their backward, the form of the stages
+(loop or V), the number of micro-batches, activations and idle time.
 
 >>> CustomSchedule(("0F0 0F1 0B0 0B1",)).ordered_micro_batches
 2
@@ -12,7 +12,8 @@ Two forms are accepted. The first is a table of comma-separated values, as torch
 empty cell is a wait, B is a whole backward, I the gradient of the input, and W the gradients of the weights. The second
 is JSON with a list of rows. Each row is a list of actions, or one string of actions as in `Plan.actions`. If a stage
 has W, a B of a micro-batch without W becomes B and W. `parse_orders` checks that each action of each stage and
-micro-batch occurs once, that each stage is on its rank, and that there is no deadlock.
+micro-batch occurs once, and that there is no deadlock. It also checks that stages are assigned to ranks in a loop or in
+a V.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _ACTION_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def parse_table(text: str, where: str) -> tuple[str, ...]:
-    """Converts the text of a file to the form of `Plan.actions`.
+    """Converts the text of the file `where` to the form of `Plan.actions`.
+
+    Raises: InputError if the text has no actions or an invalid action.
 
     >>> parse_table("0F0,,0B0\\n1F0,1B0,\\n", "here")
     ('0F0 0B0', '1F0 1B0')
@@ -110,7 +113,8 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
 
 
 def table_shape(rows: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of stages and the number of micro-batches that occur in rows."""
+    """Returns the number of stages and the number of micro-batches that occur in `rows`, which have the form of
+    `Plan.actions`."""
     cells = [_parse_cell(word, f"pipeline rank {rank}") for rank, row in enumerate(rows) for word in row.split()]
     return 1 + max(stage for stage, _, _ in cells), 1 + max(count for _, _, count in cells)
 
@@ -147,8 +151,8 @@ def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
 
 
 def _format_action(cell: tuple[int, str, int], whole: bool) -> tuple[str, ...]:
-    """Returns the texts of an action with the letters F, B and W. A `whole` backward of a stage that has W becomes two
-    actions."""
+    """Returns the texts of an action with the letters F, B and W. If `whole` is set, a backward becomes the two actions
+    B and W."""
     stage, kind, count = cell
     if kind == "B" and whole:
         return (f"{stage}B{count}", f"{stage}W{count}")
@@ -171,7 +175,8 @@ class CustomSchedule(Schedule):
 
     @property
     def v_shape(self) -> bool:
-        """Whether the stages form a V. They do if there are p > 1 pipeline ranks and the last rank runs stage p."""
+        """Returns whether the stages form a V. They do if there are p > 1 pipeline ranks and the last rank runs stage
+        p."""
         pp = len(self.actions)
         return pp > 1 and re.search(rf"(^|\s){pp}[FBW]", self.actions[-1]) is not None
 
@@ -181,7 +186,7 @@ class CustomSchedule(Schedule):
 
     @property
     def ordered_micro_batches(self) -> int:
-        """The number of micro-batches in the list."""
+        """Returns the number of micro-batches in the list."""
         return 1 + max(
             (int(re.sub(r".*[FBW]", "", action)) for line in self.actions for action in line.split()), default=-1
         )
@@ -198,7 +203,8 @@ class CustomSchedule(Schedule):
         return 0.0
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
-        """Returns the idle time of a simulated step. All stages take the same time, and F, B and W take equal times.
+        """Returns the idle time of a rank in a simulated step. The unit is the time of one micro-batch on a rank. The
+        simulation assumes equal stages, and equal times of F, B and W.
 
         >>> CustomSchedule(("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")).idle_micro_batches(1)
         1.0
@@ -211,11 +217,12 @@ class CustomSchedule(Schedule):
         return round(simulate_orders(table, thirds, backward, 0.0, thirds).makespan, 9) - micro_batches
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the actions of the rank's list before which memory can be at its peak."""
+        """Returns the possible memory peaks of the rank, by its list of actions."""
         return listed_in_flight(self.actions[rank])
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 4 (p - 1) messages for a V, otherwise 2 (p v - 1)."""
+        """Returns 4 (p - 1) messages for a V of p ranks. Otherwise returns 2 (p * v - 1), with v stages on each
+        rank."""
         return 4 * (pp - 1) if self.v_shape else 2 * (pp * virtual_stages - 1)
 
     def name_part(self, virtual_stages: int) -> str:

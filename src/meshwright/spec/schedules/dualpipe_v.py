@@ -1,9 +1,11 @@
 """DualPipe-V: two stages on each rank as a V, as in ZB-V. In the steady state a forward of one stage is paired with a
-backward of the other stage. A runtime can then overlap the communication of either with the computation of the other.
+backward of the other stage. A runtime can then overlap the communication of one action with the computation of the
+other.
 
-W follows B at once, except where a rank would wait. Let p be the number of ranks. In the published schedule a rank
-idles for at most (p - 1) (F&B + B - 3 W), where B is a whole backward. Here a rank idles less, because the gradient of
-the input is sent before the gradients of the weights are computed. The idle time is (p - 1) f if forward and both
+W follows B directly, except among the last backwards of a rank, where W fills idle time. Let p be the number of ranks.
+In the published schedule a rank idles for at most (p - 1) (F&B + B - 3 W). F&B is the time of a paired forward and
+backward, B that of a whole backward, and W that of the weight gradients. Here a rank idles less, because the gradient
+of the input is sent before the gradients of the weights are computed. The idle time is (p - 1) f if forward and both
 halves of backward each take f seconds on a stage. Every rank has (2 p + 1) / 2 micro-batches of both stages in flight.
 The number of micro-batches m is at least 2 p.
 
@@ -34,11 +36,11 @@ class DualPipeV(Schedule):
 
     @property
     def v_shape(self) -> bool:
-        """Whether the stages form a V: they do."""
+        """Returns True: the stages form a V."""
         return True
 
     def min_micro_batches(self, pp: int) -> int:
-        """Returns 2 p."""
+        """Returns twice the number of pipeline ranks."""
         return 2 * pp
 
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
@@ -79,26 +81,28 @@ class DualPipeV(Schedule):
         return writer.actions
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns max(f + b - w, f, b) / 2, where f, b and w are the seconds of F, B and W."""
+        """Returns max(f + b - w, f, b) / 2, where f, b and w are the seconds of F, B and W on both stages of a rank."""
         return elementwise_max(elementwise_max(f + b - w, f), b) / 2
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns the bound of the drain: each rank except the slowest adds b - w / 2, and the slowest rank adds - f /
-        2."""
+        """Returns the lower bound from the last backwards of a step. Each rank except the slowest adds b - w / 2, and
+        the slowest rank adds -f / 2. The symbols f, b and w are the seconds of F, B and W on both stages of a rank."""
         return b - w / 2, -f / 2
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns 2 p - r and r + 1 micro-batches in flight before a backward of either stage."""
+        """Returns the micro-batches in flight before a backward of either stage. On rank r of p ranks these are 2 p - r
+        on the first stage and r + 1 on the second, but at most all."""
         alive = (elementwise_min(micro_batches, 2 * pp - rank), elementwise_min(micro_batches, rank + 1))
         return [InFlight(0, alive), InFlight(1, alive)]
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 4 (p - 1), an upper bound."""
+        """Returns 4 (p - 1) for p ranks, an upper bound."""
         return 4 * (pp - 1)
 
 
 def _drain_backwards(writer: ActionWriter, rank: int) -> list[int]:
-    """Writes the last backwards of both stages: at first whole backwards, then only gradients of inputs.
+    """Writes the last backwards of both stages. The first of them are whole backwards, the others only B, with a
+    deferred W.
 
     Returns the side (0 or 1, the first or second stage) of each deferred W, in order.
     """

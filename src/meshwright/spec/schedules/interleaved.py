@@ -1,9 +1,9 @@
-"""Interleaved 1F1B with p ranks: a rank has v stages at distance p (stage s is on rank s % p). The m micro-batches run
-in groups of p.
+"""Interleaved 1F1B: each of p ranks has v stages at distance p (stage s is on rank s % p). The m micro-batches run in
+rounds of p.
 
-With equal stages the bubble is the fraction (p - 1) / (v m + p - 1) of the step. Rank r has at most (2 (p - r - 1) + (v
-- 1) p + 1) / v micro-batches of all its stages in flight, and never more than m. The number of micro-batches m is a
-  multiple of p.
+With equal stages the bubble is the fraction (p - 1) / (v * m + p - 1) of the step. Rank r has at most (2 (p - r - 1) +
+(v - 1) p + 1) / v micro-batches of all its stages in flight, and never more than m. The number of micro-batches m is a
+multiple of p.
 
 Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2, and its
 forward_backward_pipelining_with_interleaving.
@@ -36,7 +36,7 @@ class Interleaved(Schedule):
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
         """Returns the actions of one pipeline rank.
 
-        Raises: InputError if m is not a multiple of p.
+        Raises: InputError if `micro_batches` is not a multiple of `pp`.
         """
         if micro_batches % pp:
             below = micro_batches // pp * pp
@@ -66,11 +66,11 @@ class Interleaved(Schedule):
         """Returns one possible memory peak for m = p. For larger m it returns v possible peaks, one before the p
         backwards of each stage.
 
-        [Note: moments] A rank runs p backwards of its last stage, then p of the stage before it, and so on. These p
-        backwards are a phase. Within a phase the number of micro-batches in flight changes linearly, and only the stage
-        of the next phase gains micro-batches. So only the beginning of a phase can be a peak: one for m = p, otherwise
-        v, the same in every round. Before the k-th phase, min(m v, 2 (p - r - 1) + (v - 1) p + k p + 1) forwards and k
-        p backwards have run.
+        [Note: moments] A rank runs p backwards of its last stage, then p backwards of the stage before it, and so on.
+        During p backwards of one stage, the number of micro-batches in flight changes linearly. Only the stage whose
+        backwards come next gains micro-batches. So memory can have its peak only before the first of p backwards. This
+        is one point for m = p, otherwise v points, equal in every round. After k * p backwards of rank r, min(m * v, 2
+        (p - r - 1) + (v - 1) p + k * p + 1) forwards have run.
 
         >>> [moment.alive for moment in Interleaved().in_flight(rank=0, pp=2, virtual_stages=2, micro_batches=4)]
         [(3, 2), (4, 1)]
@@ -93,6 +93,7 @@ class Interleaved(Schedule):
         return f"{self.name}{virtual_stages}"
 
     def parse_name_part(self, part: str) -> dict[str, Any] | None:
-        """Returns the schedule and the number of virtual stages, which follows the name of the schedule."""
+        """Returns the name of the schedule and the number of virtual stages, which follows the name in `part`. Returns
+        None for any other part."""
         match = re.fullmatch(rf"{self.name}(\d+)", part)
         return {"schedule": self.name, "virtual_stages": int(match[1])} if match else None

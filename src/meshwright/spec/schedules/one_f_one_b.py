@@ -2,8 +2,7 @@
 remaining backwards.
 
 With p ranks, m micro-batches and equal stages, the bubble is the fraction (p - 1) / (m + p - 1) of the step, as with
-GPipe. Rank r has only min(m, p
-- r) micro-batches in flight.
+GPipe. Rank r has only min(m, p - r) micro-batches in flight.
 
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.
 
@@ -37,9 +36,10 @@ class OneFOneB(Schedule):
         return [InFlight(0, (elementwise_min(micro_batches, pp - rank),))]
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 2 (p - 1) + 2 (n - floor(n / p)) messages, n = max(m - 2, 0).
+        """Returns 2 (p - 1) + 2 (n - floor(n / p)) messages for p ranks and m micro-batches, with n = max(m - 2, 0).
 
-        With so few micro-batches in flight, each micro-batch waits for its messages.
+        The messages of the steady state count too. At most p micro-batches are in flight, so each of them waits for its
+        messages.
         """
         if pp == 1:
             return 0

@@ -1,15 +1,12 @@
 """Defines `Schedule`, the class with all properties of a pipeline schedule that the planner, the runtime and the
 reports need.
 
-A schedule is one file of this folder with one subclass of `Schedule`; `find_schedule` finds it there. Other files
-do not compare names of schedules; they use the properties of this class.
+A schedule is one file of this folder with one subclass of `Schedule`. `find_schedule` finds it by name; there is no
+list of schedules. Other files do not compare names of schedules; they use the properties of this class.
 
-Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r; f, b and w seconds of forward, of the
-gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays, although this package
-does not import NumPy.
-
-`find_schedule` finds the schedules of this folder by name. There is no list: a file that defines a subclass of
-`Schedule` adds one.
+Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r. f, b and w are the seconds of
+forward, of the gradients of inputs and of the gradients of weights, for one micro-batch on all stages of a rank.
+Formulas accept numbers and NumPy arrays, although this package does not import NumPy.
 
 >>> schedule_names()
 ('1f1b', 'gpipe', 'interleaved', 'zbh1', 'zbv', 'dualpipev', 'actions')
@@ -62,7 +59,8 @@ class Schedule:
     splits_backward: ClassVar[bool] = False
     """Whether backward is, or may be, two actions: B for the gradients of inputs, W for the gradients of weights."""
     defers_weights: ClassVar[bool] = False
-    """Whether some W are still deferred at the memory peak. It is False if each W directly follows its B there."""
+    """Whether some W are still deferred at the memory peak. It is False if each W directly follows its B at the
+    peak."""
     in_rounds: ClassVar[bool] = False
     """Whether micro-batches run in rounds of p. Their number is then a multiple of p, and every round after the first
     has the same activations in flight."""
@@ -72,30 +70,30 @@ class Schedule:
     def __init__(self, actions: tuple[str, ...] = ()) -> None:
         self.actions = actions
 
-    # Shape.
+    # --- stages
 
     @property
     def v_shape(self) -> bool:
-        """Whether the stages of rank r are r and 2 p - 1 - r instead of r, r + p, ..."""
+        """Returns whether rank r has the stages r and 2 p - 1 - r. Otherwise it has the stages r, r + p, ..."""
         return False
 
     def splits_stage(self, stage: int) -> bool:
         """Returns whether the backward of `stage` is two actions."""
         return self.splits_backward
 
-    # Numbers of micro-batches.
+    # --- micro-batches
 
     @property
     def ordered_micro_batches(self) -> int:
-        """The only number of micro-batches that the schedule accepts; 0 if it accepts several numbers."""
+        """Returns the only number of micro-batches that the schedule accepts, or 0 if it accepts several numbers."""
         return 0
 
     def min_micro_batches(self, pp: int) -> int:
-        """Returns the least number of micro-batches."""
+        """Returns the minimum number of micro-batches on `pp` ranks."""
         return 1
 
     def multiple_of(self, pp: int) -> int:
-        """Returns the number of which the number of micro-batches must be a multiple."""
+        """Returns a number that must divide the number of micro-batches."""
         return pp if self.in_rounds else 1
 
     def accepts(self, pp: int, micro_batches: Any) -> Any:
@@ -106,10 +104,10 @@ class Schedule:
 
     @property
     def accepts_any(self) -> bool:
-        """Whether the schedule accepts any number of micro-batches on any number of ranks."""
+        """Returns whether the schedule accepts any number of micro-batches on any number of ranks."""
         return self.multiple_of(2) == self.min_micro_batches(2) == 1 and not self.ordered_micro_batches
 
-    # The order.
+    # --- order
 
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
         """Returns the actions of one pipeline rank.
@@ -147,10 +145,11 @@ class Schedule:
             )
         return [self.order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
 
-    # Costs.
+    # --- costs
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns the seconds that a rank other than the slowest one adds to the bubble of the step."""
+        """Returns the seconds that each rank except the slowest adds to the bubble of the step, if its times are f, b
+        and w."""
         return (f + b + w) / virtual_stages
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
@@ -170,14 +169,15 @@ class Schedule:
         raise NotImplementedError
 
     def in_flight_limit(self, pp: int) -> int | None:
-        """Returns the maximum number of micro-batches in flight on a rank; None if a rank has all of them in flight."""
+        """Returns the maximum number of micro-batches in flight on a rank; None if a rank can have all micro-batches in
+        flight."""
         return 2 * pp
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
         """Returns the number of consecutive messages on the critical path of a step."""
         return 2 * (pp * virtual_stages - 1)
 
-    # Names of plans.
+    # --- plan names
 
     def name_part(self, virtual_stages: int) -> str:
         """Returns the schedule's part of the name of a plan."""
@@ -209,8 +209,8 @@ def _array_namespace(*values: Any) -> Any:
 
 
 def stage_to_rank(stage: Any, pp: int, v_shape: bool) -> Any:
-    """Returns the pipeline rank of a stage. Stages go round the ranks repeatedly, or down and up again as a V. `stage`
-    may be an array.
+    """Returns the pipeline rank of a stage. Stages are assigned to ranks in a loop, or as a V (`v_shape`). `stage` may
+    be an array.
 
     >>> [stage_to_rank(stage, 4, False) for stage in range(8)], [stage_to_rank(stage, 4, True) for stage in range(8)]
     ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
@@ -261,6 +261,6 @@ def schedule_orders(
 ) -> list[list[Action]]:
     """Returns the list of actions of each pipeline rank.
 
-    Raises: InputError if the schedule does not accept the numbers.
+    Raises: InputError if no schedule has this name, or if it does not accept the numbers.
     """
     return find_schedule(schedule, tuple(actions)).orders(pp, virtual_stages, micro_batches)

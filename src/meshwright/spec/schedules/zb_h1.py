@@ -1,8 +1,9 @@
 """ZB-H1: 1F1B whose backward is two actions. W fills idle time, and the gradient of the input is not delayed.
 
-Let p be the number of ranks, m that of micro-batches, and f, b and w the seconds of F, B and W. A rank idles for (p -
-1) (f + b - w). If f, b and w are equal, this is a third of the idle time of 1F1B, (p - 1) (f + b + w). Rank r defers W
-by r micro-batches, so that every rank stores min(m, p) micro-batches. The first rank of 1F1B stores as many.
+Let p be the number of ranks, m the number of micro-batches, and f, b and w the seconds of F, B and W. A rank idles for
+(p - 1) (f + b - w). If f, b and w are equal, this is a third of the idle time of 1F1B, which is (p - 1) (f + b + w).
+Rank r defers W by r micro-batches, so that every rank stores min(m, p) micro-batches. With 1F1B only the first rank
+stores that many.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
@@ -42,10 +43,11 @@ class ZBH1(Schedule):
         return elementwise_max(elementwise_max(f + b - w, f), b)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns min(m, p - r) micro-batches before B. The other micro-batches, up to min(m, p), have a deferred W."""
+        """Returns the memory peak of rank r before a B: min(m, p - r) micro-batches whose B has not run. W is deferred
+        for further micro-batches, up to min(m, p) in total."""
         before_b = elementwise_min(micro_batches, pp - rank)
         return [InFlight(0, (before_b,), elementwise_min(micro_batches, pp) - before_b)]
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 2 (p - 1) + 2 min(max(m - 2, 0), p - 1) messages."""
+        """Returns 2 (p - 1) + 2 min(max(m - 2, 0), p - 1) messages for p ranks and m micro-batches."""
         return 2 * (pp - 1) + 2 * elementwise_min(elementwise_max(micro_batches - 2, 0), pp - 1)

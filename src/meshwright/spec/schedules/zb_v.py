@@ -1,9 +1,9 @@
-"""ZB-V: two stages on each rank in the shape of a V: stage r and stage 2 p - 1 - r are on rank r.
+"""ZB-V: two stages on each rank in the shape of a V. Rank r of p ranks has the stages r and 2 p - 1 - r.
 
-With p ranks, the stages p - 1 and p are both on the last rank, so that no message is needed between them. Backward ends
-on the rank where forward began. A rank idles for (p - 1) f if forward and both halves of backward each take f seconds
-on a stage. This is half of the idle time of ZB-H1 and a sixth of that of 1F1B. Every rank has min(m, p) micro-batches
-of both stages in flight.
+The stages p - 1 and p are both on the last rank, so that no message is needed between them. Backward ends on the rank
+where forward began. A rank idles for (p - 1) f if forward and both halves of backward each take f seconds on a stage.
+This is half of the idle time of ZB-H1, and a sixth of the idle time of 1F1B. With m micro-batches, every rank has
+min(m, p) micro-batches of both stages in flight.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 
@@ -20,8 +20,8 @@ from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_m
 
 
 class ActionWriter:
-    """Writes the actions of a rank. Counts the actions of each kind on its first stage (side 0) and its second stage
-    (side 1)."""
+    """Writes the actions of a rank with two stages. `done` counts the written actions of each kind on the first stage
+    (side 0) and on the second stage (side 1)."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.stages = (rank, 2 * pp - 1 - rank)
@@ -50,7 +50,7 @@ class ZBV(Schedule):
 
     @property
     def v_shape(self) -> bool:
-        """Whether the stages form a V: they do."""
+        """Returns True: the stages form a V."""
         return True
 
     def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
@@ -77,14 +77,13 @@ class ZBV(Schedule):
         return [action for action in writer.actions if action.micro_batch < micro_batches]
 
     def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
-        """Returns max(f / 2, b / 2, b - w), where f, b and w are the seconds of F, B and W."""
+        """Returns max(f / 2, b / 2, b - w), where f, b and w are the seconds of F, B and W on both stages of a rank."""
         return elementwise_max(elementwise_max(f, b) / 2, b - w)
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
-        """Returns the micro-batches in flight on both stages: before a backward of the first stage, and before a
-        backward of the second stage.
+        """Returns the micro-batches in flight on both stages of rank r at two points of a step.
 
-        Before a backward of the first stage these are min(m, 2 p - r) and min(max(m - p + r, 0), r). Before a backward
+        Before a backward of the first stage they are min(m, 2 p - r) and min(max(m - p + r, 0), r). Before a backward
         of the second stage they are min(m, 2 p - 1 - r) and min(m, r + 1).
         """
         second = elementwise_min(elementwise_max(micro_batches - pp + rank, 0), rank)
@@ -94,5 +93,5 @@ class ZBV(Schedule):
         ]
 
     def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
-        """Returns 4 (p - 1) + max(p - 3, 0), an upper bound."""
+        """Returns 4 (p - 1) + max(p - 3, 0) for p ranks, an upper bound."""
         return 4 * (pp - 1) + max(pp - 3, 0)

@@ -1,1 +1,1 @@
-"""Proof runs: they compare loss and gradients of a plan with those of one device."""
+"""Proof runs, which compare the loss and the gradients under a plan with those of one device."""

@@ -1,5 +1,6 @@
-"""The batches of a proof: a few real rows with unequal numbers of labels, and a second batch with other values, row
-order and length."""
+"""Builds the batches of a proof (proof_run.py) from the training batch. The first batch has a few real rows with
+unequal numbers of valid labels. The second batch has other values, another row order and, if possible, half the
+length."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from meshwright.train.step.inputs import LocalBatch
 
 @dataclass
 class ProofBatch:
-    """A whole batch, identical on every rank. `title` describes it. `optional`: if one device cannot run the batch, a
-    note says so and no error is raised. `uncut`: the batch before its sequences were truncated, if they were."""
+    """A global batch of a proof, identical on every rank. `title` describes it to the user. `optional`: if one device
+    cannot run the batch, this is a note and not an error. `uncut`: the batch before truncation, or None if its
+    sequences were not truncated."""
 
     title: str
     batch: Batch
@@ -31,8 +33,9 @@ class ProofBatch:
 def build_proof_batches(
     engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0
 ) -> list[ProofBatch]:
-    """Returns the batches of a proof, identical on every rank. All ranks call it. `longest`: the largest number of
-    tokens per row; 0 means no limit. `own_loss`: whether the user has passed a loss."""
+    """Returns the batches of a proof, identical on every rank. All ranks call it. `batch`: the batch of the next step.
+    `own_loss`: whether the user has passed a loss function; then the labels stay unchanged. `longest`: the maximum
+    number of tokens per row, or 0 for no limit."""
     rows = check_batch_size(engine.mesh.plan)
     whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
     found = num_rows(whole)
@@ -58,8 +61,8 @@ def build_proof_batches(
 
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
-    """Gathers the first micro-batches of every replica into a full batch. Micro-batches whose sizes differ from those
-    of the first micro-batch are left out."""
+    """Concatenates the first micro-batches of every replica on every rank. Micro-batches whose sizes differ from those
+    of the first one are left out. All ranks call it. `micro_batches`: those of this rank's replica."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
@@ -89,8 +92,9 @@ def _slice_rows(batch: Batch, rows: slice) -> Batch:
 
 
 def with_unequal_labels(batch: Batch) -> Batch:
-    """Masks some labels, so that rows have unequal numbers of valid labels. This reveals a loss that is a mean of
-    means. A row with valid labels keeps at least one of them."""
+    """Returns `batch` with some labels masked, so that rows have unequal numbers of valid labels. With these, a plan
+    that averages the means of its rows or ranks computes a wrong loss. A sequence that has valid labels keeps at least
+    one of them. Of class labels (rows,), every third is masked."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -106,8 +110,8 @@ def with_unequal_labels(batch: Batch) -> Batch:
 
 
 def with_other_values(batch: Batch, own_loss: bool) -> Batch:
-    """Reverses the rows, permutes the token ids that occur, and replaces images and features by random values with the
-    same mean and standard deviation."""
+    """Returns `batch` with reversed rows and permuted token ids. Images and features become random values with their
+    mean and standard deviation. With `own_loss`, integer labels keep their values."""
     random = torch.Generator().manual_seed(1)
     ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
     seen = (
@@ -150,7 +154,7 @@ def _is_token_ids(name: str, value: Any) -> bool:
 
 
 def _sequence_length(batch: Batch) -> int:
-    """Returns the sequence length where rows are sequences, else 0."""
+    """Returns the sequence length of the batch, or 0 if its rows are not sequences."""
     for name in ("labels", "input_ids"):
         value = batch.get(name)
         if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point():
@@ -159,8 +163,11 @@ def _sequence_length(batch: Batch) -> int:
 
 
 def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
-    """Truncates each dimension of size `length` to `short`. For features of shape (rows, positions, ...), it truncates
-    only the second dimension."""
+    """Returns `batch` with sequences of `length` truncated to `short`.
+
+    In integer tensors and in masks (rows, heads, length, length), every dimension of size `length` except the first is
+    truncated. In floating-point tensors of two or three dimensions (rows, positions, ...), only the second is.
+    """
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

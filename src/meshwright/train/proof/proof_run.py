@@ -1,13 +1,12 @@
-"""A proof run: it computes the loss and every gradient of a small batch twice, under the plan and as on one device.
+"""Proves that a plan computes what one device computes: it computes the loss and every gradient of a small batch twice,
+under the plan and as on one device. The schedule of proofs (proof_schedule.py) calls it.
 
-Rule: both sides run in training mode, with equal weights and equal batches. The plan's side is the trainer's own
-forward and backward pass. One device's side runs on rank 0, which fetches the weights block by block (proof_run.py). A
-proof compares the loss, the gradient of every parameter, the number of labels, and the set of parameters that the loss
-reaches.
+Two computations run in training mode, with equal weights and batches. One is the trainer's own forward and backward
+under the plan. The other is the reference: it runs on rank 0, which fetches the weights block by block from the other
+ranks (reference_run.py). A proof compares the loss, the gradient of every parameter, the number of valid labels, and
+the set of parameters that get a gradient.
 
 Guarantees: weights, optimizer states, buffers, random states and counters do not change.
-
-`ReferenceSide` is one device's side of a proof: rank 0 computes it, and the other ranks serve its requests.
 """
 
 from __future__ import annotations
@@ -52,15 +51,17 @@ from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
 WHOLE = "{}: one device's side stored all weights"
-"""The note of a proof for which all weights were stored whole on rank 0."""
+"""The note of a proof whose reference stored all weights on rank 0. The field is the reason."""
 
 
 class ReferenceSide:
-    """One device's side of a proof. All ranks construct it and call its methods. `trains`: both sides run in training
-    mode. `seed`: the seed of the random numbers of both sides."""
+    """Computes the reference of a proof on rank 0. All ranks construct it and call its methods; the ranks other than 0
+    serve the requests of rank 0 for weights. `trains`: whether plan and reference run in training mode. `seed`: of the
+    random numbers of both."""
 
     def __init__(self, engine: Engine, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None) -> None:
-        """`expected`: fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
+        """`skeleton`: the copy of the unsharded model. `expected`: the fingerprints of its weights, by name, if the
+        weights have not changed since `parallelize`."""
         self.engine, self.skeleton = engine, skeleton
         self.compute = getattr(torch, engine.recipe.compute)
         self.tensors = GatherService(engine, self.compute)
@@ -68,45 +69,45 @@ class ReferenceSide:
         self.trains, self.seed = True, 1
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
-        """Names of weights whose values on the ranks differ from those of the original model."""
+        """The names of weights whose values on the ranks differ from those of the original model."""
         self.notes: list[str] = []
         self.streamed = StreamingLevel.ROWS
-        # a recompute of a block would repeat its writes to buffers
+        # The recompute of a streamed block would repeat the block's writes to buffers.
         if any(gather_objects(bool(engine.preflight.written))):
             self.stream_less(StreamingLevel.NOTHING, "the model writes to its weights in its forward")
 
     @property
     def is_low(self) -> bool:
-        """Returns whether the plan computes in a precision below float32. If so, one device computes in float32."""
+        """Returns whether the plan computes in a precision below float32. If so, the reference computes in float32."""
         return self.compute in LOW_PRECISION_FLOORS
 
     def options(self) -> ReferenceOptions:
-        """Returns the options of the reference run that the plan is compared with."""
+        """Returns the options of the reference that the plan is compared with."""
         return ReferenceOptions(
             torch.float32 if self.is_low else self.compute, high=self.is_low, streamed=self.streamed
         )
 
     def isolated(self) -> AbstractContextManager[None]:
-        """Restores the engine and the random states after a pass of either side."""
+        """Returns a context that restores the model and the random states at its end (`isolate_pass`)."""
         return isolate_pass(self.engine, self.trains, self.seed)
 
     def stream_less(self, level: StreamingLevel, reason: str) -> None:
-        """Stores more weights whole on rank 0 from now on. If all weights are stored whole, it adds a note with the
-        reason."""
+        """Lowers the streaming level to `level`: from now on rank 0 stores more weights. If it stores all weights, a
+        note with the reason is added."""
         self.streamed = level
         if not level:
             self.notes.append(WHOLE.format(reason))
 
     def ignore_fingerprints(self, names: Collection[str]) -> None:
-        """Ignores the fingerprints of these weights, since the proof changes the weights."""
+        """Drops the fingerprints of the weights `names`, which the proof changes temporarily."""
         self.expected = {name: value for name, value in self.expected.items() if name not in names}
 
     def forward(
         self, content: ProofBatch, options: ReferenceOptions
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
-        """Runs one device's forward. Returns the run (None except on rank 0), and on every rank its mean loss, its
-        number of labels and an error text. If a run with streamed weights has read absent weights, it runs again with
-        more weights stored whole."""
+        """Runs the reference forward. Returns the run (None except on rank 0), and on every rank a tuple: the mean
+        loss, the number of valid labels, and an error text or ''. If the run has read absent weights, it is repeated at
+        a lower streaming level."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -134,8 +135,11 @@ class ReferenceSide:
         scale: float,
         sketches: dict[str, torch.Tensor] | None,
     ) -> str:
-        """Runs one device's backward. With `compared`, it requests the plan's gradients and stores the differences
-        there. Returns why the backward failed, or ''."""
+        """Runs the reference backward. Returns why it failed, or ''.
+
+        With `compared`, rank 0 requests the plan's gradients, which have the factor `scale`, and stores the differences
+        in `compared`. With `sketches`, it stores sketches of the reference gradients there, by parameter name.
+        """
 
         def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
@@ -159,7 +163,8 @@ class ReferenceSide:
             return self._on_rank_0(run)[2]
 
     def output_digests(self, batch: Batch) -> OutputDigests:
-        """Returns the digests of one device's module outputs; on ranks other than 0 they are empty."""
+        """Runs the reference forward and returns the digests of its module outputs. They are empty except on rank
+        0."""
         found = OutputDigests()
 
         def run() -> tuple[float, int, str]:
@@ -175,8 +180,8 @@ class ReferenceSide:
         return found
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Gives each module of the skeleton the training mode of its counterpart in the trainer's model. Modules that
-        are on other pipeline stages keep their modes."""
+        """Sets each module of the skeleton to the training mode of that module in the trained model. A module that is
+        on another pipeline rank keeps its mode."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:
@@ -185,8 +190,8 @@ class ReferenceSide:
                 module.training = live[path].training
 
     def _on_rank_0(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
-        """Runs `run` on rank 0 while the other ranks serve its requests. Every rank returns the result, whose last item
-        is an error text or ''."""
+        """Runs `run` on rank 0 while the other ranks serve its requests. Returns its result on every rank: loss, number
+        of labels, and an error text or ''. An exception of `run` becomes an error text."""
         found = (0.0, 0, "")
         if not self.is_rank_0:
             self.tensors.serve()
@@ -215,7 +220,7 @@ class ReferenceSide:
 
 
 RANDOMNESS_TOLERANCE = 1e-9
-"""If two losses of one device on the same batch differ by more than this (relative), the model uses random numbers."""
+"""If two reference losses with different seeds differ by more than this fraction, the model uses random numbers."""
 NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
 ONE_DEVICE_FAILED_TEXT = mark_msgid(
     "plan {plan}: the proof run cannot run the model on one device ({problem}): train without it with prove='never'"
@@ -227,30 +232,31 @@ NO_GRADIENTS_TEXT = mark_msgid(
 
 
 def no_gradients(plan: str, problem: str) -> InputError:
-    """Returns the error for a failed backward pass on one device."""
+    """Returns the error for a failed reference backward. `problem`: the error text of that backward."""
     return InputError(Message(NO_GRADIENTS_TEXT, plan=plan, problem=problem))
 
 
 class NothingProven(InputError):
-    """The batch cannot prove anything. Every rank raises this error, and training continues."""
+    """Raised on every rank if no comparison is possible with this batch. Training continues."""
 
 
 class ProofRun:
-    """One proof. All ranks construct it and call `prove`. The decision of rank 0 is the result on all ranks."""
+    """One proof. All ranks construct it and call `prove`. Rank 0 judges, and all ranks return its result."""
 
     def __init__(
         self, state: TrainState, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """`expected`: fingerprints of the weights that have not changed since the model was passed to `parallelize`."""
+        """`skeleton` and `expected`: as for `ReferenceSide`."""
         self.state, self.engine = state, state.engine
         self.side = ReferenceSide(state.engine, skeleton, expected)
         self.compared: list[Batch] = []
-        """The compared batches, and the untruncated versions of truncated ones. The sizes of all of them count as
+        """The compared batches. For a truncated batch, also the batch before truncation: the sizes of both count as
         proven."""
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
-        """Runs the proof on `batch`. All ranks call it. `longest`: the largest number of tokens per row, 0 for no
-        limit. Raises NothingProven."""
+        """Runs the proof on batches that it derives from `batch` (proof_batches.py). All ranks call it. `longest`: the
+        maximum number of tokens per row, or 0 for no limit. Raises NothingProven if no batch can be compared, and
+        InputError if the model cannot be run on one device."""
         began = time.perf_counter()
         state, own_loss = self.state, self.side.skeleton.loss is not None
         contents = build_proof_batches(self.engine, batch, own_loss, longest)
@@ -285,8 +291,9 @@ class ProofRun:
     # --- one batch --------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Compares one batch. If the batch is optional and one device cannot run it, it adds a note and returns
-        None."""
+        """Compares one batch. Returns None and adds a note in two cases: the loss or gradients of the reference are not
+        finite, or the batch is optional and the reference cannot run it. Raises InputError if the reference cannot run
+        a batch that is not optional."""
         low = self.side.is_low
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
         if problem:
@@ -316,8 +323,8 @@ class ProofRun:
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
-        """Repeats the comparison with all weights stored whole on rank 0. It is called after one device's backward with
-        streamed weights has failed. Raises InputError if the repetition fails too."""
+        """Repeats the comparison without streaming, after the reference backward has failed with `problem`. Raises
+        InputError if it has failed without streaming too."""
         if not self.side.streamed:
             raise no_gradients(self.state.plan.name, problem)
         self.side.stream_less(StreamingLevel.NOTHING, "the backward does not run a block at a time")
@@ -326,9 +333,12 @@ class ProofRun:
     def _measure(
         self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
     ) -> None:
-        """Measures two differences and stores them in `compared`: the plan's gradients against one device in the next
-        higher precision, and one device's rounding in the plan's own precision. `sketches`: sketches of the gradients
-        in the higher precision; they are filled here if empty."""
+        """Measures the rounding ([Note: tolerance] in proof_tolerance.py) and stores it in `compared`.
+
+        It compares the plan with a reference in the next higher precision, unless `compared` already has these values.
+        Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`: sketches of
+        the gradients in the higher precision, filled here if empty.
+        """
         if not sketches and not self.side.is_low:
             high, (loss, _, problem) = self.side.forward(
                 content, ReferenceOptions(torch.float64, high=True, streamed=self.side.streamed)
@@ -355,7 +365,8 @@ class ProofRun:
                 gap.noise = float((mine[name] - sketches[name]).norm())
 
     def _draws(self, content: ProofBatch, loss: float) -> bool:
-        """Returns whether one device's loss depends on random numbers. If so, both sides use eval mode from now on."""
+        """Returns whether the reference loss depends on random numbers (`loss`: that of the previous seed). If so, plan
+        and reference use eval mode from now on."""
         if not self.side.trains:
             return False
         self.side.seed += 1
@@ -368,11 +379,11 @@ class ProofRun:
         self.side.notes.append("the model draws random numbers beside dropout: compared in eval mode")
         return True
 
-    # --- the plan's side --------------------------------------------------------------------------
+    # --- under the plan ---------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Runs the plan's side. Returns loss, labels, loss scale, and reached parameters. The gradients remain in the
-        engine's flat buffers."""
+        """Runs forward and backward under the plan. Returns the mean loss, the number of valid labels, the loss scale
+        and the parameters that got a gradient. The gradients remain in the engine's flat buffers."""
         state, zero = self.state, self.engine.zero
         factor = state.scale.factor
         try:
@@ -382,15 +393,15 @@ class ProofRun:
                     reached = set(zero.param_names) - set(zero.unused)
                 if all(map(math.isfinite, squares)) or state.scale.factor <= 1.0:
                     return loss, labels, state.scale.factor, reached
-                state.scale.factor /= 16.0  # in float16 the initial loss scale would overflow
+                state.scale.factor /= 16.0  # the initial loss scale of float16 overflows
         finally:
             state.scale.factor = factor
 
     # --- location of a difference -------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
-        """Returns a description of the first difference: a misplaced weight, the first differing module, the loss, or
-        the differing gradient nearest to the loss."""
+        """Returns a description of the first difference: a weight with wrong values, the first module whose output
+        differs, the loss, or the differing gradient that is nearest to the loss."""
         if misplaced := self.side.shared(self.side.misplaced):
             return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
         ours, theirs = OutputDigests(), self.side.output_digests(content.batch)
@@ -421,8 +432,8 @@ class ProofRun:
         )
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Returns the proof result: the largest differences over all batches, and all other values from the last batch.
-        Comparison stops at a differing batch, so such a batch is the last."""
+        """Returns the proof result. The differences are the largest over all batches, all other values are those of the
+        last batch. Since the comparison stops at a differing batch, such a batch is the last one."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

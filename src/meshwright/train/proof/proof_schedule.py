@@ -1,12 +1,15 @@
-"""The schedule of proof runs (train/proof/proof_run.py) and their consequences. Proofs run before the first update,
-before the second, and rarely after that.
+"""Decides before which updates a proof run compares the plan with one device (proof_run.py), and refuses a plan that
+differs. The trainer calls it before every update.
 
-All ranks make the same decisions. A decision that depends on measured times is made by rank 0 for all. If a plan
-differs from one device, all ranks refuse it before the update. If `parallelize` gets no `prove`, the environment
-variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) sets the default. Without this variable the
-default is `auto`.
+A proof runs before the first update, and cheap proofs are repeated before a few later updates (REPEAT_UPDATES). All
+ranks make one decision: if it depends on measured times, every rank must find the proof cheap. If a plan differs from
+one device, all ranks raise PlanRefused before the update.
 
-The schedule also tracks plain values of modules, such as step counters, that have changed since the model was copied.
+If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps)
+sets the mode. Without this variable the mode is `auto`.
+
+A proof runs on a copy of the model from before sharding. The schedule copies values of module attributes that have
+changed since then, such as step counters.
 """
 
 from __future__ import annotations
@@ -56,20 +59,19 @@ from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
 ModuleValues = dict[str, dict[str, Any]]
-"""Plain values (numbers, strings, tuples) of modules, by module path and attribute name."""
+"""The plain values (numbers, strings, None, and tuples of these) of modules, by module path and attribute name."""
 SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 LOSS_PATH = "(loss)"
-"""The path under which the attributes of the user's loss object are stored."""
+"""The path in ModuleValues for the attributes of the user's loss object."""
 
 
 def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the plain values of modules and of the user's loss, such as step counters. Plain values are numbers,
-    strings, None and tuples of these. Training modes are left out."""
+    """Returns the plain values of all modules and of the user's loss object. Training modes are left out."""
 
     def is_plain(value: Any) -> bool:
-        """Returns whether a value is a number, a string, None, or a tuple of these."""
+        """Returns whether `value` is plain, as ModuleValues defines it."""
         return isinstance(value, SCALAR_TYPES) or (type(value) is tuple and all(map(is_plain, value)))
 
     owners: list[tuple[str, Any]] = [
@@ -83,8 +85,8 @@ def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
 
 
 def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
-    """Returns the values of `now` that differ from `before` on any rank. If several ranks have changed a value, the
-    value of the first of them counts. All ranks call it."""
+    """Returns the values that have changed from `before` to `now` on any rank. If several ranks have changed a value,
+    the value on the lowest of these ranks is returned. All ranks call it."""
     none = object()
     own = {
         path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
@@ -99,9 +101,9 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
-    """Freezes in the copy `model` every parameter that is frozen on all ranks that store a part of it. If some of these
-    ranks still train the parameter, it stays trained, since their parts of its gradient are compared. All ranks call
-    it."""
+    """Freezes the parameters of the copy `model` that are frozen in the trained model. A parameter counts as frozen if
+    it is frozen on all ranks that store a shard of it. Otherwise the gradients of the other shards are still compared.
+    All ranks call it."""
     stored = {
         name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()
     }
@@ -114,7 +116,7 @@ def follow_frozen(model: nn.Module, engine: Engine) -> None:
 
 
 def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
-    """Copies the current plain values of the trained model and its loss to the copies `model` and `loss`."""
+    """Sets the plain values `changes` in the copied model and the copied loss."""
     owners: dict[str, Any] = {**dict(model.named_modules()), LOSS_PATH: loss}
     for path, values in changes.items():
         if hasattr(owners.get(path), "__dict__"):
@@ -123,13 +125,14 @@ def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
 
 PROVE_VARIABLE = "MESHWRIGHT_PROVE"
 REPEAT_UPDATES = (1, 9, 99, 999)
-"""The updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
+"""A cheap proof is repeated after these numbers of updates of this process: before its steps 2, 10, 100 and 1000."""
 ANNOUNCE_SECONDS = 10.0
-"""If a proof is estimated to take longer than this, in seconds, it is announced before it runs."""
+"""A proof is announced to the user if its estimated duration exceeds this."""
 
 
 def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
-    """Returns `given`, or the setting of the environment, or 'auto'. Raises InputError."""
+    """Returns `given`, or the mode that the environment variable sets, or 'auto'. Raises InputError if the mode is
+    invalid."""
     if given is not None:
         return validate_proof_mode(given)
     said = os.environ.get(PROVE_VARIABLE, "auto")
@@ -140,19 +143,19 @@ UNREADABLE_LOSS_REASON = Message(
     "the loss reads parameters in addition to the output, but a proof compares with a copy of the model, which has "
     "its own parameters"
 )
-"""Why a plan with a loss that reads parameters is not proven. Such a loss needs all of these parameters on the ranks
-that compute it."""
+"""Why a plan is not proven if the loss function itself reads parameters of the model."""
 
 
 class ProofSchedule:
-    """The schedule of proofs of one trainer; `last` is the last proof.
+    """The schedule of proofs of one trainer. All ranks make equal calls.
 
-    The owner of the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and
-    `predicted`, the planner's estimate. Every rank makes the same calls.
+    The training loop may set three attributes. `say` gets lines for the user, `record` gets the result of every proof,
+    and `predicted` is the planner's estimate of a proof.
     """
 
     def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
-        """`model`: the user's model before sharding. `compute`: the dtype of the computation."""
+        """`model`: the user's model before sharding. `loss`: the user's loss, or None. `compute`: the name of the dtype
+        of the computation. Raises InputError if the model cannot be copied."""
         self.mode = mode
         try:
             self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
@@ -166,34 +169,34 @@ class ProofSchedule:
             else weight_fingerprints(model, getattr(torch, compute))
         )
         self.versions: list[int] = []
-        """The version counters of this rank's weights when they were sharded."""
+        """The version counters of this rank's weights directly after sharding (`weight_versions`)."""
         self.sizes = SizeRanges()
         """The sizes of batches for which a proof has passed."""
         self.plain: ModuleValues = {}
-        """The current plain values of modules in the skeleton, a copy of the model without weights."""
+        """The plain values that have been copied to the skeleton (the copy of the model without weights)."""
         self.required = ""
-        """Why the next update requires a proof, or ''."""
+        """Why the next update requires a proof, as a text for the user, or ''."""
         self.reason = ""
-        """Why the last proof before an update ran."""
+        """Why the last proof before an update was due."""
         self.last: ProofResult | None = None
         self.skipped = ""
-        """Why the proof before the first update did not run."""
+        """Why the proof before the first update did not run, or ''."""
         self.say: Callable[[str], None] = lambda line: None
         self.record: Callable[[ProofResult], None] = lambda proof: None
         self.predicted = ProofCost()
         self._updates = 0
         self._seconds = 0.0
-        """The duration of the last proof before an update in seconds; 0 before the first proof."""
+        """The seconds of the last proof before an update; 0 if there was none."""
         self._began = time.perf_counter()
 
     def begin(self, engine: Engine) -> None:
-        """Records the weights and the plain values of modules before the first step."""
+        """Records the versions of the weights and the plain values. `parallelize` calls it after sharding."""
         self.versions = weight_versions(engine)
         self.plain = module_values(engine.model, engine.objective.loss)
 
     def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
-        """If a proof is due before the update on `batch`, runs it. Raises PlanRefused on every rank where the plan
-        differs from one device."""
+        """Runs a proof if it is due before the update on `batch`. Raises PlanRefused on all ranks if the plan differs
+        from one device."""
         reason = self._reason(state, batch)
         self._updates += 1
         if not reason:
@@ -215,8 +218,9 @@ class ProofSchedule:
             state.on_phase(RankPhase.data)
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof for a step whose conditions no earlier proof covers, after its passes and before its update. The
-        gradients of the step do not change. Raises PlanRefused as `before` does."""
+        """Runs a proof for `reason` after the backward of a step and before its update. It is due if no earlier proof
+        covers the conditions of the step. The gradients of the step are restored. Raises PlanRefused as `before`
+        does."""
         stored = [(unit, unit.gradients.shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
         state.on_phase(RankPhase.prove)
         try:
@@ -237,10 +241,10 @@ class ProofSchedule:
             return
         try:
             proof = self.prove(state, batch)
-            if not proof.equal and state.mend():  # the cause was a replica with wrong weights, not the plan
+            if not proof.equal and state.mend():  # a replica had wrong weights, so the plan may be right
                 proof = self.prove(state, batch)
         except NothingProven as nothing:
-            self.required = reason  # one device would also skip this step, so the plan is not refused
+            self.required = reason  # the batch, not the plan, prevents a comparison
             self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
             return
         shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
@@ -260,7 +264,11 @@ class ProofSchedule:
             )
 
     def prove(self, state: TrainState, batch: Batch | LocalBatch) -> ProofResult:
-        """Runs a proof now and returns its result. All ranks call it."""
+        """Runs a proof now and returns its result. All ranks call it.
+
+        Raises: NothingProven if `batch` allows no comparison. InputError if no proof is possible: with mode 'never',
+        with DiLoCo, or with a loss that reads parameters.
+        """
         if self.skeleton is None:
             raise InputError(
                 Message(
@@ -289,21 +297,21 @@ class ProofSchedule:
         self.last = run.prove(batch, self.predicted.length)
         if self.last.equal:
             self.sizes.add(run.compared)
-        self.fingerprints = {}  # only the first proof uses fingerprints, since updates change the weights
-        gc.collect()  # one device's side leaves reference cycles, which would keep weights and gradients in memory
+        self.fingerprints = {}  # updates change the weights, so later proofs cannot use the fingerprints
+        gc.collect()  # the reference leaves cycles of references, which would keep weights and gradients in memory
         shrink_staging_buffers([state.mesh.world])
         malloc_trim()
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
-        """Accepts a proof of this plan by an earlier process of this run in place of the proof before the first
-        update."""
+        """Accepts `earlier`, a proof of this plan before the run was resumed, so that the proof before the first update
+        is skipped. `updates`: the number of completed steps."""
         self.last, self._seconds, self._updates = earlier.result, max(earlier.result.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 
     @property
     def proven(self) -> bool:
-        """Returns whether the last proof found the plan equal."""
+        """Returns whether the last proof found the plan equal to one device."""
         return self.last is not None and self.last.equal
 
     # --- schedule ---------------------------------------------------------------------------------
@@ -342,7 +350,7 @@ class ProofSchedule:
         return not float(others)
 
     def _why_not(self, state: TrainState, batch: Batch | LocalBatch) -> str:
-        """Returns why no proof runs before the first update, or '' if one runs."""
+        """Returns why the proof before the first update is skipped, as a line for the user, or '' if it runs."""
         plan = state.plan
         whole = isinstance(batch, dict)
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
@@ -364,14 +372,14 @@ class ProofSchedule:
             default=1,
         )
         proven = min(rows, check_batch_size(plan))
-        work = 2 * 8 * elements * proven * places  # two batches; forward, recompute and backward on rank 0
+        work = 2 * 8 * elements * proven * places  # FLOPs: 2 batches, 8 per parameter and token with recompute
         step = 6 * elements * rows * places / plan.world
         rate = backend_of(state.mesh.device).nominal_flops
         return self._too_dear(work / rate, step / rate, state)
 
     def _too_dear(self, seconds: float, step: float, state: TrainState) -> str:
-        """Returns why mode 'auto' skips a proof that takes `seconds`, or '' if it runs the proof. `step`: the seconds
-        of a step."""
+        """Returns why mode 'auto' skips a proof that takes `seconds`, or '' if the proof is cheap. `step`: the seconds
+        of a training step. All ranks call it."""
         if self._all(state, is_proof_cheap(seconds, step)):
             return ""
         return Message(
@@ -389,7 +397,8 @@ def _before_step(updates: int) -> str:
 
 
 def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
-    """Returns one line about a passed proof. `when`: the point of the run. `predicted`: the planner's estimate."""
+    """Returns the line about a passed proof for the user. `when`: such as "before step 1". `predicted`: the planner's
+    estimate of the proof in seconds, or 0."""
     seconds = show_seconds(proof.seconds)
     if predicted:
         seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
@@ -408,7 +417,8 @@ def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
 
 
 def is_one_device(plan: Plan) -> bool:
-    """Returns whether a plan uses one device and computes exactly as plain torch does."""
+    """Returns whether a plan uses one device and no feature (recompute, compile, ZeRO, offload, loss in chunks) that
+    changes the computation of plain torch."""
     return (
         plan.world == 1
         and plan.recompute == Recompute.none
@@ -417,14 +427,14 @@ def is_one_device(plan: Plan) -> bool:
 
 
 def run_preflight(state: TrainState, batch: Batch | LocalBatch) -> None:
-    """Runs the preflight checks before a proof, since their errors are more specific than those of a proof."""
+    """Runs the preflight checks, whose errors are more specific than those of the proof that follows."""
     batches, _ = StepPasses().split(state, batch)
     state.engine.zero.abort_step()
     state.engine.preflight.check(state.engine, batches, True)
 
 
 def weight_versions(engine: Engine) -> list[int]:
-    """Returns the version counter of each main weight of this rank: how often it was written to in place."""
+    """Returns torch's version counter of each main weight of this rank. In-place writes increase the counter."""
     return [part._version for unit in engine.zero.units for part in unit.optim_shard.parts]
 
 

@@ -1,11 +1,13 @@
-"""The tolerances of a proof: the allowed differences of the loss and of each gradient between the plan and one device.
+"""Judges the differences between the plan and one device in a proof (proof_run.py): of the loss, and of the gradient of
+each parameter.
 
-[Note: tolerance] In float64, losses and gradients agree to 1e-10; in float32, losses agree to 1e-6 and gradients to
-1e-5. Where they differ by more, and always in precisions below float32, rounding is measured instead of assumed. Three
-gradients are used: g of the plan, h of one device in the next higher precision, and l of one device in the plan's own
-precision. Then |g - h| <= K |l - h| + floor |h| must hold, where floor is one of LOW_PRECISION_FLOORS. g and l round
-the same number with errors of similar size, so the ratio |g - h| / |l - h| is typically 1. K = 4 (ROUNDING_FACTOR)
-allows for other orders of sums. Sketches of l and h estimate |l - h| (`sketch_gradient`).
+[Note: tolerance] In float64, losses and gradients agree to relative differences of 1e-10. In float32, losses agree to
+1e-6 and gradients to 1e-5. If they differ by more, and always in precisions below float32, rounding is measured instead
+of assumed. Let g be a gradient under the plan. Let l be this gradient on one device in the plan's own precision, and h
+that on one device in the next higher precision. Then |g - h| <= K |l - h| + floor |h| must hold. Here |.| is the
+Euclidean norm and floor is the relative tolerance of the precision. Both g and l are roundings of h with errors of
+similar size, so |g - h| / |l - h| is typically 1. The factor K = 4 (ROUNDING_FACTOR) allows for other orders of
+summation. |l - h| is estimated from sketches of l and h (`sketch_gradient`).
 """
 
 from __future__ import annotations
@@ -19,27 +21,27 @@ from dataclasses import dataclass, field
 import torch
 
 STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
-"""The largest relative differences of the loss and of a gradient, by the dtype of computation."""
+"""The accepted relative differences of the loss and of a gradient, by the dtype of the computation."""
 LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
-"""The limits added to the measured rounding for dtypes below float32: the relative error of one rounding to the dtype.
-"""
+"""For dtypes below float32: the relative differences of the loss and of a gradient that are accepted in addition to the
+measured rounding. Each is the relative error of one rounding to the dtype."""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
-"""The measured rounding of a gradient with few elements may be small by chance. So it is multiplied by
-1 + SMALL_GRADIENT_ELEMENTS / elements."""
+"""The measured rounding of a gradient with few elements may be small by chance. So the measured rounding is multiplied
+by 1 + SMALL_GRADIENT_ELEMENTS / (number of elements)."""
 SKETCH_ELEMENTS = 4096
-"""The elements of a sketch. The norm of a sketch estimates the norm of a difference within 1 / sqrt(SKETCH_ELEMENTS /
-2) = 2 %. If parts of the difference are identical, the error of the estimate is up to 4 %."""
+"""The number of elements of a sketch. The norm of a sketch estimates the norm of a difference with a relative error of
+sqrt(2 / SKETCH_ELEMENTS) = 2 %. If parts of the difference are identical, the error is up to 4 %."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
-"""The number of elements of a gradient that are compared at a time, a multiple of SKETCH_ELEMENTS."""
+"""The number of elements of a gradient that are compared at a time. It is a multiple of SKETCH_ELEMENTS."""
 
 
 @dataclass
 class GradientGap:
-    """Compares one gradient of the plan with that of the single-device run. `off` is the norm of their difference,
-    `norm` that of the single-device gradient, `planned` that of the plan's gradient. `noise` is the norm of the
-    rounding error of the single-device gradient."""
+    """The comparison of one gradient. `off` is the norm of the difference between the plan and one device. `norm` is
+    the norm of the gradient on one device, `planned` that under the plan. `noise` is the measured norm of the rounding
+    error on one device, |l - h| in [Note: tolerance]."""
 
     elements: int
     off: float = 0.0
@@ -48,8 +50,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds some elements of the single-device gradient (`one`) and the same elements of the plan's gradient
-        (`planned`, which has the factor `scale`). Computes in float64."""
+        """Adds a range of elements to the comparison: `one` of one device, `planned` of the plan. The latter has the
+        factor `scale`. Computes in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (
@@ -63,22 +65,23 @@ class GradientGap:
 
 @dataclass
 class ProofComparison:
-    """The values of one batch on both sides, stored on rank 0."""
+    """The compared values of one batch, complete on rank 0. `losses` and `labels`: of one device and of the plan.
+    `gaps`: by parameter name. `planned`: the parameters that get a gradient under the plan."""
 
     losses: tuple[float, float]
     labels: tuple[int, int]
     gaps: dict[str, GradientGap] = field(default_factory=dict)
     reached: list[str] = field(default_factory=list)
-    """The parameters that one device's loss reaches, nearest to the loss first."""
+    """The parameters that get a gradient on one device, nearest to the loss first."""
     planned: set[str] = field(default_factory=set)
     rounded: float = 0.0
-    """The rounding error of the loss."""
+    """The measured rounding error of the loss on one device."""
 
 
 @dataclass
 class ProofLimits:
-    """The allowed relative differences, in addition to ROUNDING_FACTOR times the measured rounding. `eps`: the machine
-    epsilon of the dtype that both sides use."""
+    """The accepted relative differences, in addition to ROUNDING_FACTOR times the measured rounding. `eps`: the machine
+    epsilon of the dtype in which one device computes."""
 
     loss: float
     gradient: float
@@ -87,7 +90,8 @@ class ProofLimits:
 
 @dataclass
 class ProofOutcome:
-    """The result of a comparison with its limits."""
+    """The judgement of one batch. `loss` and `gradient` are relative differences. `where`: the parameter whose gradient
+    differs most in relation to its limit. `rounding`: the number of gradients that consist only of rounding errors."""
 
     loss: float
     loss_limit: float
@@ -96,7 +100,7 @@ class ProofOutcome:
     gradient_limit: float
     rounding: int
     beyond: list[str]
-    """Parameters whose gradients exceed their limits, nearest to the loss first."""
+    """The parameters whose gradients differ by more than their limits, nearest to the loss first."""
 
     @property
     def good(self) -> bool:
@@ -105,9 +109,8 @@ class ProofOutcome:
 
 
 def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
-    """Returns the result: each difference compared with its limit, and the largest ratio of the two. If the norm of a
-    parameter's gradient is below 10 eps times the norm of all gradients on both sides, it is only rounding and is not
-    compared."""
+    """Compares each difference with its limit. A gradient is not compared if it is only rounding error. This holds if
+    its norm, under the plan and on one device, is at most 10 eps times the norm of all gradients."""
     whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
     small = 10 * limits.eps * whole
     one, plan = compared.losses
@@ -143,14 +146,14 @@ def _float64_norm(flat: torch.Tensor) -> float:
 
 
 def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Returns a sketch of `gradient`, of shape (SKETCH_ELEMENTS,): sums of its elements with random signs. The norm of
+    """Returns a sketch of `gradient`, a vector of SKETCH_ELEMENTS sums of its elements with random signs. The norm of
     the sketch estimates the norm of `gradient`. Sketches are linear: the difference of two sketches is the sketch of
     the difference.
 
-    The sketches of all parts of a gradient add up to the sketch of the whole. `first`: the index of the first element
-    of a part, a multiple of COMPARE_CHUNK_ELEMENTS. Elements at the same offset of each chunk have the same sign. The
-    sums of each chunk have further random signs. Source: Charikar et al., Finding Frequent Items in Data Streams, 2002
-    (count sketch).
+    `gradient` may be a range of the gradient of the parameter `name`. `first` is then the index of its first element, a
+    multiple of COMPARE_CHUNK_ELEMENTS. The sketches of all ranges add up to the sketch of the full gradient. The sign
+    of an element depends on its offset in its chunk and, for each sum, on the chunk. Source: Charikar et al., Finding
+    Frequent Items in Data Streams, 2002 (count sketch).
     """
     flat = gradient.detach().reshape(-1)
     signs = _chunk_signs(flat.device)
@@ -168,7 +171,7 @@ def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.
 
 @functools.lru_cache(maxsize=2)
 def _chunk_signs(device: torch.device) -> torch.Tensor:
-    """Returns random signs, 1 or -1, as a float64 vector of shape (COMPARE_CHUNK_ELEMENTS,): 2 MiB."""
+    """Returns COMPARE_CHUNK_ELEMENTS random signs, 1 or -1, in float64 (2 MiB)."""
     return _draw_signs(torch.Generator().manual_seed(0), COMPARE_CHUNK_ELEMENTS).to(device)
 
 

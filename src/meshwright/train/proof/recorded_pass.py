@@ -1,19 +1,15 @@
-"""Runs the pass of a proof in isolation, and records digests of the outputs of its modules.
+"""Runs forward and backward of a proof without side effects, and records digests of the module outputs. Proof runs
+(proof_run.py) use it under the plan and on one device.
 
-`isolate_pass` makes an isolated pass under the plan: afterwards the engine, its model and the random states are
-unchanged.
+`isolate_pass` and `preserve_engine` restore the model, the random states and the engine. In between, dropout multiplies
+by a constant factor instead of a random mask. So a proof detects a dropout that is missing under the plan.
 
-During the pass, dropout multiplies by a constant factor instead of a random mask, under the plan and on one device. So
-a proof detects a dropout that is missing under the plan.
-
-`OutputDigests` are digests of module outputs. They locate the first module whose output under the plan differs from
-that on one device.
-
-No output is stored. A digest consists of sums over the elements of a module's outputs, added up over all ranks. A
-module's output is sharded by rows, positions or features, or replicated on several ranks. The number of elements over
-all ranks divided by the number on one device is how often each element is counted. The sums divided by this ratio are
-comparable with those of one device under any sharding. Outputs whose ratio is not an integer, such as partial sums, are
-skipped.
+`OutputDigests` locates the first module whose output under the plan differs from that on one device. It stores no
+output. A digest has the number of elements of a module's outputs, their sum and the sum of their squares. Under the
+plan, digests are added up over all ranks. An output may be sharded by rows, positions or features, or replicated. The
+number of elements over all ranks, divided by the number on one device, says how often each element is counted. The
+sums divided by this ratio are comparable with those of one device, however the output is sharded. Modules whose ratio
+is not an integer are skipped.
 """
 
 from __future__ import annotations
@@ -37,15 +33,15 @@ from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.runtime.tensor_parallel.random import has_dropout
 
 UNCHECKED_STEP = 4
-"""A step count for which `CHECKED_STEPS` requires no check: after 4 completed steps, step 5 is next, and it is not in
-`CHECKED_STEPS`."""
+"""A number of completed steps after which the engine runs no step checks: step 5 is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
-"""The factor that replaces dropout at rate 0. The factor grows with the rate, so a proof detects a wrong rate."""
+"""The factor that replaces dropout as the rate approaches 0. The factor grows with the rate, so that a proof detects a
+wrong rate."""
 
 
 class ConstantDropout(TorchFunctionMode):
-    """Replaces active dropout of rate p by the factor MIN_DROPOUT_FACTOR + p / 8. Instead of attention weights, it
-    scales the output of the attention."""
+    """While this mode is active, dropout of rate p > 0 in training mode multiplies by MIN_DROPOUT_FACTOR + p / 8.
+    Dropout of attention weights scales the output of the attention instead."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -64,14 +60,14 @@ class ConstantDropout(TorchFunctionMode):
 
 
 def dropout_factor(rate: float) -> float:
-    """Returns the factor for a dropout rate."""
+    """Returns the constant factor that replaces dropout of this rate."""
     return MIN_DROPOUT_FACTOR + rate / 8
 
 
 @contextmanager
 def preserve_engine(engine: Engine) -> Iterator[None]:
-    """Restores the engine's state that a backward pass changes, except gradients: the set of reached parameters,
-    records, and the error feedback of compression."""
+    """A context that restores the engine's state that a backward changes, except gradients: the set of parameters with
+    a gradient, records, and the error feedback of compression. Step checks are off inside it."""
     preflight = engine.preflight
     unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
     learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
@@ -81,8 +77,8 @@ def preserve_engine(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
-    """Restores random states and the model when the context ends. Inside the context, dropout is a constant factor.
-    With `trains`, modules keep their training modes; otherwise they are in eval mode."""
+    """A context that restores random states and the model at its end. Inside it, the random seed is `seed` and dropout
+    is a constant factor. With `trains`, modules keep their training modes; otherwise they are in eval mode."""
     engine.mesh.error_propagator.report_alive()
     model, compiles = engine.model, engine.mesh.plan.compile
     modes = [(module, module.training) for module in model.modules()]
@@ -92,7 +88,7 @@ def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
         stack.enter_context(dry_run(model, loss=engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
-        if compiles and has_dropout(model):  # a compiled block would recompile for the mode that replaces dropout
+        if compiles and has_dropout(model):  # the mode ConstantDropout would make torch compile each block again
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not compiles or has_dropout(model):
             stack.enter_context(ConstantDropout())
@@ -100,8 +96,8 @@ def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
 
 
 class OutputDigests:
-    """The digests of module outputs. For each module, `sums` has the number of elements, their sum, and the sum of
-    their squares. Modules are in the order in which their first call ends."""
+    """Collects the digests of module outputs on one rank. By module path, `sums` has the number of elements, their sum
+    and the sum of their squares. Modules are in the order in which their first calls end."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float, float]] = {}
@@ -109,7 +105,7 @@ class OutputDigests:
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Collects the outputs of all modules of `model` inside the context, while `records` is set."""
+        """A context that collects the outputs of all submodules of `model` while `records` is true."""
         handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
         try:
             yield
@@ -119,7 +115,8 @@ class OutputDigests:
 
     @contextmanager
     def of_plan(self, engine: Engine) -> Iterator[None]:
-        """Collects the outputs of this rank's forward passes inside the context, except those of recomputes."""
+        """A context that collects the outputs of this rank's forward under the plan. Recomputes in backward are not
+        collected."""
         inner, pipeline = engine.pipeline.forward, engine.pipeline
         self.records = False
 
@@ -158,8 +155,8 @@ class OutputDigests:
 def first_differing_module(
     engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
 ) -> str:
-    """Returns a description of the first module whose digest differs by more than `limit` (relative), or ''. `one`: the
-    sums of one device by module, on every rank."""
+    """Returns a description of the first module whose digest differs by more than the fraction `limit`, or ''. All
+    ranks call it. `one`: the sums of one device, on every rank. `ours`: the digests of this rank under the plan."""
     rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
     if table.numel():

@@ -1,22 +1,23 @@
-"""One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one
-block at a time.
+"""Computes the loss and the gradients of the user's model on rank 0, as on one device. Only the weights of one block
+are in memory at a time. A proof (proof_run.py) compares the plan with this reference run.
 
-The skeleton is a copy of the model from before `parallelize`; its parameters have no storage. For a proof, its blocks
-are wrapped. The forward of a block requests the block's full weights from the ranks (runtime/gather_service.py), runs
-under non-reentrant activation checkpointing, and drops the weights. The recompute in backward requests the weights
-again. Autograd adds up the gradients of all uses of a shared parameter. Each complete gradient is passed to `compare`
-and dropped.
+The skeleton is a copy of the model from before `parallelize`, whose parameters have no storage. In a reference run, the
+forward of a block requests the block's full weights from the ranks (runtime/gather_service.py) and drops them at its
+end. It runs under non-reentrant activation recompute (`torch.utils.checkpoint`), so backward requests the weights
+again. Each complete gradient is passed to the function `compare` and dropped. Autograd first adds up the gradients of
+all uses of a shared parameter.
 
-Large modules outside of the blocks (embeddings, heads) are treated as blocks. A large torch module that runs once per
-pass requests its weight in ranges of rows (streamed_weights.py). All other weights are stored whole.
+Large modules outside of the blocks (embeddings, heads) are treated as blocks. If such a module is torch's Linear or
+Embedding and is called once in forward, it requests its weight in ranges of rows (streamed_weights.py). Rank 0 stores
+all other weights for the whole run.
 
-[Note: absent weights] A weight that is not gathered is NaN. So a model or a loss that reads a block's weights outside
-of the block's forward returns NaN instead of a wrong number. Then the run is repeated with fewer streamed weights:
-first the large modules outside of the blocks are stored whole, then all weights.
+[Note: absent weights] A weight that is not in memory is NaN. So if a model or a loss reads a block's weights outside of
+the block's forward, the result is NaN instead of a wrong number. Then the run is repeated with a lower
+`StreamingLevel`, at which rank 0 stores more weights for the whole run.
 
-`use_float64` turns the casts to float32 inside a model (norms, softmax, rotary tables) into casts to float64.
-Comparisons to 1e-10 need this: float32 sums over shards have other last bits than float32 sums over whole tensors. Both
-sides of a comparison use it. It wraps each block separately, so that a recompute in backward equals the forward.
+`use_float64` turns a model's own casts to float32 (in norms, softmax, rotary tables) into casts to float64. The plan
+and the reference both use it if they are compared to 1e-10: float32 sums over shards and over full tensors differ in
+their last bits. It wraps each block separately, so that a recompute in backward equals the forward.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
 
 
 class Float64Mode(TorchFunctionMode):
-    """Replaces float32 by float64 in every torch call."""
+    """While this mode is active, torch functions get float64 in place of each argument float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "float":
@@ -68,7 +69,8 @@ class Float64Mode(TorchFunctionMode):
 
 
 def use_float64(model: nn.Module) -> nn.Module:
-    """Changes `model` in place to compute in float64, and returns it. The weights must already be float64."""
+    """Changes `model` in place so that its own casts to float32 become casts to float64. Returns it. The weights must
+    already be float64."""
     for module in (
         model,
         *(block for path in find_block_lists(model) for block in model.get_submodule(path).children()),
@@ -92,26 +94,26 @@ def _in_float64(forward: Any) -> Any:
 
 
 CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
-"""Takes a range of a gradient and one device's values of it. Returns a function that receives the plan's values (index
-of the first element, elements), or None where they are not needed."""
+"""A function that gets a range of a gradient and the reference values of this range. It returns a function that gets
+the plan's values (index of the first element, elements), or None if these are not needed."""
 FINGERPRINT_TOLERANCE = 1e-4
-"""The relative difference of fingerprints above which weights are not those of the model."""
+"""If the fingerprint of a weight differs by more than this fraction, the ranks have wrong values of the weight."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""The number of gradient elements that are buffered before they are compared. Also the smallest parameter count with
-which a module outside of the blocks is treated as a block."""
+"""Gradients are buffered up to this number of elements before they are compared. A module outside of the blocks is
+treated as a block if it has at least this number of parameters."""
 
 
 class StreamingLevel(IntEnum):
-    """Which weights are stored on rank 0 only while their module runs. With ROWS, large linear layers and embeddings
-    store only a range of rows at a time."""
+    """The weights that rank 0 stores only while their module runs: none, those of BLOCKS, or those of blocks and large
+    MODULES. With ROWS, large linear layers and embeddings store only a range of rows at a time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
 
 @dataclass
 class ReferenceOptions:
-    """The options of a reference run: the dtype of its weights, whether this dtype is higher than the plan's (`high`),
-    and which weights are `streamed`."""
+    """The options of a reference run. `dtype`: of its weights. `high`: whether `dtype` has a higher precision than the
+    plan's computation."""
 
     dtype: torch.dtype
     high: bool = False
@@ -119,15 +121,16 @@ class ReferenceOptions:
 
 
 class ReferenceRun:
-    """A run of the skeleton on rank 0: `forward` is called first, then `backward`."""
+    """One forward and backward of the skeleton on rank 0. Rank 0 calls `forward` and then `backward`, while the other
+    ranks serve its requests for weights (`GatherService.serve`)."""
 
     def __init__(self, skeleton: ModelCopy, engine: Engine, tensors: GatherService, side: ReferenceOptions) -> None:
         self.engine, self.tensors, self.side = engine, tensors, side
         device = engine.mesh.device
         nan = torch.full((), math.nan, dtype=side.dtype, device=device)
         self.absent = nan
-        # Each parameter expands a separate NaN. If parameters expanded the same NaN, torch would count a write to one
-        # of them as a write to all.
+        # Each parameter expands its own NaN scalar. With a shared scalar, torch would count a write to one parameter as
+        # a write to all of them.
         copied = skeleton.with_parameters(lambda parameter: nan.clone().expand(parameter.shape))
         self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
@@ -146,10 +149,11 @@ class ReferenceRun:
         self._waiting: dict[str, torch.Tensor] = {}
         self.compare: CompareGradient | None = None
         self.expected: dict[str, torch.Tensor] = {}
-        """Fingerprints of the weights that are unchanged since the model was passed to `parallelize`."""
+        """Fingerprints (random projections) that the weights must have, by name. The caller sets them if the weights
+        have not changed since `parallelize`. Each is checked once."""
         self.access_guard = ParamAccessGuard(engine.model)
         self.misplaced: list[str] = []
-        """Names of weights whose fingerprints differ from the expected ones."""
+        """The names of weights with a wrong fingerprint."""
         self._projections: dict[str, ChunkedProjection] = {}
         self.entered: set[str] = set()
         for path in self.blocks:
@@ -159,8 +163,8 @@ class ReferenceRun:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def _prepare(self, device: torch.device) -> None:
-        """Copies the current buffers, turns caches off, and adds the plan's changes of the computation (such as
-        constant dropout) to the model."""
+        """Prepares the copied model: copies the current buffers of the trained model, and turns off key-value caches
+        and the model's own activation recompute. It also applies float8 if the plan's computation uses it."""
         engine, model, kind = self.engine, self.model, self.side.dtype
         for module in model.modules():
             config: Any = getattr(module, "config", None)
@@ -206,8 +210,8 @@ class ReferenceRun:
         block.forward = forward  # type: ignore[method-assign]
 
     def _open(self, path: str) -> None:
-        """Loads the weights of the block at `path` and drops those of the previous block. Autograd keeps references to
-        the tensors that backward still needs."""
+        """Loads the weights of the block at `path` and drops those of the previous block. Tensors that backward still
+        needs stay alive through autograd."""
         self._close()
         self.entered.add(path)
         self._fill(self.blocks[path])
@@ -235,8 +239,8 @@ class ReferenceRun:
     # --- rows of large weights --------------------------------------------------------------------
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Returns the rows [first, last) of a weight that is streamed by rows. Rows are requested in order. After the
-        last row of the forward pass, the fingerprint of the weight is checked."""
+        """Returns the rows [first, last) of a weight that is streamed by rows. Ranges are requested in order. When
+        forward has requested the last range, the fingerprint of the weight is checked."""
         rows, columns = self.parameters[name].shape
         with without_torch_modes():
             found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
@@ -248,7 +252,7 @@ class ReferenceRun:
         return found.view(-1, columns)
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
-        """Compares a range of gradient rows, from row `first` on, with the plan's gradient."""
+        """Compares the gradient rows from row `first` on with the plan's gradient."""
         assert self.compare is not None
         columns = self.parameters[name].shape[1]
         self.reached += [name] if not first else []
@@ -260,8 +264,8 @@ class ReferenceRun:
     # --- passes -----------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
-        """Returns the mean loss over the valid labels of `batch`, and their number. `scale`: the factor of the loss for
-        `backward`."""
+        """Returns the mean loss over the valid labels of `batch`, and the number of these labels. `backward` later
+        differentiates the loss times `scale`."""
         streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
         self._fill([name for name in self.parameters if name not in streamed])
         batch = {name: self._moved(value) for name, value in batch.items()}
@@ -286,7 +290,7 @@ class ReferenceRun:
             )
         size, rows = self.engine.mesh.plan.micro_batch, num_rows(batch)
         total = torch.zeros((), device=self.engine.mesh.device)
-        for at in range(0, rows, size):  # a load-balancing loss is computed for each micro-batch
+        for at in range(0, rows, size):  # the load-balancing loss is defined per micro-batch
             part = {
                 name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in batch.items()
@@ -300,8 +304,8 @@ class ReferenceRun:
         return total
 
     def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
-        """Returns the sum of torch's own loss over the valid labels. With a user's loss, which is a mean over rows,
-        returns that loss. Torch's loss is computed one row at a time to save memory."""
+        """Returns the sum of torch's cross-entropy over the valid labels, computed a row at a time to save memory. With
+        a user's loss, it returns this loss (a mean over rows)."""
         if self.loss is not None:
             return self.loss(output, batch)
         logits = extract_logits(output)
@@ -314,7 +318,7 @@ class ReferenceRun:
         return total
 
     def backward(self, compare: CompareGradient) -> None:
-        """Passes every gradient to `compare`, nearest to the loss first."""
+        """Runs backward and passes each gradient to `compare` as soon as it is complete, nearest to the loss first."""
         self.compare = compare
         with self.access_guard:
             self._total.backward()
@@ -322,8 +326,8 @@ class ReferenceRun:
         self.close()
 
     def close(self) -> None:
-        """Drops the weights and the saved activations. Otherwise they would stay in memory, since the model and this
-        object refer to each other."""
+        """Drops the weights and the saved activations. They would otherwise stay in memory until garbage collection,
+        since the model and this object refer to each other."""
         self._close()
         self._total = self.absent
         for parameter in self.parameters.values():
@@ -350,8 +354,8 @@ class ReferenceRun:
 
     @property
     def is_absent(self) -> bool:
-        """Returns whether absent weights may have been read: a block did not run by its own forward, or a module that
-        streams rows did not run exactly once."""
+        """Returns whether absent weights may have been read: the forward of a block was not called, or a module that
+        streams rows was not called exactly once."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
     def _moved(self, value: Any) -> Any:
@@ -361,7 +365,7 @@ class ReferenceRun:
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the losses over valid labels, in float32 or a higher precision."""
+    """Returns the sum of the cross-entropy over valid labels, in float32 or a higher precision."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -369,9 +373,10 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
-    """Returns the parameters of each block of the block lists, and of each large module without children. Parameters
-    that other modules also use are excluded. Blocks with hooks or parametrizations are excluded, since these may read
-    weights outside of the block's forward."""
+    """Returns, by module path, the parameters that rank 0 needs only while the module runs. The modules are the blocks
+    of the block lists and, from level MODULES on, large modules without children. Parameters that other modules also
+    use are excluded. So are blocks with hooks or parametrizations, which may read weights outside of the block's
+    forward."""
     if not streamed:
         return {}
     paths = [
@@ -407,7 +412,7 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns the name of the weight of each large module that streams rows, by module path. Weights that other modules
+    """Returns, by module path, the name of the weight of each module that can stream rows. Weights that several modules
     share are left out."""
     owners = Counter(
         id(parameter)

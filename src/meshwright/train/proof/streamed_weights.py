@@ -1,9 +1,9 @@
-"""Weights of large embeddings and heads on one device's side of a proof. They are streamed: rank 0 stores only one
-range of rows at a time.
+"""Streams the weights of large embeddings and output heads through rank 0, a range of rows at a time. The reference run
+of a proof (reference_run.py), which computes a step on one device, uses it.
 
-Forward requests the weight range by range. Backward requests the ranges again if the input needs a gradient. Each range
-of the weight's gradient is passed on as soon as it is computed. Rank 0 stores one range of the weight and one range of
-its gradient, whatever the size of the vocabulary.
+Forward requests the rows of the weight range by range. Backward requests them again if the input needs a gradient. Each
+range of the weight's gradient is compared as soon as it is computed, and dropped. So rank 0 stores one range of the
+weight and one range of its gradient, whatever the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from torch.nn import functional as F
 from meshwright.train.proof.proof_tolerance import COMPARE_CHUNK_ELEMENTS
 
 RANGE_ELEMENTS = 1 << 23
-"""The largest number of elements of a range."""
+"""The maximum number of elements of a range, unless the smallest possible range is larger (`rows_per_range`)."""
 
 
 class RangeExchange(Protocol):
-    """The source of weight rows and the receiver of gradient rows."""
+    """The source of weight rows and the receiver of gradient rows. `name`: the name of the weight."""
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Returns rows `first` to `last` (exclusive) of the weight, in the dtype of the run."""
+        """Returns the rows [first, last) of the weight, in the dtype of the reference run."""
 
     def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
-        """Receives rows of the gradient from row `first` on. The calls come in the order of the rows."""
+        """Receives rows of the weight's gradient, from row `first` on. Ranges arrive in the order of the rows."""
 
 
 class StreamedWeight:
-    """The streamed weight (rows, columns) of one module. `calls`: the number of forward calls of the module. After
-    exactly one call, one backward gives the complete gradient of the weight."""
+    """The streamed weight (rows, columns) of one module. `calls`: the number of forward calls of the module. Only if
+    the module is called exactly once is each streamed range of the gradient complete."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
         self.rows, self.columns = weight.shape
         self.anchor = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=self.trains)
-        """A scalar that connects the output of an embedding to the autograd graph. The input of an embedding (indices)
-        has no gradient."""
+        """A scalar that makes autograd run the backward of an embedding, although its input (indices) needs no
+        gradient."""
         self.calls = 0
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yields the ranges of rows [first, last)."""
+        """Yields the ranges [first, last) of rows, in order."""
         step = rows_per_range(self.columns)
         return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast, the output for one range of rows may have another dtype than the output for the whole weight.
-        # Counting two calls makes the reference run store the weight whole.
+        # Under autocast, a range may produce another dtype than the full weight would. A count of two calls makes the
+        # reference run store the full weight instead.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
 
     def embedding(self, indices: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """Returns rows of the weight, (..., columns). Row `padding` has no gradient."""
+        """Returns the rows `indices` of the weight, (..., columns). The row `padding` gets no gradient, unless it is
+        None."""
         self.calls += 1
         output: torch.Tensor = _StreamedEmbedding.apply(indices, self.anchor, self, padding)
         return output
@@ -127,8 +128,8 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Returns the number of rows of a range. Ranges begin at multiples of COMPARE_CHUNK_ELEMENTS elements, as
-    `sketch_gradient` requires.
+    """Returns the number of rows in a range of a weight with `columns` columns. Each range then begins at a multiple of
+    COMPARE_CHUNK_ELEMENTS elements, as `sketch_gradient` requires.
 
     >>> rows_per_range(2048)
     4096
@@ -138,7 +139,8 @@ def rows_per_range(columns: int) -> int:
 
 
 def can_stream_rows(module: nn.Module) -> bool:
-    """Returns whether a module computes exactly torch's linear layer or embedding, and has several ranges of rows."""
+    """Returns whether `module` is exactly torch's Linear or Embedding, without hooks on its weight, and its weight has
+    several ranges of rows."""
     if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
         return False
     weight = module.weight
@@ -153,8 +155,8 @@ def can_stream_rows(module: nn.Module) -> bool:
 
 
 def stream_rows(module: nn.Module, name: str, exchange: RangeExchange) -> StreamedWeight:
-    """Replaces the forward of `module` by one that requests its weight in ranges of rows. `name`: the name of the
-    weight."""
+    """Replaces the forward of `module` by a function that requests the weight in ranges of rows. `name`: the name of
+    the weight. Returns the streamed weight, which counts the forward calls."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     streamed = StreamedWeight(name, weight, exchange)

@@ -1,34 +1,32 @@
-"""Step guards. The results of preflight checks and proofs are valid only under the conditions of the checked step. The
-guards record these conditions and compare them with those of each later step, before its update.
+"""Detects that a step differs from the conditions under which preflight checks and proofs have passed: their results
+are valid only for such conditions. The step invariants (invariants.py) use these guards before each update.
 
-The guards record the following:
+The guards record these conditions of a checked step:
 - The keys of the batch, and the type, dimensions and sizes of each value, except the number of rows.
-- The values of zero-dimensional numbers, the mode of each module, and `requires_grad` of each parameter.
-- The number of hooks on modules.
+- The values of zero-dimensional tensors and plain numbers in the batch.
+- The mode of each module, `requires_grad` of each parameter, and the number of hooks on modules.
 - Plain numbers, booleans and strings that the user's modules and the user's loss store, such as the weight of a loss
   term.
 - The code path of forward, if the user's code branches on tensor values (runtime/preflight/code_paths.py).
 
-| difference from the recorded conditions | what runs after the passes of this step and before its update |
+| difference from the recorded conditions | what runs after the backward of this step and before its update |
 |---|---|
-| a key, dtype, number of dimensions, mode, hook, value, or code path | the checks of rows and writes, and a proof |
-| a size outside of the range with which rows were checked | the checks of rows and writes |
+| a key, dtype, number of dimensions, mode, hook, value, or code path | the preflight checks, and a proof |
+| a size outside of the range for which the preflight checks have run | the preflight checks |
 | a size outside of the range that proofs have covered | a proof |
 | a parameter that was frozen and is trained now | nothing; the step is refused, as the optimizer has no state for it |
 
-Proofs run only if an earlier proof has passed. If a number changes repeatedly, two further values are checked; after
-that, every value of this number counts as checked. (torch.compile makes such numbers dynamic in a similar way.) Sizes
-count as known only between the smallest and the largest checked size. Parameters may be frozen later
-(runtime/zero/reducer.py).
+The preflight checks test whether the rows of a batch are independent, and what a forward and backward writes to
+parameters and buffers (runtime/preflight/step_checks.py). A proof runs only if an earlier proof has passed. If a number
+changes repeatedly, MAX_CHECKED_VALUES further values are checked. After that, every value of this number counts as
+checked, much as torch.compile makes such a number dynamic. Sizes count as known only between the smallest and the
+largest checked size (`SizeRanges`). A parameter may be frozen at any time (runtime/zero/reducer.py).
 
-The guards also detect changes by the user's code around a step: another optimizer, other parameter groups, step hooks,
-torch modes. The guarded optimizer was probed before sharding, and it updates this rank's shards. Another optimizer or
-an added group was not probed, and it updates other tensors. If these are the model's parameters, they have no gradient
-during the update. If they are new parameters, their gradient covers only this rank's rows. Learning rates, weight
-decays and other group options may change at any time.
-
-`SizeRanges` are the known sizes of batches: for each dimension, the range from the smallest to the largest size that a
-check or a proof covered.
+The guards also refuse four changes by the user's code between steps: another optimizer, other parameter groups, step
+hooks, and some torch modes. `parallelize` has probed the update rule of its optimizer, which updates the shards of this
+rank. Another optimizer or an added group was not probed and updates other tensors. The model's parameters have no
+gradient during the update, and the gradient of a new parameter covers only this rank's rows. Learning rates, weight
+decays and other options of a group may change at any time.
 """
 
 from __future__ import annotations
@@ -50,20 +48,21 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 Ranges = dict[str, tuple[Range, ...]]
-"""The smallest and the largest size of each dimension except the rows, by a text with the keys of a batch and their
-dimensions."""
+"""The smallest and the largest size of each dimension except the rows. The key is a text with the names in a batch and
+their numbers of dimensions (`sizes_of`)."""
 
 
 class FirstOutside(NamedTuple):
-    """The first micro-batch with unknown sizes: a description ('' if all sizes are known), and its index in the
-    step."""
+    """A micro-batch with unknown sizes. `said`: a description, or '' if all sizes are known. `at`: the index of the
+    micro-batch in the step, or -1."""
 
     said: str = ""
     at: int = -1
 
 
 class SizeRanges:
-    """Collects the sizes of batches and finds batches whose sizes are not known.
+    """Collects the sizes of batches and finds batches with unknown sizes. For each dimension, the sizes from the
+    smallest to the largest collected size are known.
 
     >>> known = SizeRanges()
     >>> known.add([{"ids": torch.zeros(2, 8)}, {"ids": torch.zeros(2, 4)}])
@@ -80,7 +79,7 @@ class SizeRanges:
         }
 
     def add(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the sizes of `batches`."""
+        """Extends the known ranges by the sizes of `batches`."""
         for form, sizes in map(sizes_of, batches):
             before = self.known.get(form, tuple((size, size) for size in sizes))
             self.known[form] = tuple(
@@ -88,8 +87,8 @@ class SizeRanges:
             )
 
     def first_outside(self, batches: Sequence[Batch]) -> FirstOutside:
-        """Returns the largest of the micro-batches with unknown sizes. Before the first `add`, all sizes count as
-        known."""
+        """Returns the micro-batch with unknown sizes; if there are several, the one with the largest sizes. Before the
+        first `add`, all sizes count as known."""
         outside = [at for at, batch in enumerate(batches) if self.known and not self._covers(batch)]
         if not outside:
             return FirstOutside()
@@ -106,7 +105,8 @@ class SizeRanges:
 
 
 def sizes_of(batch: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Returns the keys and numbers of dimensions of a batch's tensors as text, and all sizes except the rows."""
+    """Returns a text with the name and the number of dimensions of each tensor in `batch`, and all sizes except the
+    numbers of rows."""
     tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
     return ", ".join(f"{name} {value.ndim}" for name, value in tensors), tuple(
         size for _, value in tensors for size in value.shape[1:]
@@ -121,14 +121,14 @@ def _shown(batch: Mapping[str, Any]) -> list[str]:
 
 
 class OptimizerGuard:
-    """Guards the optimizer that `parallelize` has made."""
+    """Detects that the optimizer is not the one that `parallelize` has made, or was changed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer, updater: Updater) -> None:
-        """Raises InputError if `optimizer` is not the one that `parallelize` made, if its groups do not have as many
-        parameters as `parallelize` gave it, or if step hooks were registered after `parallelize`."""
+        """Raises InputError if `optimizer` is not the optimizer that `parallelize` has made. Raises it also if the
+        number of parameters in its groups has changed, or if step hooks were added after `parallelize`."""
         if optimizer is not self._optimizer:
             raise InputError(
                 Message(
@@ -161,8 +161,8 @@ class OptimizerGuard:
 
 
 def check_torch_modes(device: torch.device) -> None:
-    """Raises InputError if a torch mode is active in which a step would train nothing, or would not compute in the
-    dtypes of its precision."""
+    """Raises InputError under inference_mode and no_grad, since a step would then train nothing. Raises it also under
+    autocast, since a step would then not compute in the dtypes of its precision."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(
@@ -183,20 +183,21 @@ def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 GUARDED_TYPES = (bool, int, float, str)
 MAX_CHECKED_VALUES = 2
-"""The number of further values of a changing number that are checked before all its values count as known."""
+"""If a number changes, this number of further values is checked; after that, all its values count as known."""
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Outside(NamedTuple):
-    """How a step of one rank differs from what was checked. A text field is '' if nothing differs. `at`: the index of a
-    micro-batch that differs, or -1 if all or none differ."""
+    """How a step of one rank differs from the checked conditions. A text field is '' if nothing differs. `changed`: a
+    changed key, type, mode, hook or value. `code`: a new code path. `at`: the index of a micro-batch that differs, or
+    -1 if the difference is not in one micro-batch."""
 
     trained: str = ""
     """The name of a parameter that was frozen and is trained now."""
     changed: str = ""
     code: str = ""
     sizes: str = ""
-    """Sizes with which the check of rows has not run."""
+    """Sizes for which the preflight checks have not run."""
     unproven: str = ""
     """Sizes that no proof covers."""
     at: int = -1
@@ -208,22 +209,23 @@ class Outside(NamedTuple):
 
     @property
     def unchecked(self) -> str:
-        """Returns why the checks of rows and writes must run again, or ''."""
+        """Returns why the preflight checks must run again, or ''."""
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """Returns why a proof must run, or ''. `is_fresh`: whether a proof with the plain values of this step has just
-        run."""
+        """Returns why a proof must run, or ''. `is_fresh`: whether a proof has already run before this step, and so
+        with its plain values."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 
 class StepGuards:
-    """The guards of one rank. `outside` compares a step with what was checked, and `accept` records a checked step."""
+    """The guards of one rank. `outside` compares a step with the checked conditions. `accept` records the conditions of
+    a checked step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = OptimizerGuard(optimizer)
         self._forms: dict[Hashable, set[Hashable]] = {}
-        """Values of the checked plain numbers, by keys, types and dimensions of the batch."""
+        """The checked values of the plain numbers in a batch, by its keys, types and dimensions."""
         self._sizes = SizeRanges()
         self._places: list[tuple[str, Mapping[str, Any], str]] = []
         self._values: list[Any] = []
@@ -232,7 +234,7 @@ class StepGuards:
         self._hooks: list[int] = []
 
     def untrained(self, engine: Engine) -> str:
-        """Returns the name of a parameter that was frozen and is trained now, or ''."""
+        """Returns the name of a parameter that was frozen at the last call and is trained now, or ''."""
         now = [parameter.requires_grad for _, parameter in _group_parameters(engine)]
         before, self._trained = self._trained or now, now
         return next(
@@ -245,14 +247,15 @@ class StepGuards:
         )
 
     def check_around(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Raises InputError if the user's code has changed the optimizer, its hooks or torch modes around the step."""
+        """Raises InputError if the user's code has replaced the optimizer, added hooks or entered a torch mode that a
+        step does not allow. It is called before each step and before each backward."""
         check_torch_modes(engine.mesh.device)
         self._optimizer.check(optimizer, engine.updater)
         self.check_hooks(engine)
 
     def check_hooks(self, engine: Engine) -> None:
-        """Raises InputError if a parameter got a post-accumulate-grad hook. The hook would run when the gradient is no
-        longer in `.grad`."""
+        """Raises InputError if a parameter got a post-accumulate-grad hook since the last call. When such a hook runs,
+        the gradient is no longer in `.grad`."""
         now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _group_parameters(engine)]
         before, self._hooks = self._hooks or now, now
         name = next(
@@ -269,7 +272,8 @@ class StepGuards:
             )
 
     def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:
-        """Returns how the step differs from the checked conditions. `proven`: the batch sizes that proofs cover."""
+        """Returns how the current step differs from the checked conditions. `batches`: the micro-batches of this rank.
+        `proven`: the batch sizes that proofs cover."""
         code, at = engine.preflight.paths.unknown(batches)
         checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
         at = at if at >= 0 else unproven.at if unproven.said else checked.at
@@ -283,7 +287,8 @@ class StepGuards:
         )
 
     def _changed(self, batches: Sequence[Batch]) -> str:
-        """Returns what has changed since the check; '' if nothing has changed or no check has run."""
+        """Returns a description of a changed key, type, mode, hook or value; '' if nothing has changed since the last
+        check, or no check has run."""
         for form, numbers in map(_batch_signature, batches) if self._forms else ():
             if form not in self._forms:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
@@ -296,7 +301,7 @@ class StepGuards:
         return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
 
     def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Records the conditions of this step as checked."""
+        """Records the conditions of the current step as checked."""
         for form, numbers in map(_batch_signature, batches):
             self._forms.setdefault(form, set()).add(numbers)
         self._sizes.add(batches)
@@ -315,7 +320,8 @@ def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
 
 
 def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns two keys of a batch: its names, types and dimensions, and the values of its plain numbers."""
+    """Returns two tuples: the names, types and numbers of dimensions of a batch, and the values of its plain numbers
+    and zero-dimensional tensors."""
     forms: list[Any] = []
     numbers: list[Any] = []
     for name, value in sorted(batch.items()):
@@ -329,8 +335,8 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the plain values that the user's code may read, as (description, mapping that contains the value, key in
-    the mapping)."""
+    """Yields the plain values that the user's code may read. Each is a description, a mapping that has the current
+    value, and the key of the value."""
     for path, module in engine.model.named_modules():
         own = vars(module)
         name = path or "the model"
@@ -366,27 +372,28 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
 
 
 class _HookCount(dict[str, Any]):
-    """Counts the current hooks, except hooks of this package, since the memory trace adds and removes its hooks."""
+    """A mapping whose value is the current number of hooks in `of`. Hooks of this package are not counted, since the
+    memory trace adds and removes hooks."""
 
     def __init__(self, of: Mapping[int, Any]) -> None:
         super().__init__()
         self.of = of
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the current number of hooks."""
+        """Returns the current number of hooks, whatever the key."""
         return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in self.of.values())
 
 
 class _ClosureValue(dict[str, Any]):
-    """Reads the current value of a closure cell."""
+    """A mapping whose value is the current content of a closure cell."""
 
     def __init__(self, cell: Any) -> None:
         super().__init__()
         self.cell = cell
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value, or `default` for an empty cell."""
+        """Returns the content, whatever the key, or `default` for an empty cell."""
         try:
             return self.cell.cell_contents
-        except ValueError:  # the cell is still empty
+        except ValueError:  # Python raises it for an empty cell
             return default

@@ -1,23 +1,22 @@
-"""Checks of the inputs of a step. If the inputs of ranks differ, all ranks raise an error of one line. Without these
-checks, a rank could wait forever for a message.
+"""Checks the inputs of `parallelize` and of a training step, and splits a batch into micro-batches. The trainer uses
+it. If the inputs of ranks differ, all ranks raise InputError with one line. Without these checks, such ranks could run
+different collectives and wait for each other forever.
 
-Before the mesh is made, all ranks compare their plans, precisions and models with those of rank 0. At every step with a
-whole batch they compare the names, types, shapes and values of the batch. This detects ranks that read different parts
-of the data, as under DDP, or that shuffle the data differently. Such ranks would not train on the rows of one device.
-The comparison uses sums weighted by position. Of a large tensor, MAX_COMPARED_ELEMENTS values are compared. A
-`LocalBatch` must be identical on the ranks of a replica. It is checked only once, since the loader of a job makes it.
-The comparison is one small all-gather of two numbers per rank. Details are gathered only after a mismatch.
+Before process groups are made, all ranks compare their plans, precisions and models with those of rank 0. At every step
+that gets the global batch, they compare its names, types, shapes and values. This detects ranks that read different
+rows, as under DDP, or shuffle the data differently. A `LocalBatch` must be identical on the ranks of a replica. It is
+compared only once, since the loader of a job makes it.
 
-The arguments of `step` are checked before any collective. In one line, the error names the value, its location and the
-remedy.
+The comparison is a small all-gather of two numbers per rank. One of them is a digest of sums that are weighted by
+position, over at most MAX_COMPARED_ELEMENTS values of each tensor. Details are gathered only after a mismatch.
 
-The last batch of an epoch may have any number of rows. Rows without valid labels pad it to whole micro-batches of all
-replicas.
+The last batch of an epoch may have any number of rows. Rows without valid labels pad it, so that it fills whole
+micro-batches of all replicas. Padding rows change no sum and no count of labels. A batch is not padded with a user's
+own loss, which is a mean over rows. Then the last micro-batches have fewer rows, and each micro-batch is weighted by
+its number of rows. A micro-batch without rows processes the first row of the batch with weight zero. If rows interact
+(batch statistics, a load-balancing loss), such a batch is refused.
 
-Guarantees: loss and gradients are those of one device on the original rows. Padding rows change no sum and no count of
-labels. With a user's own loss, which is a mean over rows, batches are not padded. Then the last micro-batches have
-fewer rows, and each micro-batch is weighted by its number of rows. A micro-batch without rows processes the first row
-of the batch with weight zero. If rows interact (batch statistics, a load-balancing loss), the batch is refused.
+Guarantees: loss and gradients equal those of one device on the original rows.
 """
 
 from __future__ import annotations
@@ -48,27 +47,27 @@ from meshwright.spec.grid import micro_batch_rows
 from meshwright.spec.plan import Plan
 
 COMPARED_PARAMETERS = 8
-"""The number of parameters whose first and last values are compared."""
+"""The first and last values of about this number of parameters are compared between ranks."""
 
 MAX_COMPARED_ELEMENTS = 1 << 16
-"""The number of values of each tensor of a batch that are compared at every step."""
+"""At most this number of values of each tensor in a batch is compared at every step."""
 
 WEIGHT_TOLERANCE = 1e-3
-"""The relative tolerance of compared weights. On devices of different kinds, initial random values are equal only up to
-rounding."""
+"""Weights of two ranks may differ by this fraction: on different types of devices, initial random values are equal only
+up to rounding."""
 
 
 @dataclass
 class LocalBatch:
-    """The micro-batches of a batch that this replica reads, in order. `tokens`: the number of valid labels of the whole
-    batch, if known."""
+    """The rows of a global batch that this rank's replica reads, as micro-batches in order. `tokens`: the number of
+    valid labels in the global batch, or None if it must be counted."""
 
     micro_batches: list[Batch]
     tokens: int | None = None
 
 
 def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:
-    """Raises InputError if ranks have different plans, precisions, models or weights. Every rank calls it."""
+    """Raises InputError on all ranks if their plans, precisions, models or weights differ. All ranks call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
@@ -117,7 +116,8 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
 
 
 def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:
-    """Raises InputError if the batches of ranks that should read one batch differ. Every rank calls it."""
+    """Raises InputError on all ranks if batches differ between ranks that must read equal batches: all ranks if `whole`
+    (the global batch), else the ranks of one replica. All ranks call it."""
     group = mesh.world
     if group is None:
         return
@@ -166,7 +166,7 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
 
 
 def _first_rank_of_replica(mesh: ParallelContext, rank: int) -> int:
-    """Returns the first rank of the replica of `rank`."""
+    """Returns the lowest rank of the replica to which `rank` belongs."""
     replica = mesh.grid.replica(rank)
     return next(other for other in range(rank + 1) if mesh.grid.replica(other) == replica)
 
@@ -180,7 +180,7 @@ def _is_comparable(value: Any) -> bool:
 
 
 def _position_checksum(value: torch.Tensor) -> float:
-    """Returns a checksum of the values and their order.
+    """Returns a checksum that depends on the values and their order.
 
     >>> _position_checksum(torch.tensor([1, 2])), _position_checksum(torch.tensor([2, 1]))
     (5.0, 4.0)
@@ -191,7 +191,7 @@ def _position_checksum(value: torch.Tensor) -> float:
 
 
 def _describe_batch(batch: Any) -> str:
-    """Describes a batch signature in one line.
+    """Returns one line that describes the signature of a batch: names, shapes and types.
 
     >>> _describe_batch([("input_ids", (8, 16), "torch.int64"), ("name", "str")])
     'input_ids [8, 16], name'
@@ -233,8 +233,8 @@ SEQUENCE_TYPES = (list, tuple)
 
 
 def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError if `batch` has no rows, has values that cannot be divided into `pieces`, or has names that the
-    model's forward does not take."""
+    """Raises InputError if `batch` has no rows, or names that the model's forward does not take. Raises it also for a
+    list or array if `pieces` > 1, since this cannot be divided by rows into `pieces` parts."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(
@@ -260,10 +260,12 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
 
 
 def check_nested_tensors(batch: Batch, plan: Plan) -> None:
-    """Raises InputError if `batch` has tensors with its rows inside of other values, since no plan divides these rows
-    and no check repeats them. Only a step that is one pass on one device, without recompute, needs neither.
+    """Raises InputError if a container in `batch` has a tensor whose first dimension is the rows. Such rows can neither
+    be divided into micro-batches nor be repeated by a check.
 
-    Other tensors inside of values are the same for all rows. A tensor with one row is broadcast."""
+    It is called unless a step is one forward on one device without recompute, which needs neither. Nested tensors with
+    another first dimension are allowed: they are used for all rows. A batch of one row is not checked.
+    """
     nested = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
     for name, value in nested.items():
         if any(len(tensor) == num_rows(batch) > 1 for tensor in _nested_tensors(value) if tensor.ndim):
@@ -279,7 +281,7 @@ def check_nested_tensors(batch: Batch, plan: Plan) -> None:
 
 
 def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in `value`, a container or an object."""
+    """Yields the tensors in `value`: in mappings and sequences at any depth, and among the attributes of an object."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -294,7 +296,7 @@ def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def check_batch_type(batch: Any) -> Batch:
-    """Returns `batch` itself. Raises InputError if it is not a dict."""
+    """Returns `batch` unchanged. Raises InputError if it is not a dict."""
     if not isinstance(batch, dict):
         raise InputError(
             Message(
@@ -306,7 +308,7 @@ def check_batch_type(batch: Any) -> Batch:
 
 
 def check_example(model: nn.Module, example: Any) -> None:
-    """Raises InputError if `example` is given but is not a batch, or has names that forward does not take."""
+    """Raises InputError if `example` is not None and is no batch, or has names that forward does not take."""
     if example is None:
         return
     if not isinstance(example, Mapping) or not example:
@@ -316,7 +318,8 @@ def check_example(model: nn.Module, example: Any) -> None:
 
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
-    """Raises InputError if `names`, the keys of `what`, include a name that the model's forward does not take."""
+    """Raises InputError if the model's forward does not take one of `names`. `what` says in the error where the names
+    come from."""
     requested = inspect.signature(model.forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in requested.values()) or "" in names:
         return
@@ -336,7 +339,7 @@ def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
 
 
 def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Returns `batch` on `device`, with floating-point tensors as `dtype`."""
+    """Returns `batch` on `device`, with floating-point tensors cast to `dtype`. Nested tensors are included."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -347,7 +350,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
-    """Returns the number of valid labels in the rows of this rank's replica (for local SGD). All ranks call it."""
+    """Returns the number of valid labels in the rows of this rank's replica, with DiLoCo. All ranks call it."""
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
@@ -357,7 +360,7 @@ def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
 
 
 def padded_rows(plan: Plan, rows: int) -> int:
-    """Returns the smallest number of rows, `rows` or more, that fills whole micro-batches of all replicas.
+    """Returns the smallest number of rows that is at least `rows` and fills whole micro-batches of all replicas.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> cases = {"dp2.mb2": 7, "dp2.z1.ga3-1": 3, "pp2.interleaved2": 3}
@@ -372,8 +375,7 @@ def padded_rows(plan: Plan, rows: int) -> int:
 
 
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
-    """Returns `batch` padded to the number of rows that the plan needs. Padding rows are copies of the first row
-    without valid labels."""
+    """Returns `batch` padded to `padded_rows`. Padding rows repeat the first row, with labels that are not valid."""
     rows = num_rows(batch)
     lacking = padded_rows(plan, rows) - rows
     if lacking <= 0:
@@ -389,8 +391,8 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """Returns the micro-batches of `replica`. With `is_odd`, the rows do not fill all micro-batches. Then the last
-    micro-batches have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
+    """Returns the micro-batches of `replica` in the global batch `batch`. With `is_odd`, the rows need not fill all
+    micro-batches: the last ones have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:

@@ -1,23 +1,23 @@
-"""Step invariants: conditions that hold in every correct step. The existing reduction of loss and gradient norm also
-checks them, so a mismatch is detected in the step where it occurs.
+"""Checks invariants, conditions that hold in every correct step, before the update of each step (passes.py). The
+all-reduce of loss and gradient norm also carries their sums, so they cost no extra message.
 
 | invariant | what is compared | what is detected |
 |---|---|---|
 | labels | valid labels of all replicas, with the divisor of the loss | a wrong count, a lost or duplicated row |
 | passes | forward passes of all stages on all ranks, with micro-batches times stages | a lost micro-batch |
-| weights | the sums of the weights on the ranks with replicas of them | a drifting replica, a flipped bit |
-| gradients | the sums of the reduced gradients on these ranks | a scaled shard, an incomplete reduction |
+| weights | checksums of the weights on ranks that store equal weights | a drifting replica, a flipped bit |
+| gradients | checksums of the reduced gradients on ranks with equal ones | a scaled shard, an incomplete reduction |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
-The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The sums here
-cover all ranks and so are an independent check. Let n ranks have replicas of a state. The sum of the first rank is
-multiplied by n - 1, and the sums of the others by -1. So equal sums cancel, and one reduction can add the sums of all
-states.
+Checksums add the bits of elements as integers. If n ranks store equal tensors, the checksum of the first rank is
+multiplied by n - 1 and those of the others by -1. So equal checksums cancel, and one all-reduce adds those of all
+tensors. The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The
+checksums cover all ranks, so they are an independent check. Tensors that only one rank stores are not checked.
 
-The sums add the bits of elements as integers. If `window_count` estimates that reading all elements takes at most
-MAX_STEP_FRACTION of a step, the sums cover all elements. Otherwise each step reads one window of each parameter group
-in rotation. A flipped bit is then detected when its window is read. The weights are those that forward and backward of
-this step have used. A state without a replica is not compared. For the cost see bench/results/sentinel.md.
+If `window_count` estimates that reading all elements takes at most MAX_STEP_FRACTION of a step, the checksums cover all
+elements. Otherwise each step reads one window of each parameter group, in rotation. A flipped bit is then detected when
+its window is read. The weights are those that forward and backward of the step have used. For the cost see
+bench/results/sentinel.md.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 8e-4
-"""The largest fraction of a step's time that computing the sums may take."""
+"""The checksums may take at most this fraction of a step's time."""
 SMALL_MODEL_PARAMETERS = 1 << 20
-"""Below this parameter count, reading all elements takes less than a millisecond."""
+"""All elements of a model with fewer parameters are read in less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
-"""The smallest number of elements in a window of a parameter group, and the largest number of windows."""
+"""A window of a parameter group has at least this number of elements. A group has at most this number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REDUCED_VALUES = 7
-"""The number of values that a rank adds to the reduction."""
+"""The number of values that the invariants add to the all-reduce of a step."""
 ResultT = TypeVar("ResultT")
 CHECKSUM_MODULUS = 2**31 - 1
-"""The modulus of bit sums. With it, the sums of 1,000 parameter groups on 2,000 ranks add up exactly in float64."""
+"""The modulus of checksums. With it, those of 1,000 parameter groups on 2,000 ranks add up exactly in float64."""
 
 
 class InvariantViolated(MeshwrightError):
-    """A step invariant is violated: the state after this step must not be used."""
+    """Raised if a step invariant is violated. The update of the step must not run."""
 
 
 class ReplicaMismatch(MeshwrightError):
-    """The replicas of a state differ, and no value of it has a majority."""
+    """Raised if the replicas of a state differ and no value has a majority."""
 
 
 class StepProver(Protocol):
-    """An object that proves steps (train/proof/proof_schedule.py)."""
+    """An object that runs proofs: `ProofSchedule` (train/proof/proof_schedule.py)."""
 
     @property
     def sizes(self) -> SizeRanges:
-        """Returns the sizes of batches for which a proof has found the plan equal."""
+        """Returns the sizes of batches for which a proof has passed."""
 
     @property
     def last(self) -> ProofResult | None:
-        """Returns the last proof."""
+        """Returns the last proof, or None."""
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof after the passes of a step and before its update. Raises PlanRefused where the plan differs from
+        """Runs a proof after the backward of a step and before its update. Raises PlanRefused if the plan differs from
         one device."""
 
 
 def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> ResultT:
-    """Returns the result of `compute`. If an invariant is violated and the run repairs replicas by majority, it
-    calls `compute` again with the same random states."""
+    """Returns `compute()`. If this raises InvariantViolated and replicas could be repaired by majority, restores the
+    random states and returns a second `compute()`."""
     device = state.mesh.device
     backend = backend_of(device)
     host, own = torch.get_rng_state(), backend.rng_state(device)
@@ -92,7 +92,7 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
         try:
             is_mended = state.mend()
         except ReplicaMismatch:
-            raise drift from None  # `drift` names the step, the ranks and their values
+            raise drift from None  # the message of `drift` is more specific: step, ranks and their values
         if not is_mended:
             raise
         torch.set_rng_state(host)
@@ -102,8 +102,8 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
 
 
 class StepInvariants:
-    """Checks the invariants on one rank. All ranks reach the same result. `prover` proves steps that differ from the
-    conditions of earlier checks."""
+    """Checks the invariants on one rank. All ranks reach an equal result. `prover` runs a proof if a step differs from
+    the conditions of earlier checks (guards.py)."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
         self.guards, self.prover = StepGuards(optimizer), prover
@@ -113,9 +113,12 @@ class StepInvariants:
         self.guards.check_hooks(engine)
 
     def sums(self, state: TrainState, batches: Sequence[Batch], labels: int) -> torch.Tensor:
-        """Returns this rank's contribution to the reduction, float64 of shape (REDUCED_VALUES,). Called after the
-        gradients of the step are reduced. `labels`: the number of valid labels of the whole batch, identical on all
-        ranks."""
+        """Returns this rank's values for the all-reduce, float64 of shape (REDUCED_VALUES,). In order: valid labels,
+        surplus forward passes, checksums of weights and gradients, and three flags.
+
+        It is called when the gradients of the step are reduced. `batches`: this rank's micro-batches. `labels`: the
+        number of valid labels in the global batch.
+        """
         found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
         engine, plan = state.engine, state.plan
         same = plan.pp * plan.tp * plan.cp
@@ -137,9 +140,9 @@ class StepInvariants:
         batches: Sequence[Batch],
         given: Batch | LocalBatch,
     ) -> None:
-        """Checks `sums`, the reduced sums of all ranks. `made`: the loss, the squared norm of the gradient and the
-        number of labels of the step. `given`: the batch of the step. On every rank it raises InvariantViolated if an
-        invariant is violated, and PlanRefused if a check or a proof of a changed step fails."""
+        """Checks `sums`, the results of the method `sums` added over all ranks. `made`: loss, squared gradient norm and
+        number of labels of the step. `given`: the batch that the user passed. On all ranks it raises InvariantViolated
+        if an invariant is violated, and PlanRefused if a check or proof of a changed step fails."""
         loss, norm, tokens = made
         labels, passes, weights, gradients, trained, changed, written = sums
         if written:
@@ -190,8 +193,8 @@ class StepInvariants:
             self.guards.accept(state.engine, batches)
 
     def _check_outside(self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
-        """Runs the preflight checks for a step that differs from the conditions of earlier checks, before its update.
-        If an earlier proof has passed, it also runs a proof. Raises PlanRefused on every rank."""
+        """Runs the preflight checks for a step that differs from the checked conditions on some rank. If an earlier
+        proof has passed, it also runs a proof. Raises PlanRefused on all ranks if one of them fails."""
         engine, plan, step = state.engine, state.plan, state.steps + 1
         everyone = gather_objects((state.mesh.replica, self._outside))
         said = [outside for _, outside in everyone]
@@ -233,9 +236,9 @@ class StepInvariants:
     def _shown_batch(
         self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
-        """Returns the batch for a proof. If a micro-batch differs from what was checked, it is the micro-batch of the
-        first such rank, repeated to the number of rows of a proof. Otherwise `given` is returned. `said`: how the step
-        of each rank differs."""
+        """Returns the batch for a proof. Usually this is `given`. If a single micro-batch of a rank differs from the
+        checked conditions, it is this micro-batch, repeated to the number of rows of a proof. `said`: how the step of
+        each rank differs."""
         rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
         if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
             return given
@@ -248,7 +251,8 @@ class StepInvariants:
         return repeat_rows(shown, check_batch_size(state.plan), None)
 
     def _ranks(self, state: TrainState, what: str) -> str:
-        """Returns the compared values of the ranks as text, which shows the deviating ranks."""
+        """Returns a text with the compared values of the first eight ranks. `what`: "weights", "gradients" or
+        "passes"."""
         at = 0 if what == "weights" else 1
         if what == "passes":
             off = state.engine.run.passes - state.engine.preflight.began
@@ -264,11 +268,11 @@ def _has_weightless_batch(batches: Sequence[Batch]) -> bool:
 
 
 def window_count(elements: int, tokens: float, width: int, device: str) -> int:
-    """Returns the number of windows into which weights and gradients are divided; one window is read per step. The
-    estimate of the step time assumes 6 operations per element and token.
+    """Returns the number of windows into which a parameter group is divided; a step reads one window. The estimate of
+    the step time assumes 6 FLOPs per parameter and token.
 
     `elements`: the number of parameters of the model. `tokens`: the number of tokens that a rank processes in a step.
-    `width`: the bytes of an element of weights and gradients together.
+    `width`: the bytes of a weight plus those of its gradient.
 
     >>> (
     ...     window_count(1 << 20, 100, 8, "cpu"),
@@ -283,11 +287,11 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
 
 
 def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
-    """Returns a float64 tensor of shape (2, 2) on the device: one row for the weights and one for the reduced
-    gradients. A row has this rank's weighted sum and its plain sum.
+    """Returns this rank's checksums, float64 of shape (2, 2) on the device: a row for the weights and a row for the
+    reduced gradients. A row has the sum of checksums with their cancelling factors, and their plain sum.
 
-    It sums one window of each parameter group and weights all sums in a single product, since many small operations
-    would cost more than reading the windows.
+    All checksums are weighted in one matrix product, since many small operations would cost more than reading the
+    windows. `labels`: the number of valid labels in the global batch.
     """
     plan, engine, step = state.plan, state.engine, state.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
@@ -311,14 +315,14 @@ def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
 
 
 def _cancelling_factor(replicas: int, index: int) -> float:
-    """Returns the factor of one rank's sum. `index`: the index of the rank among the `replicas` ranks with replicas of
-    a state. The factors of these ranks add up to zero."""
+    """Returns the factor of a rank's checksum. `index`: the index of the rank among the `replicas` ranks that store
+    equal tensors. The factors of these ranks add up to zero."""
     return replicas - 1.0 if index == 0 else -1.0
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
-    """Returns the bit sum (int64, modulo 2^64) of the window that is read in `step`. The tensor has `parts` windows. A
-    window that consists of whole 64-bit words is summed by words."""
+    """Returns the checksum (int64, modulo 2^64) of the window of `tensor` that is read in `step`. `parts`: the number
+    of windows. A window of whole 64-bit words is added up by words, otherwise by elements."""
     size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()

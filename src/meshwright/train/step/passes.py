@@ -1,8 +1,9 @@
-"""The passes of a step: the split of a batch, forward and backward of all micro-batches, and the reduction.
+"""Runs a training step up to the update: splits the batch, runs forward and backward of all micro-batches, and reduces
+the gradients. The trainer and proof runs (proof/) use it.
 
-Guarantees: the loss and the gradient are those of one device on the same global batch, up to the order of
-floating-point sums. The loss is the sum over all valid labels of the batch divided by their number. So unequal numbers
-of labels per rank change nothing.
+Guarantees: the loss and the gradient equal those of one device on the global batch, up to the order of floating-point
+sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
+the labels are distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -32,27 +33,31 @@ from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
 from meshwright.train.step.state import TrainState
 
 GradientSums = tuple[float, int, list[float]]
-"""Mean loss, number of valid labels, and squared norms of the scaled gradient."""
+"""The mean loss, the number of valid labels, and the squared norm of the gradient with its loss scale. With DiLoCo
+there is a squared norm for each replica, otherwise one in total."""
 
 
 class StepPasses:
-    """The passes of one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last batch of all ranks."""
+    """Runs forward and backward on one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last global
+    batch. `balance_loss` is the mean load-balancing loss, or None if the model has none."""
 
     def __init__(self, invariants: StepInvariants | None = None) -> None:
-        """`invariants`: the checks of each step. None: the passes lead to no update and report no phases."""
+        """`invariants`: the checks of each step. Without them, as in a proof, no update may follow and no phases are
+        reported."""
         self.invariants, self._reports_phases = invariants, invariants is not None
         self.rows = 0
-        """The rows of the whole batch."""
+        """The number of rows of the global batch."""
         self.loads: list[list[float]] = []
-        """For each expert module: the number of (token, expert) pairs of each expert, divided by the mean over the
-        experts."""
+        """The load of each expert, for each expert module: its number of (token, expert) pairs divided by the mean over
+        the experts of the module."""
         self.dropped = 0.0
         """The fraction of (token, expert) pairs that were dropped."""
         self.balance_loss: float | None = None
         self._checked_batches = 0
 
     def check_around(self, state: TrainState) -> None:
-        """Raises InputError if the user's code has changed the optimizer, its hooks or torch modes around the step."""
+        """Raises InputError if the user's code has replaced the optimizer, added hooks or entered a torch mode that a
+        step does not allow (guards.py)."""
         if self.invariants is not None:
             self.invariants.guards.check_around(state.engine, state.optimizer)
 
@@ -61,8 +66,8 @@ class StepPasses:
             state.on_phase(phase)
 
     def backward(self, state: TrainState, batch: Batch | LocalBatch) -> GradientSums:
-        """Returns the mean loss, the number of valid labels, and the squared norm of the scaled gradient. The gradient
-        remains in the flat buffers. With local SGD there is one squared norm per replica."""
+        """Runs forward and backward of all micro-batches and reduces the gradients, which remain in the flat buffers.
+        All ranks call it. Raises InvariantViolated or PlanRefused if a check fails (invariants.py)."""
         engine, plan, mesh = state.engine, state.plan, state.mesh
         self._begin(RankPhase.backward, state)
         self.check_around(state)
@@ -96,7 +101,8 @@ class StepPasses:
         return loss / max(every, 1), every, each
 
     def split(self, state: TrainState, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
-        """Returns this replica's micro-batches on the device, and the number of valid labels of the whole batch."""
+        """Returns this replica's micro-batches on the device, and the number of valid labels in the global batch. All
+        ranks call it. Raises InputError if the batch is invalid or differs between ranks (inputs.py)."""
         engine, plan, mesh, objective = state.engine, state.plan, state.mesh, state.engine.objective
         if engine.unfilled:
             name = min(engine.unfilled)
@@ -139,7 +145,7 @@ class StepPasses:
 
     @property
     def expert_stats(self) -> MoeStats | None:
-        """Returns the loads of the experts in the last batch, or None if the model has no experts."""
+        """Returns the expert statistics of the last batch, or None if the model has no experts."""
         if not self.loads:
             return None
         return MoeStats(loads=summarize_loads(self.loads), dropped=self.dropped, balance_loss=self.balance_loss)

@@ -1,9 +1,10 @@
-"""The state of a run on one rank: engine, optimizer, position in the run, and loss scale.
+"""Defines the state of a run on one rank: engine, optimizer, completed steps and samples, and loss scale. The trainer
+derives from it.
 
 Dynamic loss scaling for fp16: the loss is multiplied by a factor, so that small gradients do not become zero. The
-factor starts at 2^16. A step whose gradient overflows is skipped, and the factor is halved. After 2,000 steps without
-an overflow the factor is doubled (Micikevicius et al., Mixed Precision Training, 2018). All ranks see the same gradient
-norm and make the same decision.
+factor starts at 2^16. If a gradient overflows, the update is skipped and the factor is halved. After
+GROWTH_INTERVAL_STEPS steps without an overflow, the factor is doubled (Micikevicius et al., Mixed Precision Training,
+2018). The gradient norm is equal on all ranks, so all ranks make one decision.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ GROWTH_INTERVAL_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """The loss scale, and the number of steps since its last change. Without scaling the factor is always 1."""
+    """The loss scale `factor`, and the number of steps since its last change. If it is not `dynamic`, the factor is
+    always 1."""
 
     dynamic: bool
     factor: float = 1.0
@@ -30,7 +32,7 @@ class LossScale:
 
     @classmethod
     def start(cls, dynamic: bool) -> LossScale:
-        """Returns the initial scale."""
+        """Returns the loss scale at the beginning of a run."""
         return cls(dynamic, 2.0**16 if dynamic else 1.0)
 
     def update(self, finite: bool) -> None:
@@ -46,11 +48,8 @@ class LossScale:
 
 
 class TrainState:
-    """What one rank trains, and its position in the run: steps, samples and loss scale. Only the trainer changes the
-    position.
-
-    The training loop may replace the callbacks `on_phase` and `mend`.
-    """
+    """The engine and the optimizer of one rank, and its progress: completed steps, samples and loss scale. Only the
+    trainer changes the progress. The training loop may replace the callbacks `on_phase` and `mend`."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, seed: int) -> None:
         self.engine, self.optimizer, self.seed = engine, optimizer, seed
@@ -58,10 +57,10 @@ class TrainState:
         self.scale = LossScale.start(engine.recipe.loss_scaling)
         self.steps = self.samples = 0
         self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """Called when a phase begins: backward, reduce, agree or update. The phase `agree` ends when every rank has
-        reached it."""
+        """The trainer calls it when a phase begins: backward, reduce, agree, update, and data or prove with a proof.
+        The phase `agree` ends when all ranks have begun it."""
         self.mend: Callable[[], bool] = lambda: False
-        """Repairs replicas that differ from the majority. Returns whether it has repaired any."""
+        """Repairs replicas that differ from the majority (silent_corruption.py). Returns whether any was repaired."""
 
     @property
     def run_state(self) -> RunState:

@@ -28,8 +28,11 @@ def analyze(build: Build) -> None:
 
 
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
-    """Returns the structure of the model for `plan`. For tensor parallelism the analysis runs again if the known
-    structure was derived from shapes alone."""
+    """Returns the structure of the model for `plan`. `known`: the structure from an earlier analysis, if any.
+
+    Tensor parallelism needs regions that were verified with real values. So if `known` was verified with shapes only,
+    the analysis runs again.
+    """
     if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
         known = analyze_model(
             model,

@@ -1,4 +1,5 @@
-"""Assembles the engine, whose fields later code does not set."""
+"""The last build pass: makes the engine from the results of the other passes. Later code sets no field of the
+engine."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from meshwright.runtime.zero.diloco import make_outer_optimizer
     writes=("engine",),
 )
 def assemble(build: Build) -> None:
-    """Makes the executor of stages, the runner of the schedule, and the engine."""
+    """Makes the executor of this rank's stages, the runner of the pipeline schedule, and the engine."""
     context, graph = build.context, build.partition.graph
     install_load_checks(build.model, context.plan.name)
     loss = build.hints.get("loss")

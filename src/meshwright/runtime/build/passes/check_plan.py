@@ -1,4 +1,4 @@
-"""Checks the plan and the recipe against the structure of the model."""
+"""The build pass that checks the plan and the precision recipe against the structure of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.spec.workload_constraints import diloco_violations
 
 @build_pass(reads=("model", "base", "recipe", "graph"), writes=("batch_norm",))
 def check_plan(build: Build) -> None:
-    """Checks that the model can be trained under the plan. Runs before anything is changed.
+    """Checks that the model can be trained under the plan. Runs before the first pass that changes the model.
 
     Raises:
         InputError: The model cannot be trained under the plan.
@@ -77,7 +77,8 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
-    """Checks that tensor ranks can shard at least one part of the model."""
+    """Checks that the model has a tensor-parallel region or experts to shard, and that these regions were verified with
+    real values."""
     if plan.tp > 1 and not (graph.regions or graph.experts):
         failed = graph.unsupported.get("run", "")
         reason = failed or graph.unsupported.get("tensors", "")
@@ -107,8 +108,11 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Recipe) -> None:
-    """Checks that the recipe can train the parameters. Exact sums also require gradients without a loss scale, and no
-    random numbers that differ between ranks."""
+    """Checks the compiler, and that all parameters have real floating-point dtypes.
+
+    Exact sums (`recipe.exact`) also exclude loss scaling, and dropout, whose random numbers depend on the number of
+    ranks.
+    """
     check_compiler(plan, device)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

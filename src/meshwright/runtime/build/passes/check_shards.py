@@ -1,4 +1,4 @@
-"""Runs the checks of all later passes before the model is changed."""
+"""The build pass that runs the checks of all later passes before the model is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def check_shards(build: Build) -> None:
     """Checks sizes, experts, the loss, and the tensors that the optimizer needs as full tensors.
 
     Raises:
-        InputError: A size is not divisible, or the plan does not support a module of the model.
+        InputError: A size is not divisible by the tensor-parallel degree, or the plan does not support the loss, an
+            expert module, or the update rule of an expert's parameters.
     """
     model, graph, context = build.model, build.partition.graph, build.context
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence

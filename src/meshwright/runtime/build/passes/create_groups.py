@@ -1,4 +1,4 @@
-"""Creates the communication groups that depend on the model, and with them the final parallel context."""
+"""The build pass that creates the communication groups that depend on the model, and the final parallel context."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def create_groups(build: Build) -> None:
 def _tied_groups(
     base: ParallelContext, factory: GroupFactory, shared_stages: set[tuple[int, ...]]
 ) -> dict[tuple[int, ...], CommGroup | None]:
-    """Returns, for each set of stages that share parameters, the group of their pipeline ranks. The group contains the
-    first and the last pipeline rank, or all of them. It is None if one rank has all of these stages."""
+    """Returns the group over which each set of `shared_stages` sums the gradients of its shared parameters.
+
+    For the first and the last stage, the group consists of the ranks of these two stages. For any other set, it
+    consists of all pipeline ranks. It is None if one rank runs all stages of the set.
+    """
     plan = base.plan
     first_and_last = (0, plan.stages - 1)
     ends = factory.embedding() if first_and_last in shared_stages else None

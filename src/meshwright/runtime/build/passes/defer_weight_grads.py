@@ -1,4 +1,9 @@
-"""Defers weight gradients to W if the schedule splits the backward. Accumulates other weight gradients in place."""
+"""The build pass for weight gradients: defers them if the schedule splits the backward, and accumulates others in
+place.
+
+A split backward has two actions: B computes the gradient of a stage's input, and W computes its weight gradients later.
+runtime/weight_gradients.py implements both.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +46,10 @@ def install_deferred_wgrad(
     bounds: Mapping[int, tuple[int, int]],
     flat: Mapping[int, Sequence[FlatParamGroup]],
 ) -> None:
-    """Makes the matrix layers of blocks defer their weight gradients to W, if the schedule has W.
+    """Makes the matrix layers of blocks defer their weight gradients to W, if the schedule splits the backward.
 
-    [Note: not deferred] in runtime/weight_gradients.py lists the exceptions.
+    `bounds`: for each stage, its first block and the index after its last block. `flat`: the parameter groups of each
+    stage. [Note: not deferred] in runtime/weight_gradients.py lists the exceptions.
     """
     for stage, stored in flat.items():
         unit_of = {name: unit for unit in stored if not unit.frozen for name in unit.parameters}
@@ -67,8 +73,11 @@ def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, grad
 def install_wgrad_accumulation(
     model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
 ) -> StepBackward:
-    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place ([Note:
-    where not]). Returns the object that reports when backward runs."""
+    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place.
+
+    Returns the object that reports whether the backward of a step is running. [Note: where not] in
+    runtime/weight_gradients.py lists the exceptions.
+    """
     own = StepBackward()
     if plan.pp == 1:
         return own
@@ -121,8 +130,11 @@ def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
 def _accumulate_wgrad(
     own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Adds the product of `x` (N, in) and the output `gradient` (N, out) to the gradient of weight `name`. Returns a
-    sparse gradient without rows for autograd."""
+    """Adds the weight gradient from `x` (N, in) and the output `gradient` (N, out) to the gradient of `name` in `unit`.
+
+    Returns a sparse gradient without rows for autograd. Outside of the step's backward, returns the weight gradient
+    instead of adding it.
+    """
     if not own.is_running:
         return weight_gradient(x, gradient, linear)
     into, first = unit.gradients.slot(name)

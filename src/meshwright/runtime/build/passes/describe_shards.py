@@ -1,4 +1,4 @@
-"""Describes how each tensor of the model is divided over ranks, while the model is still full."""
+"""The build pass that describes how each tensor is divided over ranks, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from meshwright.runtime.shard.shard_table import ShardSpec, ShardTable
     writes=("shards", "extra_state", "uninitialized", "trained"),
 )
 def describe_shards(build: Build) -> None:
-    """Writes the shard table, the other entries of the state dict, and the names of the trained and of the
-    uninitialised parameters."""
+    """Makes the shard table of parameters and buffers, the state-dict entries that are not parameters, and the names of
+    trained and of uninitialised parameters.
+
+    A parameter is uninitialised if it is on the meta device without a deferred initialisation.
+    """
     model, partition = build.model, build.partition
     build.extra_state = _find_extra_state(model, partition.stage_graph, partition.table, partition.writers)
     build.shards = _make_shard_table(
@@ -43,8 +46,8 @@ def _make_shard_table(
     stages: Mapping[str, tuple[int, ...]],
     extra_state: ExtraState,
 ) -> ShardTable:
-    """Returns the table of the shards of this rank. Tensor ranks split dense tensors. Expert ranks also divide
-    experts."""
+    """Returns the table of this rank's shards. Tensor ranks split dense tensors. Expert ranks divide the experts, and
+    may also split each expert's tensors."""
     coords, tp = context.coords, context.plan.tp
     params = {}
     for name, parameter in model.named_parameters():
@@ -76,9 +79,10 @@ def _find_extra_state(
 ) -> ExtraState:
     """Returns the entries of the state dict that are not parameters.
 
-    A buffer belongs to the stage that updates it (`writers`). If no stage updates a buffer, it belongs to the stage of
-    the neighbouring parameters. If these are on several stages, a buffer that was registered after the blocks belongs
-    to the last of these stages, any other buffer to the first.
+    A buffer belongs to the stage that updates it (`writers`). A buffer that no stage updates belongs to the stage of
+    the parameters in its module, or in the nearest enclosing module with parameters. If these parameters are on several
+    stages, the order of registration decides: buffers of modules after the blocks belong to the last stage, all other
+    buffers to stage 0.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()

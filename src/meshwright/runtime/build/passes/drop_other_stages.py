@@ -1,4 +1,4 @@
-"""Removes the modules of stages that other ranks run."""
+"""The build pass that removes the modules of stages that other ranks run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from meshwright.runtime.build.stages.local_stages import LocalStages
 
 @build_pass(reads=("model", "recipe", "partition", "context"), writes=("local",))
 def drop_other_stages(build: Build) -> None:
-    """Replaces the modules of other stages by placeholders, and copies the parameters that stages of this rank share.
+    """Replaces the modules of other stages by placeholders. Copies each parameter that several stages of this rank
+    compute with.
 
     A rank that runs both the first and the last stage has two copies of a tied weight.
     """

@@ -1,4 +1,5 @@
-"""Makes the flat groups of the experts that are divided over expert ranks."""
+"""Makes the flat parameter groups (`FlatParamGroup`) of experts that are divided over expert ranks. The pass
+flatten_parameters.py calls it after it has made the groups of dense parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ def build_expert_param_groups(
     recipe: Recipe,
     groups: Mapping[str, int],
 ) -> dict[str, list[FlatParamGroup]]:
-    """Inserts the flat groups of each layer's experts after the group of the layer. Returns them by the name of the
-    layer plus '.experts'. Trained and frozen parameters are in different groups."""
+    """Inserts the groups of each layer's experts into `stages`, after the dense group of the layer. Returns the new
+    groups, with the keys '<layer>.experts'. Trained and frozen parameters are in different groups.
+
+    `layers`: the parameter names of each layer. `groups`: the index of each parameter's optimizer group.
+    """
     made: dict[str, list[FlatParamGroup]] = {}
     for units in stages.values() if ranks.dealt else ():
         for dense in list(units):

@@ -1,4 +1,5 @@
-"""Moves the parameters of this rank into flat groups. spec/layout.py defines which parameters share a group."""
+"""The build pass that moves the parameters of this rank into flat buffers, one for each `FlatParamGroup`.
+spec/layout.py defines which parameters share a group."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from meshwright.spec.precision import Recipe
 
 @build_pass(reads=("recipe", "partition", "context", "experts", "local", "full_tensors"), writes=("flat",))
 def flatten_parameters(build: Build) -> None:
-    """Makes the groups of dense parameters, and then those of experts. The groups of a layer's experts follow the
-    layer's dense group."""
+    """Makes the groups of dense parameters, and then the groups of experts. In forward order, a layer's experts follow
+    the layer's dense group."""
     partition, context, experts, local = build.partition, build.context, build.experts, build.local
     groups = _build_param_groups(
         local,
@@ -59,8 +60,8 @@ def _build_param_groups(
 ) -> FlatGroups:
     """Returns the flat groups of the dense `parameters`.
 
-    Trained and frozen parameters are in different groups. Parameters that the optimizer needs as full tensors also have
-    separate groups. If several stages of this rank compute with a parameter, each stage has a copy of it.
+    Three kinds of parameters are in separate groups: frozen, trained, and trained ones that the optimizer needs as full
+    tensors. If several stages of this rank compute with a parameter, each stage has a copy of it in its own group.
     """
     plan = context.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if graph.tied else None
@@ -112,7 +113,8 @@ def _build_param_groups(
 def _param_slots(
     layer: StageLayer, parameters: dict[str, nn.Parameter], split: Collection[str], is_own_bucket: bool
 ) -> LayerParams:
-    """Returns the slots of those parameters of the layer that are in `parameters`."""
+    """Returns the slots of the layer's parameters that are in `parameters`. `split`: names of tensor-parallel shards.
+    `is_own_bucket`: the layer shares no group with other layers."""
     present = {name: parameters[name] for name in layer.parameters if name in parameters}
     return LayerParams(
         layer.name,

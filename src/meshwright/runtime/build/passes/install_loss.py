@@ -1,4 +1,4 @@
-"""Installs the chunked vocabulary head and the load-balancing loss of experts."""
+"""The build pass that installs the chunked vocabulary head and the load-balancing loss of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes matrix products use the dtypes of the recipe."""
+"""The build pass that makes matrix products use float8 if the precision recipe requires it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from meshwright.runtime.float8 import apply_float8
 
 @build_pass(reads=("model", "recipe", "partition", "wrappers"))
 def low_precision_matmul(build: Build) -> None:
-    """Replaces the products of linear layers in blocks by float8 products. Runs after the forwards of blocks are
-    wrapped."""
+    """Replaces the products of linear layers in blocks by float8 products if the recipe has them. Runs after the
+    forwards of blocks are wrapped."""
     apply_float8(build.model, build.partition.graph, build.recipe)

@@ -1,4 +1,4 @@
-"""Assigns the layers of the model to pipeline stages."""
+"""The build pass that assigns the layers of the model to pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepares the model for training. This is the first pass that changes the user's model."""
+"""The build pass that prepares the model for training. It is the first pass that changes the user's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from meshwright.spec.precision import Recipe
 
 @build_pass(reads=("model", "base", "recipe", "deferred"))
 def prepare_model(build: Build) -> None:
-    """Moves buffers to the device, and disables the key-value cache of text generation."""
+    """Moves buffers to the device, and disables the key-value cache of text generation. With exact sums, also makes
+    kernels deterministic."""
     device = build.base.device
     if build.recipe.exact:
         backend_of(device).make_deterministic()
@@ -25,9 +26,10 @@ def prepare_model(build: Build) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """Moves buffers to `device` and disables the key-value cache. Parameters are not moved.
+    """Moves buffers to `device` and disables the key-value cache. A float64 recipe also converts the model to float64.
 
-    Each rank later copies only its shard of a parameter to its device, which may lack memory for all parameters.
+    Parameters are not moved, because the device may lack memory for all of them. Each rank later copies only its shards
+    of parameters to its device.
     """
     for config in _configs_with_cache(model):
         config.use_cache = False  # recompute would fill a key-value cache twice

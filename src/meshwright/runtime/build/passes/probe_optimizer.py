@@ -1,4 +1,4 @@
-"""The build pass that determines how the optimizer updates parameters, while the model is still full."""
+"""The build pass that determines how the optimizer updates parameters, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.runtime.optim.rule_probe import check_update_rule, probe_update_
 
 @build_pass(reads=("model", "base", "recipe", "make_optimizer", "partition"), writes=("param_groups", "full_tensors"))
 def probe_optimizer(build: Build) -> None:
-    """Makes the parameter groups of the optimizer, and determines which tensors it needs as full tensors.
+    """Makes the parameter groups of the optimizer, and determines which parameters the optimizer needs as full tensors.
 
     Raises:
         InputError: The optimizer refuses the parameters of the model, or the plan does not support its update rule.

@@ -1,7 +1,7 @@
-"""The record that the build passes fill in, and the declaration of a pass.
+"""`Build`, the record through which the build passes exchange results, and `build_pass`, which declares a pass.
 
-Each field of `Build` is written once, by one pass. If a field is read before its pass ran, or is written twice, this is
-an error of the build, not of the user.
+One pass writes each field of `Build`, once. Reading a field before its pass has run, or writing a field twice, fails an
+assertion. Such a failure is a bug in the list of passes, not an error of the user.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FlatGroups:
     stages: dict[int, list[FlatParamGroup]]
     """The groups of each stage, in forward order."""
     tied: dict[int, TiedParamGroup]
-    """By the id of a group: groups of tied weights, which other stages replicate."""
+    """For each group whose weights several stages replicate, by `id(group)`: those stages."""
     layers: dict[str, list[FlatParamGroup]]
     """The groups of each layer, by the name of the layer."""
 
@@ -88,7 +88,7 @@ class Build:
 
     model = WriteOnce[nn.Module]()
     base = WriteOnce[ParallelContext]()
-    """The context with the groups along the axes of the plan."""
+    """The context whose groups follow from the plan alone. `context` also has the groups that depend on the model."""
     recipe = WriteOnce[Recipe]()
     make_optimizer = WriteOnce[OptimizerFactory]()
     hints = WriteOnce[ModelHints]()
@@ -139,8 +139,8 @@ class BuildPass:
 
 
 def build_pass(*, reads: Sequence[str], writes: Sequence[str] = ()) -> Callable[[Callable[[Build], None]], BuildPass]:
-    """Declares a build pass with the fields that it reads and writes. `tests/unit/test_architecture.py` checks the
-    fields."""
+    """Declares a build pass with the fields of `Build` that it reads and writes. `tests/unit/test_architecture.py`
+    compares these fields with the code of the pass."""
 
     def declare(run: Callable[[Build], None]) -> BuildPass:
         return BuildPass(run, frozenset(reads), frozenset(writes))

@@ -1,4 +1,4 @@
-"""Makes the gradient reducer and the updater of weights."""
+"""The build pass that makes the gradient reducer and the updater of weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from meshwright.runtime.zero.reducer import GradReducer
     writes=("reducer", "updater"),
 )
 def reduce_gradients(build: Build) -> None:
-    """Makes the reducer and the updater of the flat groups. Runs after the pass that defers weight gradients, which
-    determines when a group is complete."""
+    """Makes the reducer and the updater of the flat groups. Runs after `defer_weight_grads`, because that pass
+    determines when the gradients of a group are complete."""
     plan, partition = build.context.plan, build.partition
     partial = partial_grad_names(build.model, partition.graph, plan.sequence_parallel) if plan.tp > 1 else set()
     swapper = build.context.state_swapper

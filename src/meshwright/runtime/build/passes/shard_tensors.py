@@ -1,4 +1,4 @@
-"""Shards the tensors of the model over tensor ranks and expert ranks."""
+"""The build pass that shards the tensors of the model over tensor ranks and expert ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.runtime.tensor_parallel.layers import shard_model
 @build_pass(reads=("model", "deferred", "partition", "context", "experts"), writes=("dispatchers",))
 def shard_tensors(build: Build) -> None:
     """Replaces each split parameter by this rank's shard. Installs the collectives at the entries and exits of
-    tensor-parallel regions."""
+    tensor-parallel regions, and the dispatchers of tokens to experts."""
     model, context, graph = build.model, build.context, build.partition.graph
     with build.deferred:
         shard_model(model, build.experts.dense(graph), context.tp, context.plan.sequence_parallel)

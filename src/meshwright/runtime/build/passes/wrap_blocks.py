@@ -1,4 +1,5 @@
-"""Wraps the blocks of this rank: stage boundaries, sequence cuts, gathers of weights, recompute, and compilation."""
+"""The build pass that wraps the forward of each block. Wrappers add stage boundaries, sequence cuts, all-gathers of
+weights, recompute, and compilation, as the plan requires."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from meshwright.spec.plan import Plan
 def wrap_blocks(build: Build) -> None:
     """Replaces the forward of each block by a wrapper.
 
-    From the outside to the inside, a wrapper handles: stage boundary, sequence cut, gathering of weights, recompute and
-    offload. Inside is the forward of the block, compiled if the plan compiles.
+    A wrapper handles, from the outside to the inside: stage boundary, sequence cut, all-gather of weights, recompute
+    and offload. Inside of these it calls the forward of the block, compiled if the plan compiles.
     """
     model, context, partition = build.model, build.context, build.partition
     graph, plan, boundary = partition.graph, context.plan, partition.boundary
@@ -52,8 +53,8 @@ def wrap_blocks(build: Build) -> None:
 
 
 class _BlockComputation:
-    """Returns the function that computes a block: its forward, compiled if the plan compiles, on this rank's part of
-    the sequence."""
+    """Makes the innermost function of a wrapper: the forward of a block on this rank's piece of the sequence, compiled
+    if the plan compiles. `bounds`: for each stage, its first block and the index after its last block."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Wraps the forward of every block. At ZeRO 3 also wraps the modules outside of blocks whose weights are gathered."""
+"""Wraps the forward of every block for the pass `wrap_blocks`. At ZeRO 3 it also wraps the modules outside of the
+blocks whose weights are all-gathered."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ TIED_EMBEDDING = "embedding's copy"
 
 @dataclass(frozen=True)
 class BlockSteps:
-    """Functions that the wrappers of blocks call in addition to gathering weights, by the index of the block."""
+    """Functions that the wrappers of blocks call, in addition to all-gathers of weights.
+
+    `before` and `after` map the hidden state before and after a block, by the index of the block.
+    """
 
     inner: Callable[[int, nn.Module], Callable[..., Any]]
-    """Returns the function that computes a block: its forward, compiled if the plan compiles, on this rank's part of
-    the sequence."""
+    """Takes the index and the module of a block. Returns the block's forward on this rank's piece of the sequence,
+    compiled if the plan compiles."""
     before: Mapping[int, HiddenFunction]
     after: Mapping[int, HiddenFunction]
 
@@ -45,9 +49,10 @@ def wrap_modules(
     reads: WeightUses,
     steps: BlockSteps,
 ) -> list[BlockWrapper]:
-    """Returns the wrappers of all blocks in order, and then those of other modules.
+    """Wraps all blocks in order, and then other modules. Returns the wrappers in the same order.
 
-    `table`: the parameters of each layer. `reads`: the modules that read each parameter.
+    `by_layer`: the parameter groups of each layer. `table`: the names of each layer's parameters. `reads`: the modules
+    that read each parameter.
     """
     paths = [graph.block(index) for index in range(graph.count)] if graph.blocks is not None else []
     blocks = [model.get_submodule(path) for path in paths]
@@ -57,8 +62,8 @@ def wrap_modules(
         of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
         gathered = _mark_gathered([*of_blocks, *(GatheredGroups(units) for _, units in others)])
         outer = [(module, groups) for (module, _), groups in zip(others, gathered[len(paths) :], strict=True)]
-    # Modules outside of the blocks are wrapped before blocks are compiled. So if a block contains such a module, the
-    # compiler skips the module.
+    # A block may contain one of the `outer` modules. The compiler skips such a module if it is already wrapped. So the
+    # `outer` modules are wrapped before the blocks are compiled.
     others_wrapped = [BlockWrapper(module, cursor, None, groups) for module, groups in outer]
     wrapped = [
         BlockWrapper(
@@ -78,7 +83,8 @@ def wrap_modules(
 def _groups_of_blocks(
     model: nn.Module, paths: Sequence[str], by_layer: Mapping[str, Sequence[FlatParamGroup]], reads: WeightUses
 ) -> list[GatheredGroups]:
-    """Returns for each block the parameter groups that its wrapper gathers."""
+    """Returns for each block the parameter groups that its wrapper all-gathers. Groups that are also read outside of
+    the block are excluded, because they stay gathered during the step."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
@@ -99,8 +105,8 @@ def _groups_of_blocks(
 
 
 def _mark_gathered(groups: Sequence[GatheredGroups]) -> list[GatheredGroups]:
-    """Marks each parameter group as gathered by wrappers. Returns `groups`, with `is_tied` set for groups that an
-    earlier wrapper gathers too."""
+    """Marks each parameter group as gathered by wrappers. Returns `groups`, with `is_tied` set where an earlier wrapper
+    gathers one of the parameter groups too."""
     marked = []
     for each in groups:
         gathered_before = [unit.gather_for_use() for unit in each.units]
@@ -116,10 +122,11 @@ def _outer_modules(
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[tuple[nn.Module, list[FlatParamGroup]]]:
-    """Returns, at ZeRO 3, the module and the parameter groups of each layer outside of the blocks. The module contains
-    all parameters of the layer.
+    """Returns the modules outside of the blocks to wrap at ZeRO 3, each with its parameter groups. Each module contains
+    all parameters of a layer.
 
-    If a parameter is also read outside of its module (`F.linear(x, table.weight)`), it stays gathered during the step.
+    A layer is excluded if a parameter is also read outside of the module (`F.linear(x, table.weight)`). The groups of
+    such a layer stay gathered during the step.
     """
     found = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -148,8 +155,8 @@ def _outer_modules(
     for path, units in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            # A stage may end inside of a module that contains blocks. So the parameters of such a module stay gathered
-            # for the step.
+            # A stage may end inside of a module that contains blocks, so such a module gets no wrapper. Its parameters
+            # stay gathered during the step.
             continue
         if (
             path
@@ -165,15 +172,17 @@ def _outer_modules(
 def _is_read_outside(
     block: str, units: Sequence[FlatParamGroup], reads: WeightUses, shared: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Returns whether a module outside of `block` reads a parameter of its groups. Such groups stay gathered during the
-    step."""
+    """Returns whether a module outside of the block with path `block` reads a parameter of the groups `units`.
+
+    `shared`: all paths of each module with several paths.
+    """
     readers = {reader.path for unit in units for name in unit.parameters for reader in reads.get(name, ())}
     return any(not is_within(path, (block,)) for reader in readers for path in shared.get(reader, (reader,)))
 
 
 def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Returns all paths of each module with several paths. The key is the first path, which the analysis uses to record
-    reads."""
+    """Returns all paths of each module that has several paths. The key is the first path, because the analysis records
+    reads under this path."""
     paths: dict[int, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(path)
@@ -183,7 +192,8 @@ def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
 def _is_sole_user(
     block: str, units: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses
 ) -> bool:
-    """Returns whether no module outside of `block` contains or reads a parameter of the groups `units`."""
+    """Returns whether no module outside of the block with path `block` contains or reads a parameter of the groups
+    `units`. `owners`: the paths of the modules that contain each parameter, by `id(parameter)`."""
     parameters = [(name, parameter) for unit in units for name, parameter in unit.parameters.items()]
     return all(
         is_within(path, (block,))
@@ -193,8 +203,8 @@ def _is_sole_user(
 
 
 def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
-    """Returns the path of every embedding module that has the vocabulary's weight, such as those of an encoder and a
-    decoder."""
+    """Returns the path of every embedding module that has the vocabulary's weight. An encoder and a decoder may share
+    one weight, for example."""
     found = model.get_submodule(graph.embedding) if graph.embedding else None
     weight = found._parameters.get("weight") if found is not None else None
     return [
@@ -223,9 +233,13 @@ def _common_path(paths: set[str]) -> str:
 def hidden_functions(
     context: ParallelContext, stage_blocks: int, graph: ModelGraph, sequence: ContextState | None
 ) -> tuple[dict[int, HiddenFunction], dict[int, HiddenFunction]]:
-    """Returns the functions of the hidden state that run before and after blocks, each by index of the block. The
-    sequence is cut before the first block and joined after the last. `stage_blocks` is the number of blocks of all
-    stages."""
+    """Returns the functions that map the hidden state before blocks and after blocks, each by the index of the block.
+
+    Sequence parallelism cuts the hidden state before the first block and joins it after the last block. Context
+    parallelism cuts it too. After the last block it pads the hidden state to full length, if later layers need this.
+
+    `stage_blocks`: the number of blocks in all stages.
+    """
     before: dict[int, HiddenFunction] = {}
     after: dict[int, HiddenFunction] = {}
     if context.plan.sequence_parallel:
@@ -245,7 +259,7 @@ def cut_head_input(model: nn.Module, graph: ModelGraph, sequence: ContextState) 
 
 
 def _compose(*functions: HiddenFunction | None) -> HiddenFunction:
-    """Returns the composition of `functions` in order, without those that are None."""
+    """Returns a function that applies `functions` in order and skips None."""
 
     def apply_all(hidden: torch.Tensor) -> torch.Tensor:
         for function in functions:

@@ -1,1 +1,1 @@
-"""The pipeline stages of a model: their layers, and the part of them that this rank stores."""
+"""The pipeline stages of a model: the layers of each stage, and the layers that this rank stores."""

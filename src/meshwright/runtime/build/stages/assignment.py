@@ -1,6 +1,7 @@
-"""Assigns layers, parameters and buffers of a model to pipeline stages, from the data flow of the analysis run.
+"""Assigns layers, parameters and buffers of a model to pipeline stages. partition.py calls these functions before the
+model is sharded.
 
-All functions read the model before it is sharded, and do not change it.
+They read a `DataflowRecord`: the operations of one forward of the whole model on an example batch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from meshwright.runtime.pipeline.block_wrapper import BoundarySpec
 from meshwright.spec.plan import Plan
 
 ParamStages = Mapping[str, tuple[int, ...]]
-"""For each parameter outside of the blocks, the stages that compute with it, in order."""
+"""For each parameter outside of the blocks, the indices of the stages that compute with it, in ascending order."""
 
 NO_PARAM_STAGES: ParamStages = {}
 
 
 def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> None:
-    """Checks that each block is called once in a pass, in the order of the blocks.
+    """Checks that a forward calls each block once, in the order of the blocks.
 
     Raises:
-        InputError: Stages cannot begin and end at the calls of their blocks.
+        InputError: A block is called twice, never, out of order, without autograd, at random, or in an activation
+            checkpoint of the model's own code. Pipeline stages cannot begin and end at such calls.
     """
     paths, where = graph.block_paths, f"plan {plan.name}:"
     if record.obstacle is not None:
@@ -112,8 +114,11 @@ def find_param_stages(
     Each stage stores the parameters of its blocks, and those parameters outside of blocks that its outputs depend on.
     If several stages store a parameter, such as a tied embedding, its gradients are summed over these stages.
 
+    `bounds`: for each stage, its first block and the index after its last block. `own_loss`: the user passed a loss
+    function.
+
     Raises:
-        InputError: A stage would read a parameter that only another stage stores.
+        InputError: A stage reads a parameter of another stage's block, or a value that no earlier stage sends.
     """
     if boundary.unsent:
         raise InputError(
@@ -163,13 +168,17 @@ def find_buffer_stages(
     saved: Collection[str],
     plan: Plan,
 ) -> dict[str, int]:
-    """Returns for each buffer that the forward writes to the stage that updates it.
+    """Returns the stage that updates each buffer. Buffers that the forward does not write to are left out.
 
-    Code before the first block also runs on all later stages. Code between two blocks also runs on the stages after
-    these blocks. On the later stages such code writes values that are not the model's.
+    Code before the first block, or between two blocks, also runs on all later stages. There it computes with
+    placeholders, so the values that it writes to buffers are wrong. So only the first stage that writes to a buffer
+    updates the buffer.
+
+    `saved`: the names of the entries of the state dict.
 
     Raises:
-        InputError: Several stages write to a buffer in `saved`.
+        InputError: Several stages write to a buffer in `saved`, or code outside of the blocks replaces such a buffer by
+            a new tensor.
     """
     inside = tuple(f"{path}." for path in graph.block_paths)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
@@ -218,7 +227,7 @@ class StageLayer:
 
 
 def stage_bounds(graph: ModelGraph, plan: Plan) -> dict[int, tuple[int, int]]:
-    """Returns for each stage the index of its first block and the index after its last block."""
+    """Returns for each stage the index of its first block, and the index after its last block."""
     bounds, first = {}, 0
     for stage, count in enumerate(plan.stage_layers(max(graph.count, 1))):
         bounds[stage] = (first, first + count)
@@ -233,10 +242,11 @@ def assign_layers(
     boundary: BoundarySpec | None,
     holders: ParamStages = NO_PARAM_STAGES,
 ) -> list[StageLayer]:
-    """Returns the layers `named` with their stages.
+    """Returns the layers of the model with their stages. `named`: each layer's name and the names of its parameters.
 
-    The index of a block determines its stage. For other parameters, `holders` or the name of the layer determines the
-    stages. Each parameter with several stages becomes a separate layer.
+    The index of a block determines its stage. `holders` determines the stages of other parameters. A parameter that is
+    not in `holders` gets its stage from the name of its layer. Each parameter with several stages becomes a separate
+    layer.
 
     Raises:
         InputError: A tied embedding is read between blocks.
@@ -263,7 +273,7 @@ def assign_layers(
             by_stages.setdefault(stages, []).append(parameter)
         for stages, some in by_stages.items():
             if name == "embedding" and graph.tied and set(stages) <= {0, last}:
-                table.append(StageLayer(name, tuple(some), 0))  # the head holds the last stage's copy
+                table.append(StageLayer(name, tuple(some), 0))  # the head stores the last stage's copy
             elif name == "embedding" and graph.tied:
                 raise InputError(
                     Message(
@@ -281,14 +291,15 @@ def assign_layers(
 
 
 def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Returns `stages`, or all stages if no process group exists that can sum gradients over `stages`."""
+    """Returns `stages`, or all stages if no process group can sum gradients over `stages`. Groups exist for the first
+    and the last stage, and for all stages. Stages of one rank need no group."""
     few = len({plan.stage_to_rank(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
     return stages if few else tuple(range(plan.stages))
 
 
 def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
-    """Returns the paths of modules that the model's own code calls on every stage: the blocks and the embedding. Empty
-    if stages send only the hidden state."""
+    """Returns the paths of the modules that the model's own code calls on every stage: the blocks and the embedding.
+    Returns () if stages send only the hidden state."""
     return (
         (*graph.block_paths, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
     )

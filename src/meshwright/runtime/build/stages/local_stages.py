@@ -1,7 +1,8 @@
-"""The part of the model that this rank stores: its layers, and placeholders for all other layers. If several stages of
-this rank compute with a parameter, each of these stages has a copy of it.
+"""Reduces a model to the layers that this rank stores, with placeholders for all other layers. The build passes
+`drop_other_stages` and `shard_tensors` use it.
 
-The gradients of a copy are complete after the backward of its stage. Once per step they are summed over the copies.
+If several stages of this rank compute with a parameter, each of these stages has a copy of the parameter. The gradients
+of a copy are complete after the backward of its stage. Once per step they are summed over the copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class LocalStages:
 def local_parameters(
     model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters that this rank stores, by name. A tied head has the parameter of the embedding."""
+    """Returns the parameters that this rank stores, by name. `present`: the names of the parameters of its layers.
+    `keep_head`: this rank runs a tied head, so it also stores the weight of the embedding."""
     tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
     return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
 
@@ -49,9 +51,11 @@ def drop_other_stages(
     kind: tuple[torch.device, torch.dtype],
     cuts: Sequence[str],
 ) -> None:
-    """Replaces every module without a parameter in `present` by a `StagePlaceholder` with the device and dtype `kind`.
+    """Replaces every module whose parameters are all absent from `present` by a `StagePlaceholder`. `kind`: the device
+    and dtype of its output.
 
-    Lists of modules are not replaced, and neither are modules whose own code calls the blocks `cuts`.
+    Some modules are not replaced: module lists, modules that contain one of the paths `cuts`, modules without
+    parameters, and a tied head if `keep_head`.
     """
     head_prefix = f"{graph.head}." if keep_head and graph.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -71,11 +75,11 @@ def drop_other_stages(
                 module._modules[child_name] = StagePlaceholder(child, kind, f"{path}.".startswith(blocks))
 
     visit(model, "")
-    malloc_trim()  # returns freed memory before the flat buffers are allocated
+    malloc_trim()  # lowers the memory peak, because the flat buffers are allocated next
 
 
 def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Returns a new parameter with the given `values`, for another stage.
+    """Returns a parameter with the given `values`, which another stage uses instead of `first`.
 
     The new parameter gets the gradient hooks and the deferred initialisation of `first`.
     """
@@ -89,10 +93,10 @@ def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Paramet
 
 
 def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
-    """On a rank that runs both the first and the last stage, duplicates a tied weight. Returns the head's copy by name,
-    an empty dict on other ranks.
+    """Gives the head its own copy of the tied weight. Returns the copy, by the name of the embedding's parameter.
 
-    The two copies stay equal, like replicas on two ranks.
+    Only a rank that runs both the first and the last stage calls it. The two copies stay equal, like replicas on two
+    ranks.
     """
     head: Any = model.get_submodule(graph.head or "")
     first = head.weight
@@ -101,9 +105,10 @@ def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[S
 
 
 def materialize_placeholders(model: nn.Module, device: torch.device, deferred: DeferredInit) -> None:
-    """Replaces each meta parameter by one NaN that is expanded to its shape. So a missing value is never silently zero.
+    """Replaces each meta parameter by one NaN on `device`, expanded to the shape of the parameter. So a weight that
+    nothing initialises is NaN, not silently zero.
 
-    A parameter with deferred initialisation keeps its recipe.
+    A parameter with deferred initialisation keeps its initialisation recipe.
     """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -122,8 +127,8 @@ def materialize_placeholders(model: nn.Module, device: torch.device, deferred: D
 def copy_shared_parameters(
     model: nn.Module, table: Sequence[StageLayer], stages: Sequence[int]
 ) -> MultiStageParameters:
-    """Copies the parameters that several of this rank's `stages` compute with, and returns the copies. The first of
-    these stages uses the original parameter."""
+    """Copies the parameters that several of this rank's `stages` compute with. Returns the copies by stage and name.
+    The first stage that computes with a parameter uses the original."""
     copied = MultiStageParameters()
     own = dict(model.named_parameters())
     for layer in table:

@@ -1,6 +1,8 @@
-"""Determines which stages compute with which parameters, from one analysis run of the whole model.
+"""Divides a model into pipeline stages: which stage runs each layer, and which stages compute with each parameter. The
+build pass `partition_stages` calls `partition_model` before the model is sharded.
 
-`partition_model` reads the model before it is sharded, and does not change it.
+The result follows from the analysis run: one recorded forward of the whole model on an example batch. The model is not
+changed.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class StagePartition:
     stage_graph: ModelGraph
     """The structure of the model with blocks numbered in stage order."""
     boundary: BoundarySpec | None
-    """The tensors that cross stage boundaries."""
+    """The tensors that cross stage boundaries. Only plans with one stage may have None."""
     table: list[StageLayer]
+    """All layers of the model with their stages."""
     reads: WeightUses
     """For each weight, the modules that read it."""
     idle: frozenset[str]
-    """Names of parameters without a gradient in the analysis run."""
+    """Names of parameters that got no gradient in the analysis run."""
     guard: AnalysisGuard | None
     """Checks later batches against the analysis run; None if the plan does not depend on an analysis run."""
     writers: Mapping[str, int] = field(default_factory=dict)
@@ -132,12 +135,13 @@ def partition_model(
 
 
 def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
-    """Runs the model and returns the record of its data flow, None if the plan does not depend on it.
+    """Runs the model and returns the record of its data flow. Returns None if the plan does not depend on the record.
 
-    Plans with several stages or ZeRO 3 depend on the record. So do plans that number blocks over several stacks.
+    Plans with several stages or ZeRO 3 need the record. All other plans use it only to number the blocks of several
+    stacks, and get None if the model does not run.
 
     Raises:
-        InputError: The plan needs the record and the model does not run.
+        InputError: The plan needs the record, and the model does not run or its forward writes to a parameter.
     """
     over_stacks = len(graph.stacks) > 1 and graph.embedding is not None
     if graph.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
@@ -161,8 +165,8 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
 
 
 def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
-    """Returns the graph. If the last stage also reads a tied embedding outside of the head, the embedding becomes a
-    parameter of several stages."""
+    """Returns `graph` with `tied=False` if a module other than the head reads the tied embedding after the first block
+    has begun. The embedding is then treated like other parameters of several stages. Otherwise returns `graph`."""
     if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
         return graph
     readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
@@ -187,10 +191,14 @@ def param_stages(
 def _boundary_spec(
     model: nn.Module, graph: ModelGraph, plan: Plan, record: DataflowRecord | None
 ) -> BoundarySpec | None:
-    """Returns which tensors cross stage boundaries, None if the plan has one stage and does not need this.
+    """Returns which tensors cross stage boundaries. Returns None if the plan has one stage and the model one stack.
 
-    Under every plan, blocks of several stacks are numbered in stage order. So recompute and the cost model refer to the
-    same blocks.
+    Also with one stage, the blocks of several stacks are numbered in stage order. So recompute and the cost model refer
+    to the same blocks under every plan. Plans without recompute and ZeRO 3 do not need this order, and get None if it
+    cannot be determined.
+
+    Raises:
+        InputError: The plan needs the boundaries or the order, and the data flow does not determine them.
     """
     if plan.stages == 1 and (len(graph.stacks) < 2 or graph.embedding is None):
         return None
@@ -224,7 +232,7 @@ def _boundary_spec(
 
 def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
     plan.stage_layers(max(graph.count, 1))
-    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model raises the reason
+    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model raises the error for it
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
@@ -244,11 +252,12 @@ def _check_all_assigned(table: list[StageLayer], names: set[str]) -> None:
 
 
 def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
-    """Checks that the plan does not skip hooks of the user.
+    """Checks that the plan calls all hooks of the user as one device would.
 
     Raises:
-        InputError: A block has a hook, although stages begin and end inside of its call; or a parameter has a gradient
-            hook that the plan cannot apply to the whole gradient.
+        InputError: A block has a forward hook, and the plan has several stages, which do not call hooks of blocks. Or a
+            parameter has a gradient hook, and a rank computes only a part of the gradient. Then the hook must be
+            linear, and tensor ranks must not shard the parameter.
     """
     for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
         block = model.get_submodule(graph.block(index))
@@ -305,8 +314,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _are_hooks_linear(parameter: nn.Parameter) -> bool:
-    """Returns whether the gradient hooks of `parameter` are linear: the result for the sum of two random gradients must
-    be the sum of the two results."""
+    """Returns whether the gradient hooks of `parameter` are linear. Compares the result for the sum of two random
+    gradients with the sum of the two results."""
     kind = parameter.dtype if parameter.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
     random = torch.Generator().manual_seed(0)
 

@@ -1,1 +1,1 @@
-"""Shared memory between the ranks of one host: memory, collectives, and the queue of collectives in flight."""
+"""Communication of CPU ranks on one host: shared memory, collectives, and the queue of collectives in flight."""

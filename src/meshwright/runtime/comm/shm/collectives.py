@@ -1,7 +1,7 @@
-"""Collectives of the ranks of one host, through shared memory.
+"""Collectives of CPU ranks on one host, through shared memory. async_collectives.py calls them.
 
 Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory. The
-rank then sums or copies the inputs of the other ranks. No messages are sent.
+rank then sums or copies the inputs of all ranks. No messages are sent.
 
     all-reduce, small     every rank sums all inputs
     all-reduce            rank r sums slice r of all inputs in place, then every rank copies the slices
@@ -10,19 +10,25 @@ rank then sums or copies the inputs of the other ranks. No messages are sent.
     all-to-all            rank r copies its rows from all inputs
 
 [Note: fields] A group has at most MAX_INFLIGHT_COLLECTIVES collectives in flight. Collective n uses lane n %
-MAX_INFLIGHT_COLLECTIVES. Each rank has these fields for each lane: `posted` (the rank's input can be read), `reduced`
-(the rank has summed its slice), `done` (the rank has read all inputs), and the location of the rank's input. A lane
-starts its next collective once all ranks are done with the last one. Collectives start in the same order on every rank.
-Each call also runs those steps of earlier collectives that need not wait, so that little work remains at the end.
+MAX_INFLIGHT_COLLECTIVES. A lane has these fields of each rank:
+
+    posted     the other ranks can read the rank's input
+    reduced    the rank has summed its slice
+    done       the rank has read all inputs
+    location   the segment and the offset of the rank's input, and related values
+
+A collective starts in its lane once all ranks have set `done` for the lane's previous collective. Collectives start in
+the same order on every rank. Each call also runs the steps of earlier collectives that are ready, so that little work
+remains at the end.
 
 [Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
-caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks are done
-with its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS buffers, which is also the number of full
-gradient buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own part of the
-oldest collective. Then it waits for the other ranks. So ranks cannot deadlock.
+caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks have set
+`done` for its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS buffers, which is also the number of
+full gradient buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own steps
+of the oldest collective, and then waits for the other ranks. So ranks cannot deadlock.
 
-Guarantees: every rank sums the inputs in order of rank, and low-precision inputs in float32. So sums are identical on
-all ranks and in every run.
+Guarantees: every rank sums the inputs in order of rank, and 16-bit inputs in float32. So sums are identical on all
+ranks and in every run.
 """
 
 from __future__ import annotations
@@ -52,12 +58,12 @@ MAX_INFLIGHT_COLLECTIVES = 16
 ) = range(9)
 FIELDS_PER_GROUP = MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE
 """Number of fields of a group on each rank. `_FIELD_BUFFER` is 1 + the index of the input's staging buffer, or 0 for
-other memory. A peer maps the buffer again when its segment changes. `_FIELD_SIGNATURE` encodes the number and dtype of
-the elements. So ranks in different collectives raise an error and do not add unrelated values."""
+other memory. The other ranks map the buffer again when its segment changes. `_FIELD_SIGNATURE` encodes the number and
+dtype of the elements. So ranks in different collectives raise an error instead of adding unrelated values."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
-"""Maximum number of bytes of a one-shot all-reduce, in which every rank sums the full inputs. For small inputs this is
-cheaper than a second synchronisation."""
+"""Maximum number of bytes of a one-shot all-reduce, in which every rank sums the full inputs. For small inputs, summing
+everything is cheaper than the second synchronisation of a sliced all-reduce."""
 
 REDUCE_TILE_ELEMENTS = 1 << 16
 """Number of elements that are summed at a time, so that the sum stays in the cache."""
@@ -81,8 +87,8 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 class InterHostReducer(Protocol):
     """Reduces compressed gradients between hosts (compression.py). It is not used between ranks of one host. `group` is
-    a `CommGroup` (group.py), which imports this module. `later` is a process group of the same ranks, for a second
-    message that depends on the first one."""
+    a `CommGroup` (typed as Any, because group.py imports this module). `later` is a group of the same ranks, for a
+    second message that depends on the first message."""
 
     def all_reduce(self, flat: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
         """Starts the in-place sum of `flat` over `group`. Returns the transfer."""
@@ -93,8 +99,8 @@ class InterHostReducer(Protocol):
 
 
 class ShmCollectives:
-    """The collectives of `ranks`, which include this rank. They use the shared-memory fields from index `first_field`
-    on."""
+    """The collectives of `ranks`, which include this rank. They use `FIELDS_PER_GROUP` shared-memory fields, starting
+    at index `first`."""
 
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
         self.host, self.ranks, self.first_field = host, tuple(ranks), first
@@ -121,7 +127,8 @@ class ShmCollectives:
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
-        """Starts the in-place sum (or maximum) of `flat`. Returns the function that finishes it."""
+        """Starts the in-place sum (or maximum) of `flat`. Returns the function that finishes it. `inter_host` is unused
+        on one host."""
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
@@ -166,7 +173,8 @@ class ShmCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts the all-gather of all shards into `full`. Returns the function that finishes it."""
+        """Starts the all-gather of all shards into `full`. Returns the function that finishes it. `sizes`: the number
+        of elements of each rank's shard, if unequal."""
         number, memory = self.begin(shard)
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
@@ -201,8 +209,8 @@ class ShmCollectives:
         return self.buffers.acquire(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def ordered_staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a staging buffer for data that arrive slowly. All ranks request such buffers in the same order
-        ([Note: in turn] in progress.py)."""
+        """Returns a staging buffer for data that arrive slowly, such as gradients during backward. All ranks request
+        these buffers in the same order ([Note: in turn] in progress.py)."""
         return self.buffers.acquire_ordered(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def quiesce(self) -> None:
@@ -215,8 +223,8 @@ class ShmCollectives:
     # --- steps of one collective
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
-        """Starts a collective. Returns its number, and the tensor from which the other ranks read this rank's input:
-        `part` itself, or a copy in a staging buffer."""
+        """Starts a collective with this rank's input `part`. Returns the number of the collective, and the tensor that
+        the other ranks read: `part` itself, or a copy in a staging buffer. `copy`: always makes the copy."""
         number = self.next_number()
         return number, self.post(number, part, copy)
 
@@ -231,8 +239,8 @@ class ShmCollectives:
         return self._number
 
     def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        """Publishes this rank's input `part`. Returns the tensor from which the other ranks read it: `part` itself, or
-        a copy in a staging buffer."""
+        """Publishes this rank's input `part` for collective `number`. Returns the tensor that the other ranks read:
+        `part` itself, or a copy in a staging buffer."""
         location = None if copy else self.host.locate(part)
         memory = part
         if location is None:
@@ -255,8 +263,12 @@ class ShmCollectives:
         return memory
 
     def inputs(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Returns the inputs of all ranks, which must be posted. `numels` is the number of elements of each rank's
-        input, if these differ."""
+        """Returns the inputs of all ranks as flat tensors, in order of rank. All inputs must be posted. `numels`: the
+        number of elements of each rank's input, if unequal.
+
+        Raises:
+            MeshwrightError: another rank's input has a different number of elements or dtype.
+        """
         own = own.view(-1)
         parts = []
         for rank, numel in zip(self.ranks, numels or [own.numel()] * len(self.ranks), strict=True):
@@ -340,14 +352,14 @@ def _input_signature(numel: int, dtype: torch.dtype) -> int:
 
 
 def rank_slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
-    """Returns the slice of `flat` that rank index `rank` of `ranks` reduces."""
+    """Returns the slice of `flat` that the rank at index `rank` of `ranks` ranks reduces."""
     length = flat.numel()
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
 
 def _wait_for_readers(host: SharedMemory, peers: Sequence[int], first: int, finished: list[int]) -> None:
-    """Waits until the other ranks have read this rank's inputs, so that its memory can be freed. Ignores ranks that
-    have ended or that take too long."""
+    """Waits until the other ranks have read this rank's inputs, so that this rank's memory can be freed. Ignores ranks
+    that have ended, and stops waiting after SHUTDOWN_TIMEOUT_SECONDS."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
     host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in peers)
 

@@ -2,14 +2,18 @@
 messages between pipeline stages (pipeline/p2p.py) use both.
 
 A segment is anonymous memory of one process (memfd). The other processes open it through /proc. After a crash there is
-nothing to clean up, and the only limit is the memory of the host. Each rank has one segment of 64-bit fields, to which
-only this rank writes. The other ranks read the fields. A waiting rank sleeps on a field until it reaches a value
-(futex). Fields only grow. A field is written after the data that it announces. x86 keeps the order of these writes.
-Machines with other processors do not use shared memory. Ranks in different network namespaces count as ranks of
-different hosts, so that they communicate over the links between the namespaces.
+nothing to clean up, and the only limit is the memory of the host.
 
-A sum of 256 bytes took 20 us with shared memory and 240 us with gloo for 2 ranks on 2 cores. For 4 ranks it took 175 us
-and 6,700 us (bench/exchange.py).
+Each rank has one segment of 64-bit fields. Only this rank writes to the fields, and the other ranks read them. A
+waiting rank sleeps on a field (futex) until the field reaches a value. The values of fields only grow. A field is
+written after the data that it announces. x86 preserves the order of these writes. Machines with other processors do not
+use shared memory.
+
+Ranks in different network namespaces count as ranks of different hosts, so that they communicate over the links between
+the namespaces.
+
+A sum of 256 bytes over 2 ranks on 2 cores took 20 us with shared memory, and 240 us with gloo. Over 4 ranks it took 175
+us with shared memory, and 6,700 us with gloo (bench/exchange.py).
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ HOST_ENV = "MESHWRIGHT_HOST"
 different hosts."""
 
 FIELDS_PER_RANK = 1 << 14
-"""Number of 8-byte fields of each rank, which only this rank writes. Their values do not overflow in any run."""
+"""Number of 64-bit fields of each rank. The counters in these fields do not overflow in any run."""
 
 PAGE_BYTES = 1 << 12
 """Page size of the operating system."""
@@ -48,14 +52,14 @@ YIELDS_BEFORE_SLEEP = 20
 """Number of times that a waiting rank yields its core before it sleeps."""
 
 FUTEX_SLEEP_SECONDS = 0.1
-"""Seconds of sleep after which a waiting rank checks whether the awaited rank is alive."""
+"""Seconds after which a sleeping rank wakes and checks whether the awaited rank is alive."""
 
 SHUTDOWN_TIMEOUT_SECONDS = 30.0
-"""Maximum seconds that a rank waits, before it ends, for other ranks to read its memory."""
+"""Maximum seconds that a rank waits at its end until the other ranks have read its memory."""
 
 MAX_OPEN_FILES = 1 << 16
-"""Number of file descriptors that a rank requests. Every mapping needs one and a parameter group has several, but 1,024
-is the usual limit."""
+"""Limit of open file descriptors that a rank requests. The usual limit of 1,024 is too low: every mapping needs a
+descriptor, and a parameter group has several mappings."""
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _WAKE_ALL = 202, 0, 1, 2**31 - 1
 
@@ -65,7 +69,7 @@ class _Timespec(ctypes.Structure):
 
 
 class ShmSegment:
-    """Anonymous memory of this process. `number` is unique in the process."""
+    """Anonymous memory of this process, `size` bytes. `number` identifies the segment in the process."""
 
     def __init__(self, size: int, number: int) -> None:
         self.number, self.size = number, size
@@ -81,9 +85,9 @@ class ShmSegment:
 
 class SharedMemory:
     """The shared memory of this rank's host: the fields of all its ranks, and tensors that all its ranks can read.
-    `rank` is this rank's global number.
 
-    `staging_bytes` counts the bytes of this rank's staging buffers. It excludes the tensors made by `zeros`.
+    `rank` is the global rank of this process. `staging_bytes` counts the bytes of this rank's staging buffers, without
+    the tensors made by `zeros`.
     """
 
     def __init__(self, rank: int, fields: ShmSegment, peers: dict[int, tuple[int, int]], timeout: float) -> None:
@@ -108,8 +112,9 @@ class SharedMemory:
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting_field = memoryview(bytearray(8)).cast("Q")
-        """One field with 1 + the rank that this rank waits for, or 0. A supervisor replaces it by a field in memory
-        that the supervisor can read."""
+        """One field: 1 + the rank for which this rank waits, plus `WAIT_INCREMENT` for each unsuccessful check; 0 if
+        this rank does not wait. Under a supervisor, this is a field of the heartbeat memory that the supervisor
+        reads."""
         self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
@@ -125,7 +130,8 @@ class SharedMemory:
         return segment
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a flat tensor of `numel` zeros that the other ranks can read. It exists as long as this object."""
+        """Returns a flat tensor of `numel` zeros that the other ranks can read. Its memory is freed with this
+        object."""
         segment = self.segment(numel * dtype.itemsize)
         self.staging_bytes -= segment.size
         return segment.bytes[: numel * dtype.itemsize].view(dtype)
@@ -144,18 +150,20 @@ class SharedMemory:
         return None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
-        """Returns the bytes of segment `number` of `rank`. The segment is mapped in the first call only."""
+        """Returns the bytes of segment `number` of `rank`. Only the first call maps the segment, through the file
+        descriptor `file` of that rank's process."""
         key = (rank, number)
         if key not in self._mapped:
             self._mapped[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
         return self._mapped[key]
 
     def map_file(self, rank: int, file: int) -> torch.Tensor:
-        """Returns the bytes of an open file descriptor of `rank` in a new mapping. `rank` may also be this rank."""
+        """Returns the bytes of the open file descriptor `file` of the process of `rank`, in a new mapping. `rank` may
+        also be this rank."""
         return torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
 
     def unmap(self, rank: int, number: int | None) -> None:
-        """Unmaps segment `number` of `rank`, which its owner no longer uses."""
+        """Unmaps segment `number` of `rank`, after `rank` has stopped using the segment."""
         self._mapped.pop((rank, number), None)  # type: ignore[arg-type]
 
     # --- fields of ranks
@@ -171,7 +179,7 @@ class SharedMemory:
         """Waits until field `index` of `rank` has reached `value`.
 
         Raises:
-            ConnectionError: the process of `rank` ended first, or the wait exceeded the timeout.
+            ConnectionError: the process of `rank` ended first, or the wait took longer than `timeout` seconds.
         """
         fields = self.fields[rank]
         if fields[index] >= value:
@@ -190,8 +198,8 @@ class SharedMemory:
         self.waiting_field[0] = 0
 
     def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
-        """Waits for each (rank, field, value) until the field has reached the value or the rank's process has ended.
-        Waits at most SHUTDOWN_TIMEOUT_SECONDS in total."""
+        """Waits for each (rank, field, value) until the field has reached the value. Stops waiting for a rank whose
+        process has ended, and for all ranks after SHUTDOWN_TIMEOUT_SECONDS or if ranks have diverged."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, index, value in awaited:
             while (
@@ -245,7 +253,8 @@ def _process_state(process: int) -> tuple[str, str]:
 
 
 def shm_host_id() -> str:
-    """Returns a text that is equal for processes that can share memory, '' if none can."""
+    """Returns an id of the host. Processes with the same id can share memory. Returns '' if this process cannot share
+    memory."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(SHARED_MEMORY_ENV) == "0":
         return ""
     try:
@@ -264,8 +273,8 @@ def _raise_open_file_limit() -> None:
 
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
-    """Returns the shared memory of this rank's host (None if it has none), and the host id of every rank ('' for ranks
-    without shared memory). All ranks of the default process group call it."""
+    """Returns the shared memory of this rank's host, and the host id of every rank. All ranks of the default process
+    group call it. A rank that cannot share memory gets None and the host id ''."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None

@@ -1,21 +1,22 @@
-"""The queue of collectives in flight (oldest first), and the staging buffers that they read.
+"""The queue of shared-memory collectives in flight (oldest first), and the staging buffers that ranks read in them.
+collectives.py uses both.
 
 A collective is a list of steps, which run in order. A step is ready once every other rank has set a field, or once a
-transfer between hosts is complete. `progress` runs all steps that are ready. Among ready steps of several collectives,
-the older collective goes first.
+transfer between hosts is complete. `progress` runs all steps that are ready, those of older collectives first.
 
 Staging buffers are memory of this rank that the other ranks of its host read ([Note: staging buffers] in
 collectives.py):
 
-    acquire          returns any buffer that no rank reads: for data that are copied in and out immediately
-    acquire_ordered  serves buffers that fill slowly, such as gradients during backward: the choice depends only on
-                     the previous requests, not on the progress of other ranks, so memory is the same in every run
+    acquire          for data that are copied in and out immediately: returns any buffer that no rank reads
+    acquire_ordered  for data that arrive slowly, such as gradients during backward: chooses the buffer by the previous
+                     requests, not by the progress of other ranks, so that every run uses the same amount of memory
 
-[Note: in turn] `acquire_ordered` uses three buffers, and the last one used is never chosen. Of the other buffers it
-chooses the smallest that fits, and of equal ones the oldest. If three consecutive requests fit into the three buffers,
-no buffer grows. If a rank still reads the chosen buffer, the requesting rank waits. So all ranks wait for the same
-collective at the same request. Each rank first finishes its own part of this collective, so ranks cannot deadlock. With
-an earlier rule each of the three buffers became as long as the longest parameter group.
+[Note: in turn] `acquire_ordered` uses three buffers, and never chooses the buffer of the previous request. Of the other
+two it chooses the smallest that is large enough. Of two equal buffers it chooses the one used longer ago. If the last
+three requests fit into the three buffers, no buffer grows. If a rank still reads the chosen buffer, the requesting rank
+waits. So all ranks wait for the same collective at the same request. Each rank first finishes its own steps of this
+collective, so ranks cannot deadlock. With an earlier rule each of the three buffers became as long as the longest
+parameter group.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegm
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR
 
 AWAIT_TRANSFER = -1
-"""The condition of a step that waits for the transfer between hosts that the previous step started. It takes the place
-of a field."""
+"""Condition of a step, used instead of a field: the previous step has started a transfer between hosts, for which this
+step waits."""
 
 TRANSFER_POLL_SECONDS = 2e-4
 """Seconds between two checks whether a transfer is complete."""
@@ -49,8 +50,8 @@ class InterHostTransfer(Protocol):
 
 
 CollectiveStep = tuple[int, Callable[[], InterHostTransfer | None]]
-"""The condition of a step (a field of the other ranks, or AWAIT_TRANSFER), and the function that runs once it
-is true."""
+"""The condition of a step (a field that all other ranks must set, or AWAIT_TRANSFER), and the function that the step
+runs."""
 
 
 @dataclass
@@ -70,9 +71,12 @@ class _PendingCollective:
 
 
 class ProgressQueue:
-    """The collectives in flight. `all_reached(number, field)` returns whether all other ranks have set the field.
-    `wait_for_all(number, field)` waits for them. `finished` contains the number of the last collective that is complete
-    together with all earlier ones."""
+    """The collectives in flight of a group.
+
+    `all_reached(number, field)` returns whether all other ranks have set the field for collective `number`.
+    `wait_for_all(number, field)` waits until they have. `finished[0]` is the largest n for which collectives 1 to n are
+    complete on this rank.
+    """
 
     def __init__(self, all_reached: Callable[[int, int], bool], wait_for_all: Callable[[int, int], None]) -> None:
         self._all_reached, self._wait_for_all = all_reached, wait_for_all
@@ -80,7 +84,8 @@ class ProgressQueue:
         self.pending: deque[_PendingCollective] = deque()
 
     def add(self, number: int, *steps: CollectiveStep, transfer: InterHostTransfer | None = None) -> Callable[[], None]:
-        """Adds collective `number` with its steps. Returns the function that finishes it."""
+        """Adds collective `number` with its steps. Returns the function that finishes it. `transfer`: a transfer that
+        has already started, for which the first step waits."""
         self.pending.append(_PendingCollective(number, deque(steps), transfer))
         return lambda: self.finish(number)
 
@@ -107,7 +112,7 @@ class ProgressQueue:
                 return
             first = self.pending[0]
             if first.steps[0][0] == AWAIT_TRANSFER:
-                time.sleep(TRANSFER_POLL_SECONDS)  # meanwhile later collectives may start transfers
+                time.sleep(TRANSFER_POLL_SECONDS)  # so that `progress` can start transfers of later collectives
                 if calls is not None:
                     calls.poll(time.monotonic() - began)
             else:
@@ -115,12 +120,13 @@ class ProgressQueue:
 
 
 MAX_INFLIGHT_BUFFERS = 2
-"""Number of buffers that other ranks may read while this rank fills another buffer."""
+"""Maximum number of buffers that other ranks read while this rank fills one more buffer."""
 
 
 @dataclass(eq=False)
 class StagingBuffer:
-    """A buffer. `number` is that of the collective that reads the buffer, None while the buffer is being filled."""
+    """A staging buffer. `number`: the collective in which ranks read the buffer, None while this rank fills it.
+    `ordered`: the buffer belongs to `acquire_ordered`."""
 
     segment: ShmSegment
     number: int | None = None
@@ -129,7 +135,7 @@ class StagingBuffer:
 
 class StagingBufferPool:
     """The staging buffers of this rank. `is_read(number)` returns whether all ranks have read the inputs of collective
-    `number`. `wait_until_read(number)` waits until they have."""
+    `number`. `wait_until_read(number)` waits until all ranks have."""
 
     def __init__(
         self,
@@ -142,15 +148,19 @@ class StagingBufferPool:
         self._is_read, self._wait_until_read = is_read, wait_until_read
         self._all: list[StagingBuffer] = []
         self._ordered: list[StagingBuffer] = []
-        """Buffers of `acquire_ordered`. The last one used is at the end."""
+        """Buffers of `acquire_ordered`, in order of their last use."""
         self._idle: list[StagingBuffer] = []
         """Buffers of `acquire_ordered` that have not been used since the order was reset."""
         self._requested_sizes: list[int] = []
-        """Sizes in bytes of the last requests to `acquire_ordered`."""
+        """Sizes in bytes of the last MAX_INFLIGHT_BUFFERS + 1 requests to `acquire_ordered`."""
 
     def acquire(self, size: int) -> ShmSegment:
-        """Returns a buffer of at least `size` bytes that no rank reads: the smallest free one that fits, otherwise a
-        new buffer, otherwise a free buffer that is enlarged."""
+        """Returns a buffer of at least `size` bytes that no rank reads.
+
+        Prefers the smallest free buffer that is large enough, then enlarges the largest free buffer. If no buffer is
+        free and other ranks read at most MAX_INFLIGHT_BUFFERS buffers, makes a new buffer. Otherwise waits for the
+        buffer of the oldest collective.
+        """
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         unordered = [buffer for buffer in self._all if not buffer.ordered]
         free = sorted((buffer for buffer in unordered if self._is_free(buffer)), key=lambda buffer: buffer.segment.size)
@@ -165,8 +175,8 @@ class StagingBufferPool:
         return self._fill(free[-1], size)
 
     def acquire_ordered(self, size: int) -> ShmSegment:
-        """Returns the next buffer of at least `size` bytes, in an order that is equal in every run ([Note: in
-        turn])."""
+        """Returns a buffer of at least `size` bytes. Waits if a rank still reads the buffer. Every run chooses the same
+        buffers ([Note: in turn])."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         self._requested_sizes = [*self._requested_sizes[-MAX_INFLIGHT_BUFFERS:], size]
         ready = self._idle or [buffer for buffer in self._ordered[:-1] if buffer.number is not None]
@@ -186,7 +196,7 @@ class StagingBufferPool:
         return self._fill(buffer, size)
 
     def shrink(self) -> None:
-        """Frees the memory of the buffers of `acquire`. The next collective allocates the memory that it needs."""
+        """Shrinks all buffers of `acquire` to one page. The next collective enlarges the buffer that it uses."""
         for buffer in self._all:
             if not buffer.ordered and buffer.segment.size > PAGE_BYTES:
                 self._fill(buffer, PAGE_BYTES)
@@ -194,7 +204,7 @@ class StagingBufferPool:
                 buffer.segment = self.host.segment(PAGE_BYTES)
 
     def reset_order(self) -> None:
-        """Resets the order of requests. No rank may still read a buffer."""
+        """Forgets the previous requests to `acquire_ordered`. Called while no rank reads a buffer."""
         self._idle, self._ordered, self._requested_sizes = [*self._ordered, *self._idle], [], []
 
     def mark_filled(self, segment: ShmSegment, number: int) -> int:
