@@ -180,6 +180,18 @@ def test_every_decision_has_its_own_number_and_stands_in_the_list() -> None:
     assert len({name[:3] for name in pages}) == len(pages)
 
 
+def test_no_entry_of_the_log_has_more_than_12_lines() -> None:
+    entries = [
+        (page.name, *entry.splitlines())
+        for page in sorted((ROOT / "docs" / "log").glob("*.md"))
+        for entry in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        if page.name != "README.md"
+    ]
+    assert entries
+    for page, title, *body in entries:
+        assert sum(bool(line.strip()) for line in body) <= 12, f"{page}: {title}"
+
+
 def test_python_in_the_pages_compiles_and_names_what_the_package_has() -> None:
     seen = 0
     for page, block in BLOCKS:
