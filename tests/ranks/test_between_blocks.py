@@ -180,6 +180,15 @@ def again(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return finished(self, x)
 
 
+def frozen_block(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Calls a block where torch records no gradient."""
+    for at, layer in enumerate(self.layers):
+        with torch.set_grad_enabled(at != 1):
+            y = layer(x)
+        x = x + y if at == 1 else y
+    return finished(self, x)
+
+
 def not_on_meta(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Its forward asks for numbers of the batch, so that it does not run without memory; and it drops an operation if
     nothing is done about it."""
@@ -197,7 +206,8 @@ def not_on_meta_twice(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Te
 RUNS: dict[str, Callable[..., torch.Tensor]] = {
     "sum of all": summed, "list of all": listed, "unet": joined, "again": in_order([0, 1, 2, 1, 3]),
     "reversed": in_order([3, 2, 1, 0]), "left out": in_order([0, 1, 3]), "random": at_random, "random of torch": drawn,
-    "checkpoint": again, "numbers of the batch": not_on_meta, "twice, with numbers": not_on_meta_twice,
+    "checkpoint": again, "no gradient": frozen_block,
+    "numbers of the batch": not_on_meta, "twice, with numbers": not_on_meta_twice,
 }  # fmt: skip
 
 RUN = (
@@ -212,6 +222,7 @@ REFUSED = {
     "reversed": "runs after a later block", "left out": "layers.2 did not run",
     "random": "runs in some passes and not in others", "random of torch": "runs in some passes and not in others",
     "checkpoint": "inside a checkpoint of the model's own", "twice, with numbers": "layers.1 runs more than once",
+    "no gradient": "records no gradient",
 }  # fmt: skip
 
 

@@ -144,6 +144,16 @@ def hosted(neighbour: tuple[int, int], timeout: float) -> SharedMemory:
     return SharedMemory(0, words, {0: (os.getpid(), words.fd), 1: neighbour}, timeout)
 
 
+def test_a_dropped_segment_gives_its_memory_and_its_file_back(neighbour: tuple[int, int]) -> None:
+    host = hosted(neighbour, timeout=60.0)
+    before = len(os.listdir("/proc/self/fd"))
+    segment = host.segment(1 << 20)
+    assert len(os.listdir("/proc/self/fd")) > before
+    host.drop(segment)
+    del segment
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(neighbour: tuple[int, int]) -> None:
     host = hosted(neighbour, timeout=60.0)
     os.kill(neighbour[0], signal.SIGKILL)  # not waited for: a zombie has ended too

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.analysis.example_inputs import DATA_DEPENDENT_OPS
 
@@ -111,6 +111,9 @@ class BlockExit(NamedTuple):
     values: int
 
 
+Obstacle = Literal["again", "no_grad", "random"]
+
+
 @dataclass
 class DataflowRecord:
     """The record of one forward."""
@@ -130,7 +133,7 @@ class DataflowRecord:
     """Maps each storage to the parameters that its values depend on, one bit per parameter."""
     params_without_grad: frozenset[str] = frozenset()
     """Names of parameters that get no gradient."""
-    obstacle: tuple[str, int] | None = None
+    obstacle: tuple[Obstacle, int] | None = None
     """Why stages cannot begin and end at calls of blocks, and the block at which the reason was detected.
 
     'again': the model itself checkpoints activations; 'no_grad': no gradient is recorded; 'random': with other seeds

@@ -37,6 +37,7 @@ from meshwright.analysis.dataflow import (
     BlockExit,
     BlockInput,
     DataflowRecord,
+    Obstacle,
     TracedOp,
     WeightUse,
 )
@@ -212,11 +213,12 @@ class DataflowRecorder(TorchFunctionMode):
     def _begin(self, block: int) -> Any:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             record = self.record
-            for what, found in (
-                ("no_grad", not torch.is_grad_enabled()),
-                ("again", active_saved_tensor_hooks() is not self.hooks_before),
-            ):
-                if found and record.obstacle is None:
+            found: dict[Obstacle, bool] = {
+                "no_grad": not torch.is_grad_enabled(),
+                "again": active_saved_tensor_hooks() is not self.hooks_before,
+            }
+            for what, applies in found.items():
+                if applies and record.obstacle is None:
                     record.obstacle = what, block
             hidden = hidden_of(args, kwargs) if args or kwargs else None
             values, form = tree_flatten((args, kwargs))

@@ -272,8 +272,6 @@ class ClusterProfile(StrictModel):
 
 TIER_GAP_RATIO = 2.0
 SLOW_LINK_RATIO = 0.6
-MAX_OUTLIER_FRACTION = 1 / 3
-"""If fewer than this fraction of all ranks have slow links, they are reported as slow and not as a tier."""
 
 
 class NetworkTiers(NamedTuple):

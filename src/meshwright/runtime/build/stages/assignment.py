@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwright.analysis.dataflow import DataflowRecord, StageInterface, trace_stage_parameters
+from meshwright.analysis.dataflow import DataflowRecord, Obstacle, StageInterface, trace_stage_parameters
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.recompute_tape import OWN_CHECKPOINT_REASON
 from meshwright.core.errors import InputError
@@ -35,9 +35,9 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     paths, where = graph.block_paths, f"plan {plan.name}:"
     if record.obstacle is not None:
         what, block = record.obstacle
-        reasons = {
+        reasons: dict[Obstacle, str] = {
             "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
-            "apart": "runs where torch records no gradient, in a function with a backward of its own",
+            "no_grad": "runs where torch records no gradient, in a function with a backward of its own",
             "random": "runs in some passes and not in others (layers dropped at random?)",
         }
         raise InputError(

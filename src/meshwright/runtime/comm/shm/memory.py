@@ -79,7 +79,7 @@ class ShmSegment:
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def __del__(self) -> None:
-        if hasattr(self, "file"):
+        if hasattr(self, "fd"):
             os.close(self.fd)
 
 
