@@ -62,7 +62,7 @@ def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", *(f"hf-{kind}" for kind in FAMILIES)])
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_a_compiled_block_keeps_what_the_planner_counts(
     name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
     ("plan", "precision"),
     [("dp1.mb4", "fp32"), ("dp1.mb4.rc-full", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16")],
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:
     sizes = MODELS[model]
     workload = Workload(batch=BATCH, sequence=sizes["seq"], precision=precision)

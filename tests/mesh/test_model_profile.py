@@ -114,7 +114,7 @@ def test_parameters_carry_the_names_shapes_and_cuts_of_the_formulas(kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", *DROPOUT])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_hugging_face_block_keeps_and_computes_what_the_formulas_say(kind: str) -> None:
     found, formula = (by_name(spec) for spec in hugging_face(kind))
     masks = 2.0 * found["block"].output if kind in DROPOUT else 0.0
@@ -126,7 +126,7 @@ def test_a_hugging_face_block_keeps_and_computes_what_the_formulas_say(kind: str
 @pytest.mark.parametrize(
     "kind", ["gemma", "gemma2", "gemma3_text", "falcon", "bloom", "stablelm", "deepseek_v3", "mixtral"]
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) -> None:
     """Their attention may run otherwise here than a fused kernel does, with a mask or in full, and is counted as it
     runs."""
@@ -172,7 +172,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_family_without_formulas_is_found_whole(kind: str) -> None:
     """Every parameter once, work and kept bytes in every block; a sample is one token where the model reads no ids."""
     task, sizes = FAMILIES[kind]

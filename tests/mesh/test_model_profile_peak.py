@@ -122,7 +122,7 @@ model."""
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_a_step_allocates_what_the_model_was_found_to_keep(name: str, precision: str) -> None:
     sequence = 1 if name in ("vit", "convnet") else SEQUENCE
     found = describe(MODELS[name], sequence, precision=precision)

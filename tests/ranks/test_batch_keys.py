@@ -145,7 +145,7 @@ def trained(
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3.mb2"])
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_usual_models_run_with_positions_and_masks_that_no_example_had(ranks: Any, kind: str, plan: str) -> None:
     keys = (("position_ids",), ("attention_mask", "position_ids"), ())
     for losses in ranks.run(2, trained, kind, plan, keys, "never"):
@@ -154,6 +154,7 @@ def test_usual_models_run_with_positions_and_masks_that_no_example_had(ranks: An
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3.mb2"])
 @pytest.mark.parametrize("kind", ["plain", "replaced", "wrapped"])
+@pytest.mark.covering(3)
 def test_copies_of_models_with_replaced_forwards_are_analysed_with_a_new_key(ranks: Any, kind: str, plan: str) -> None:
     keys = ((), ("gain",), ())
     for losses in ranks.run(2, trained, kind, plan, keys, "never"):

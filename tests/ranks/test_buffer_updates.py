@@ -90,7 +90,7 @@ def gradients(kind: str, plan: str, times: int = 1) -> dict[str, torch.Tensor] |
 
 @pytest.mark.parametrize("around", ["dp1.mb4", "pp2.mb2", "dp2.z3.mb2"])
 @pytest.mark.parametrize("kind", ["moved", "set", "hidden"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, kind: str, around: str) -> None:
     world = 1 if around.startswith("dp1") else 2
     plain = ranks.once(world, gradients, kind, around)[0]
@@ -110,7 +110,7 @@ def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, w
 
 @pytest.mark.parametrize("kind", ["inside", "inside-old", "around"])
 @pytest.mark.parametrize("way", ["rc-attn", "rc-sac", "rc-full", "off-activations"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_models_that_checkpoint_themselves_train_under_every_recompute(ranks: Any, kind: str, way: str) -> None:
     plain, kept = ranks.once(1, gradients, kind, "dp1.mb4")[0], ranks.run(1, gradients, kind, f"dp1.mb4.{way}")[0]
     assert all(torch.equal(plain[name], kept[name]) for name in plain)

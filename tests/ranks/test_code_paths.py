@@ -116,7 +116,7 @@ def run(kind: str, limit: float, plan: str, prove: Any) -> list[Any]:
 @pytest.mark.parametrize("prove", ["start", "never"])
 @pytest.mark.parametrize("plan", ["dp2.mb4", "dp2.mb2", "dp1.mb2", "dp2.z3.mb2"])
 @pytest.mark.parametrize("kind", ["rows", "factor", "marked"])
-@pytest.mark.covering(7)
+@pytest.mark.covering(3)
 def test_rows_that_meet_in_a_branch_that_is_taken_late_are_refused_at_that_step(
     ranks: Any, kind: str, plan: str, prove: str
 ) -> None:
@@ -135,7 +135,7 @@ APART = ["dp2.mb4", "dp2.z1.mb2", "dp2.z3.mb2", "dp1.mb2", "dp2.mb2.off-optimize
 @pytest.mark.parametrize(
     ("kind", "plan"), [*(("experts", plan) for plan in APART), *(("harmless", plan) for plan in (*APART, "tp2.mb8"))]
 )
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_a_branch_that_is_taken_late_and_keeps_rows_apart_trains_as_on_one_device(
     ranks: Any, kind: str, plan: str, prove: str
 ) -> None:

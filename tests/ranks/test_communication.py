@@ -84,6 +84,7 @@ def on_hosts(plan: str, each: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plan", ["dp4", "dp4.z3", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.cp2.z1.mb2"])
+@pytest.mark.covering(3)
 def test_a_plan_over_two_hosts_computes_what_one_device_computes(ranks: Pool, plan: str) -> None:
     check(expected(), ranks.run(parse_plan(plan).world, on_hosts, plan, 2), "fp64")
 

@@ -72,7 +72,7 @@ def refused(what: str) -> str:
         ("nothing", "it ran"),
     ],
 )
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_ranks_that_disagree_are_told_what_about_before_anything_hangs(ranks: Any, what: str, said: str) -> None:
     for line in ranks.run(2, refused, what):
         assert said in line and "\n" not in line

@@ -43,7 +43,7 @@ WIDE = [
 
 
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     equality.check(
         equality.alone(model, "fp64", 2),
@@ -243,7 +243,7 @@ def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) ->
      ("packed", "cp4.ulysses2"), pytest.param("hf-llama+packed", "cp4.ulysses2.rc-attn", marks=pytest.mark.soak),
      pytest.param("hf-mistral", "tp2.cp4.ulysses2", marks=pytest.mark.soak)],
 )  # fmt: skip
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:
     if name.startswith("hf-"):
         pytest.importorskip("transformers")

@@ -46,7 +46,7 @@ def held(sizes: dict[str, Any], plan: str, precision: str, bucket: int) -> dict[
 
 @pytest.mark.parametrize("bucket", [30_000, pytest.param(25 * 2**20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("model", "plan", "precision"), CASES)
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_ranks_hold_the_bytes_of_the_estimate(ranks: Any, model: str, plan: str, precision: str, bucket: int) -> None:
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.inputs.architecture import model_spec

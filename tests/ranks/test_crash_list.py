@@ -168,11 +168,13 @@ def test_parameters_without_elements_are_in_the_full_state(ranks: Any, plan: str
 
 @pytest.mark.parametrize("change", [orthogonal, weight_norm])
 @pytest.mark.parametrize("plan", ["dp2.z1", "dp2.z3", "pp2.mb2"])
+@pytest.mark.covering(3)
 def test_parametrized_weights_are_trained_and_in_the_full_state(ranks: Any, plan: str, change: Change) -> None:
     check(ranks, plan, change)
 
 
 @pytest.mark.parametrize("plan", ["dp2", "dp2.mb1", "dp2.z3", "tp2", "pp2.mb2"])
+@pytest.mark.covering(3)
 def test_a_tensor_without_dimensions_goes_to_every_micro_batch_as_it_is(ranks: Any, plan: str) -> None:
     check(ranks, plan, plain, scalar=True)
 
@@ -210,6 +212,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(
 
 @pytest.mark.parametrize(("change", "what"), [(drawing, "Python's random"), (drawing_arrays, "numpy.random")])
 @pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.rc-full"])
+@pytest.mark.covering(3)
 def test_random_numbers_outside_of_torch_are_refused_where_rows_are_recomputed(
     ranks: Any, plan: str, change: Change, what: str
 ) -> None:

@@ -397,6 +397,7 @@ def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_devi
         ("softer", "pp2.mb4"),
     ],
 )
+@pytest.mark.covering(3)
 def test_where_one_forward_is_one_step_what_it_keeps_is_that_of_one_device(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan, 2)
 

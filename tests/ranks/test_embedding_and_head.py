@@ -146,7 +146,7 @@ def alone(name: str) -> Any:
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3", "tp2"])
 @pytest.mark.parametrize("name", ["head first", "own table", "text", "images"])
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_ends_of_any_kind_and_order_are_equal_to_one_device(ranks, name: str, plan: str) -> None:
     losses, weights = ranks.run(2, under, name, plan)[0]
     expected, whole = alone(name)

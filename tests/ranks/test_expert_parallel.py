@@ -56,7 +56,7 @@ SOAKED = [*((model, plan, "fp64") for model, plan in WIDER), *((model, plan, "fp
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(6)
+@pytest.mark.covering(3)
 def test_a_mixture_computes_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
@@ -372,6 +372,7 @@ def gradients_beyond(kind: type[MoeExperts], plan: str) -> Any:
     ("kind", "plan"),
     [(Skipping, "dp2.ep2.z1"), (Skipping, "tp2.ep2.mb2"), (Skipping, "tp2"), (Passing, "tp2"), (Passing, "dp2.z3")],
 )
+@pytest.mark.covering(3)
 def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[MoeExperts], plan: str) -> None:
     model = with_classes_beyond(kind).double()
     loss_of(model, "mixture", make_batch("mixture", 0))[0].backward()

@@ -23,6 +23,7 @@ EXPLAINED = {
 """Families that differ, and why."""
 
 
+@pytest.mark.soak
 def test_every_family_is_cut_at_attention_and_feed_forward_or_says_what_stays_whole() -> None:
     for name in FAMILIES:
         found = anatomy_of(name)

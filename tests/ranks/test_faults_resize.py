@@ -61,6 +61,7 @@ def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(
     assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "moved").items())
 
 
+@pytest.mark.soak
 def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:

@@ -167,6 +167,7 @@ def hearing(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
     return lambda rank, message: notes.append(message["line"]) if message["kind"] == "note" else None
 
 
+@pytest.mark.soak
 def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
     assert state(tmp_path / "run") == whole != {}
 
 
+@pytest.mark.soak
 def test_a_fault_after_a_stop_request_makes_the_run_save_a_step_later(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
@@ -213,6 +215,7 @@ def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "emptied"])
+@pytest.mark.covering(1)
 def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
     agent: LocalAgent, tmp_path: Path, text: Path, loss: str
 ) -> None:
@@ -281,6 +284,7 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
     assert asking == {"elastic/event_log.py"}
 
 
+@pytest.mark.soak
 def test_a_corrupt_token_block_is_skipped_by_every_plan_and_recorded(agent: LocalAgent, tmp_path: Path) -> None:
     """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
     file = tmp_path / "tokens.bin"

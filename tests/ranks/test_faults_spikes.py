@@ -38,6 +38,7 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(
     assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}
 
 
+@pytest.mark.soak
 def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:

@@ -32,6 +32,7 @@ def whole(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("times", [2, RETRIES])
+@pytest.mark.covering(1)
 def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, times: int) -> None:
     run = f"killed-{times}"
     process = start(whole, run, until=20)
@@ -50,6 +51,7 @@ def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, ti
     assert gone(whole)
 
 
+@pytest.mark.soak
 def test_a_fork_server_killed_at_every_start_ends_a_resumable_run_after_the_retries(
     whole: Path,
 ) -> None:
@@ -66,6 +68,7 @@ def test_a_fork_server_killed_at_every_start_ends_a_resumable_run_after_the_retr
     assert weights(whole, run, 40) == weights(whole, "whole", 40)
 
 
+@pytest.mark.soak
 def test_the_store_killed_twice_in_one_step_counts_as_two_failures(whole: Path) -> None:
     """Its death ends the fork server, since no rank could join any more."""
     run = "store"
@@ -86,6 +89,7 @@ def test_the_store_killed_twice_in_one_step_counts_as_two_failures(whole: Path) 
 
 
 @pytest.mark.parametrize("whose", ["fork server", "supervisor"])
+@pytest.mark.soak
 def test_a_limit_of_open_files_that_is_met_later_costs_no_step(whole: Path, whose: str) -> None:
     """While the limit holds no rank can be started: each try counts as a failure, and one after it succeeds."""
     run = f"files-{whose[:4]}"

@@ -141,7 +141,7 @@ def precision_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(STARTS))
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_start_from_weights_that_no_rank_holds_whole_trains_what_one_device_trains(
     ranks: Any, folders: dict[str, Path], name: str, plan: str
 ) -> None:

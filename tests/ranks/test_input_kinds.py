@@ -103,7 +103,7 @@ def trained(name: str, plan: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "plan"), list(product(FAMILIES, ["dp2.z3", "tp2", "pp2.mb2"])))
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_sound_and_films_are_read_from_the_configuration_and_train_as_on_one_device(
     ranks: Any, name: str, plan: str
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_
     assert parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path()) == 6
 
 
+@pytest.mark.soak
 def test_a_second_ctrl_c_ends_a_save_at_once_and_keeps_the_previous_checkpoint(
     place: Path,
 ) -> None:
@@ -219,6 +220,7 @@ def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: 
 
 
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.soak
 def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(
     place: Path, request_: signal.Signals
 ) -> None:

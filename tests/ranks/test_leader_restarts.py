@@ -67,6 +67,7 @@ def is_whole(nodes: Nodes) -> bool:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 4.0])
+@pytest.mark.covering(1)
 def test_a_leader_that_is_killed_and_started_again_trains_with_the_other_node(place: Path, seconds: float) -> None:
     restart(place, f"after-{seconds}", seconds)
 

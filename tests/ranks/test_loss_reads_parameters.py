@@ -116,7 +116,7 @@ def trained(plan: str, read: Read) -> Any:
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z1.mb1", "dp2.z2.mb1"])
-@pytest.mark.covering(6)
+@pytest.mark.covering(3)
 def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batches(
     ranks: Any, plan: str, read: Read
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batch
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.z3"])
-@pytest.mark.covering(6)
+@pytest.mark.covering(3)
 def test_a_loss_that_reads_parameters_is_refused_where_no_rank_holds_them_all(
     ranks: Any, plan: str, read: Read
 ) -> None:

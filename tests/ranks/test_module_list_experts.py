@@ -116,7 +116,7 @@ PLANS += [("all tokens", plan) for plan in ("dp2.z1", "dp2.z3", "tp2", "pp2.mb2"
 
 
 @pytest.mark.parametrize(("kind", "plan"), PLANS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_experts_in_a_list_train_as_on_one_device(ranks: Any, kind: str, plan: str) -> None:
     losses, gradients, weights = one_device(kind)
     assert all(

@@ -179,6 +179,7 @@ def test_nobody_joins_without_the_token(whole: Nodes) -> None:
     assert "x has joined" not in whole.said
 
 
+@pytest.mark.soak
 def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -> None:
     nodes = Nodes(place, "ranks", until=50)
     for times, (step, node) in enumerate(((8, 1), (22, 0), (36, 1)), 1):
@@ -194,6 +195,7 @@ def test_a_rank_killed_on_either_node_costs_no_step(place: Path, whole: Nodes) -
     assert weights(place, "ranks", 60) == weights(place, "whole", 60) != {}
 
 
+@pytest.mark.soak
 def test_the_fork_server_of_a_node_killed_again_while_it_loads_costs_no_step(place: Path, whole: Nodes) -> None:
     nodes = Nodes(place, "fork", until=50)
     nodes.wait_for(20)
@@ -206,6 +208,7 @@ def test_the_fork_server_of_a_node_killed_again_while_it_loads_costs_no_step(pla
     assert nodes.losses() == whole.losses()
 
 
+@pytest.mark.soak
 def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nodes) -> None:
     """The others read the copies of the one that leaves, under a plan for fewer ranks."""
     nodes = Nodes(place, "leaves", endless=True)
@@ -223,6 +226,7 @@ def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nod
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())
 
 
+@pytest.mark.soak
 def test_a_lost_node_costs_the_steps_since_a_checkpoint_and_its_ranks_return(place: Path, whole: Nodes) -> None:
     nodes = Nodes(place, "lost", endless=True)
     nodes.wait_for(30)
@@ -320,6 +324,7 @@ wait -n; first=$?; wait -n; second=$?; exit $((first > second ? first : second))
 """
 
 
+@pytest.mark.soak
 def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> None:
     """In the place of Slurm: its commands, for two nodes that are this machine."""
     bin_ = place / "bin"

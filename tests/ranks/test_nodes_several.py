@@ -54,6 +54,7 @@ def kinds(nodes: Nodes) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.soak
 def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_again(three: Nodes) -> None:
     """It is asked to end once the node that came back has made steps, however long that takes."""
     three.wait_for(12)

@@ -22,7 +22,7 @@ ALIKE = ["nothing", "zero down, nothing"]
 
 
 @pytest.mark.parametrize("way", [*OVER_TOKENS, *OVER_WIDTH, *ALIKE])
-@pytest.mark.covering(6)
+@pytest.mark.covering(3)
 def test_experts_are_divided_as_far_as_their_training_shows_it(way: str) -> None:
     found = analyze_model(make_mixture(way))
     if way in OVER_TOKENS:
@@ -61,7 +61,7 @@ def test_expert_ranks_take_experts_that_compute_each_pair_by_itself(ranks: Any) 
 
 
 @pytest.mark.parametrize("plan", ["tp2", "tp2.ep2.mb2", "tp2.sp.mb2"])
-@pytest.mark.covering(1)
+@pytest.mark.soak
 def test_tensor_ranks_are_equal_to_one_device_or_refuse(ranks: Any, plan: str) -> None:
     ways = [way for way in (*OVER_TOKENS, *OVER_WIDTH) if way != "noise"]  # another seed draws other numbers
     found = outcomes_of(ranks, plan, [*ways, *ALIKE])

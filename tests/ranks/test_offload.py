@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -86,6 +86,7 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), SHARES)
+@pytest.mark.covering(3)
 def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -104,7 +105,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), PARAMETERS)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -123,6 +124,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), PARTS)
+@pytest.mark.covering(3)
 def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -152,7 +154,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), BOTH)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_offload_fractions_of_states_and_weights_are_bit_identical(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -192,7 +194,7 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z3.off-optimizer-disk30.off-parameters50", "dp2.z3"),
     ],
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(
     ranks: Any, tmp_path: Any, plan: str, other: str
 ) -> None:

@@ -107,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -180,6 +180,7 @@ def came(plan: str, folder: str, apart: bool) -> list[int]:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("plan", ["dp1.off-optimizer-disk", "pp2.off-optimizer-disk", "dp2.z3.off-optimizer-disk"])
+@pytest.mark.covering(3)
 def test_the_first_states_are_read_while_backward_runs(ranks: Any, tmp_path: Any, plan: str, apart: bool) -> None:
     for found in ranks.run(parse_plan(plan).world, came, plan, str(tmp_path), apart):
         assert len(found) == STEPS and min(found) > 1

@@ -57,7 +57,7 @@ def expected(rule: str, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rule", "model", "plan"), SAMPLE)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_rule_updates_whole_tensors_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
     check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
 

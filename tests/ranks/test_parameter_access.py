@@ -192,7 +192,7 @@ PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.off-parameters", "tp2", "p
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_whole_parameters_may_be_changed_between_steps_under_every_plan(ranks: Any, plan: str) -> None:
     losses, weights = clamped_alone(3)
     for ours, full in ranks.run(2, clamped, plan, "fp64"):

@@ -188,7 +188,7 @@ def equal(ranks: Any, kind: str, plan: str, world: int = 2) -> None:
     "plan", ["dp2.mb1", "dp2.mb2", "dp2.z1.mb1", "dp2.z3.mb1", "dp2.mb1.rc-full", "pp2.mb1", "tp2.mb2"]
 )
 @pytest.mark.parametrize("kind", ["counter", "replacing"])
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan)
 

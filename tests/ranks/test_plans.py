@@ -30,14 +30,14 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(18)
+@pytest.mark.covering(9)
 def test_a_plan_computes_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     world = parse(plan).world
     check(alone(model, "fp64", 2), ranks.run(world, train, model, plan, "fp64", 2), "fp64")
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE[3::4])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_plan_computes_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp32", 2), ranks.run(parse(plan).world, train, model, plan, "fp32", 2), "fp32")
 

@@ -43,7 +43,7 @@ PLANS = (
 
 
 @pytest.mark.parametrize(("name", "plan"), PLANS)
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> None:
     world = 1 if plan.startswith("dp1") else 2
     results = ranks.run(world, proof_of, name, plan)

@@ -131,7 +131,7 @@ def refused_at(said: list[list[Any]], step: int) -> None:
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "pp2.mb2"])
 @pytest.mark.parametrize("kind", ["gate", "zero head", "frequency", "backward", "hook"])
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_row_coupling_in_backward_only_is_refused_before_the_first_step(ranks: Any, kind: str, plan: str) -> None:
     refused_at(ranks.run(2, under, kind, plan), 1)
 
@@ -147,6 +147,7 @@ def test_a_new_loss_term_is_refused_at_the_step_where_it_appears(ranks: Any) -> 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-full"])
 @pytest.mark.parametrize("kind", ["plain", "clamp"])
+@pytest.mark.covering(3)
 def test_a_model_with_independent_rows_trains_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
     for losses in ranks.run(2, under, kind, plan):
         assert losses == pytest.approx(alone(kind), rel=1e-10)

@@ -50,18 +50,18 @@ ALONE_CASES += [("tp2.sp", "zero gate"), *(("tp2.sp.pp2", f"in: {name}") for nam
 
 
 @pytest.mark.parametrize(("plan", "way"), ALONE_CASES)
-@pytest.mark.covering(12)
+@pytest.mark.covering(5)
 def test_what_works_on_each_position_alone_is_cut_and_exact(ranks: Any, plan: str, way: str) -> None:
     check(ranks, plan, [way], None)
 
 
 @pytest.mark.parametrize("name", ALONG)
-@pytest.mark.covering(5)
+@pytest.mark.covering(2)
 def test_behind_the_blocks_every_rank_has_the_whole_sequence(ranks: Any, name: str) -> None:
     check(ranks, "tp2.sp", [f"behind: {name}"], None)
 
 
 @pytest.mark.parametrize("way", [f"{place}: {name}" for place in ("in", "between") for name in ALONG])
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_tensor_ranks_alone_hold_the_whole_sequence(ranks: Any, way: str) -> None:
     check(ranks, "tp2", [way], None)

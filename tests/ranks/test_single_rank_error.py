@@ -133,7 +133,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("plan", "place", "shared"), cases())
-@pytest.mark.covering(16)
+@pytest.mark.covering(7)
 def test_all_ranks_end_with_the_line_of_the_one_that_raised(ranks: Any, plan: str, place: str, shared: bool) -> None:
     other, bad = ranks.run(2, attempted, plan, place, shared, timeout=120.0)
     if bad.kind == "ValueError":

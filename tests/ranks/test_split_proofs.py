@@ -60,7 +60,7 @@ ALONE_CASES += ["between: layer", "behind: length", "behind: positions", "zero g
 
 
 @pytest.mark.parametrize("way", ALONE_CASES)
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_context_ranks_take_what_works_on_each_position_alone(ranks: Any, way: str) -> None:
     check(ranks, "cp2", [way], None)
 
@@ -155,7 +155,7 @@ def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("prove", ["start", "never"])
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3", "pp2", "cp2", "tp2"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any, plan: str, prove: str) -> None:
     expected = ranks.once(1, hooked_after, "dp1.mb4", "never", False)[0][1]
     plain = alone("nothing")[2]

@@ -115,7 +115,7 @@ def alone(what: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "dp2.z1.mb2.off-optimizer"])
 @pytest.mark.parametrize("what", ["froze", "froze first"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_parameter_that_is_frozen_after_parallelize_stays_as_it_is(ranks: Any, what: str, plan: str) -> None:
     for losses in ranks.run(2, run, what, plan):
         assert losses == pytest.approx(alone(what), rel=1e-10)
@@ -123,7 +123,7 @@ def test_a_parameter_that_is_frozen_after_parallelize_stays_as_it_is(ranks: Any,
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2", "tp2.mb4", "pp2.mb2"])
 @pytest.mark.parametrize("what", ["froze", "froze first"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_proof_follows_what_is_frozen_after_parallelize(ranks: Any, what: str, plan: str) -> None:
     for losses in ranks.run(2, run, what, plan, 2):
         assert losses == pytest.approx(alone(what), rel=1e-10)
@@ -138,6 +138,7 @@ def test_a_parameter_that_is_trained_later_is_refused_at_that_step_by_all_ranks(
 
 @pytest.mark.parametrize(("what", "steps"), [("coupled", 5), ("key", 4)])
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+@pytest.mark.covering(3)
 def test_row_coupling_from_an_unchecked_step_is_refused_at_that_step(
     ranks: Any, what: str, steps: int, plan: str
 ) -> None:
@@ -199,6 +200,7 @@ def on_lengths(feature: str, lengths: list[int], plan: str | None, prove: Any = 
 
 @pytest.mark.parametrize("prove", ["start", "auto", 4])
 @pytest.mark.parametrize("lengths", [[8, 8, 8, 8, 8, 12, 12], [8, 7, 6, 5, 5, 12, 12, 12, 8]])
+@pytest.mark.covering(3)
 def test_features_that_are_mixed_from_a_length_on_are_refused_before_the_step_counts(
     ranks: Any, lengths: list[int], prove: Any
 ) -> None:
@@ -213,7 +215,7 @@ def test_features_that_are_mixed_from_a_length_on_are_refused_before_the_step_co
 @pytest.mark.parametrize(
     "plan", ["tp2.mb8", "dp2.z1.mb4", "dp2.z3.mb2", "pp2.mb2", "dp2.mb2.off-optimizer", "tp2.mb8.sp"]
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_length_is_proven_once_and_known_between_the_shortest_and_the_longest(ranks: Any, plan: str) -> None:
     lengths = [16, 12, 10, 24, 18, 22, 6, 20, 24]
     expected, _ = on_lengths("inner:half-detach", lengths, None)

@@ -66,6 +66,7 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
         ("dp2.mb4", "labels", 4, "valid labels, but the loss is divided by"),
     ],
 )
+@pytest.mark.covering(3)
 def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
     ranks: Any, plan: str, fault: str, at: int, said: str
 ) -> None:
@@ -76,7 +77,7 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
 
 @pytest.mark.parametrize("at", [2, 3, 4, 10])
 @pytest.mark.parametrize("plan", ["dp2.mb4", "dp2.z2.mb4"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan: str, at: int) -> None:
     for steps, line in ranks.run(2, drifting, plan, "weight", at):
         assert steps == at - 1 and line.startswith(
@@ -90,7 +91,7 @@ def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan
 @pytest.mark.parametrize(
     "plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"]
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(1)
 def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(10, "")] * 2
 
@@ -110,6 +111,7 @@ def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
+@pytest.mark.covering(1)
 def test_the_majority_of_three_replicas_repairs_the_one_that_drifted(ranks: Any, at: int) -> None:
     clean, drifted = ranks.once(3, mended, 0), ranks.run(3, mended, at)
     assert [losses for losses, _ in drifted] == [losses for losses, _ in clean]

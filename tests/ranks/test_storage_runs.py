@@ -90,6 +90,7 @@ def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_wen
     assert check(folder)["saves"] > 0.0
 
 
+@pytest.mark.soak
 def test_a_disk_that_stays_full_at_the_end_is_one_line_and_the_same_command_goes_on(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:

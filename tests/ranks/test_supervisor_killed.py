@@ -101,6 +101,7 @@ def test_a_supervisor_that_is_killed_at_twenty_random_moments_costs_no_step(whol
     check(whole, f"five-{seed}", moments(100 + seed, 5))
 
 
+@pytest.mark.soak
 def test_a_half_written_snapshot_of_a_killed_supervisor_is_not_adopted(whole: Path) -> None:
     kills = [{"rank": 1, "step": 9, "phase": "copy", "delay": 0.2}]
     check(whole, "half", kills)
@@ -108,6 +109,7 @@ def test_a_half_written_snapshot_of_a_killed_supervisor_is_not_adopted(whole: Pa
     assert recovery.step == 8
 
 
+@pytest.mark.soak
 def test_another_plan_adopts_the_snapshots_and_another_job_is_refused(whole: Path) -> None:
     kills = [{"rank": 0, "step": 9, "phase": "update", "delay": 0.0}]
     process = launch(whole, "other", kills)

@@ -98,6 +98,7 @@ def check(agent: LocalAgent, text: Path, folder: Path, wanted: dict[int, float],
 
 
 @pytest.mark.parametrize("call", ["select", "read", "write", "memfd_create"])
+@pytest.mark.covering(1)
 def test_the_supervisor_survives_a_call_that_fails_once(
     agent: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, call: str
 ) -> None:

@@ -200,7 +200,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_loss_and_every_gradient_are_those_of_one_device(
     ranks: Pool, name: str, world: int, sequence_parallel: bool
 ) -> None:

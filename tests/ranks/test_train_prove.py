@@ -60,6 +60,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return place
 
 
+@pytest.mark.soak
 def test_a_module_of_ones_own_is_proven_once_and_a_run_that_goes_on_repeats_no_proof(own: Path) -> None:
     code, _, said = train(own, "first", "--prove")
     assert code == 0, said
@@ -77,6 +78,7 @@ def test_a_module_of_ones_own_is_proven_once_and_a_run_that_goes_on_repeats_no_p
     assert proofs_of(own, "first") == first
 
 
+@pytest.mark.soak
 def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
     (own / "job.yaml").write_text(JOB.format(model='{module: "mine:Mine"}', plan="dp2.z1", run=", prove: 2"))
     code, _, said = train(own, "every", "--steps", "6")

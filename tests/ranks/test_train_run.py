@@ -172,6 +172,7 @@ def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(
     assert weights(place, "killed", 40) == weights(place, "whole", 40) != {}
 
 
+@pytest.mark.soak
 def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(
     place: Path, whole: tuple[int, str, str]
 ) -> None:
@@ -257,6 +258,7 @@ def kill_rank(place: Path, run: str, process: subprocess.Popen) -> None:
     os.kill(ranks[0], signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
     process = start(place, "healed", until=20)
     kill_rank(place, "healed", process)

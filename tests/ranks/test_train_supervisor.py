@@ -87,6 +87,7 @@ def test_the_rank_that_raised_is_reported_first_and_other_ranks_are_counted(
 @pytest.mark.parametrize(
     ("how", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV"), ("exit", "exit status 9")]
 )
+@pytest.mark.covering(1)
 def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(
     tmp_path: Path, how: str, words: str
 ) -> None:
@@ -255,6 +256,7 @@ print(forkserver.supported_accelerators(), seen)
 """
 
 
+@pytest.mark.soak
 def test_nothing_that_could_start_an_accelerator_runs_before_the_fork() -> None:
     def warmed(cuda: str) -> str:
         return subprocess.run(

@@ -132,6 +132,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plan", "fault", "said"), FAULTS)
+@pytest.mark.covering(3)
 def test_the_module_with_the_fault_is_named(ranks: Pool, plan: str, fault: str, said: str) -> None:
     first, last = ranks.run(2, locate_spoiled, question(plan), fault)
     assert first == last

@@ -27,7 +27,7 @@ MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for p
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_unlike_shards_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 

@@ -120,6 +120,7 @@ def flood(ports: Sequence[int]) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.soak
 def test_keys_that_somebody_writes_do_not_end_the_run_at_its_next_recovery(place: Path, whole: Nodes) -> None:
     nodes = Limited(place, "poisoned", until=40)
     nodes.wait_for(10)

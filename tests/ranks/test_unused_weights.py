@@ -97,7 +97,7 @@ def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
         "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
     ],
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> None:
     gradients, weights = ranks.run(1 if plan.startswith("dp1") else 2, trained, plan, sgd)[0]
     reached, expected = alone(sgd)

@@ -45,6 +45,7 @@ def passing(plan: str, tied: bool, precision: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("plan", ["pp2.mb1", "pp2.mb1.zbh1", "pp2.mb1.lc2"])
+@pytest.mark.covering(3)
 def test_no_tensor_of_a_vocabularys_size_comes_and_goes(ranks: Any, plan: str, tied: bool) -> None:
     """But where the loss is made in chunks, which keep one: the test would see it."""
     found = ranks.run(2, passing, plan, tied, "fp32")
@@ -147,7 +148,7 @@ PAIRS += [(form, plan) for form in ("once", "twice") for plan in ("pp2.mb2", "dp
 
 
 @pytest.mark.parametrize(("form", "plan"), PAIRS)
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_whoever_reads_a_table_how_often_gets_the_gradients_of_one_device(ranks: Any, form: str, plan: str) -> None:
     world = parse_plan(plan).world
     losses, gradients, model = alone(form)
@@ -180,7 +181,7 @@ FAMILIES += [
 
 
 @pytest.mark.parametrize(("name", "plan"), FAMILIES)
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_gradients_made_in_place_are_those_of_one_device(ranks: Any, name: str, plan: str) -> None:
     check(one_device(name, "fp64", 2), ranks.run(parse_plan(plan).world, small, name, plan, "fp64"), "fp64")
 

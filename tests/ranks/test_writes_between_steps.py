@@ -118,7 +118,7 @@ PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z1.off-optimizer", "dp2.z2.off-optimize
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(8)
+@pytest.mark.covering(4)
 def test_writes_between_steps_are_those_of_one_device(ranks: Any, plan: str, precision: str) -> None:
     losses, weights = alone("clamp")
     for ours, full, said in ranks.run(2, trained, plan, precision, "clamp"):
@@ -131,6 +131,7 @@ def test_writes_between_steps_are_those_of_one_device(ranks: Any, plan: str, pre
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.covering(3)
 def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> None:
     ((losses, _, said),) = ranks.once(1, trained, "dp1", "bf16", "clamp")
     assert not said
@@ -150,6 +151,7 @@ def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> N
         ("dp2.z2", "bf16", "data", "written to through .data"),
     ],
 )
+@pytest.mark.covering(3)
 def test_writes_that_may_be_lost_are_refused_before_the_next_update(
     ranks: Any, plan: str, precision: str, how: str, reason: str
 ) -> None:

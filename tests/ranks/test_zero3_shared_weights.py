@@ -27,7 +27,7 @@ def trainer_of(plan: str, precision: str = "fp32") -> Trainer:
 
 
 @pytest.mark.parametrize(("model", "plan"), GATHERED)
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_plan_that_gathers_computes_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
 

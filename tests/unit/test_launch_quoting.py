@@ -81,6 +81,7 @@ foreign."""
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm"])
+@pytest.mark.covering(1)
 def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()

@@ -107,6 +107,7 @@ def large() -> tuple[Job, RankedPlan]:
     return job, search_plans(job, 1).chosen
 
 
+@pytest.mark.soak
 def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncertain() -> None:
     """Five times as fast is no too little, whether or not anybody has measured the link that it leans on."""
     job, fast = large()
