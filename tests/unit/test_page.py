@@ -18,12 +18,15 @@ from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.best_plans import SearchObjective
-from meshwright.planner.search.ranking import search_plans
+from meshwright.planner.search.best_plans import PlanFamily, SearchObjective
+from meshwright.planner.search.branch_and_bound import search_top_plans
+from meshwright.planner.search.ranking import rank_plans, search_plans
 from meshwright.report.page.page_grid import (
     MAX_PLANS_PER_POINT,
     GridShape,
     PageGrid,
+    PricedPlan,
+    grid_result,
     page_axes,
     resize_cluster,
     search_page_grid,
@@ -40,8 +43,9 @@ from meshwright.report.page.plan_page import (
     read_asset,
     simulate_pipeline,
 )
+from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import Plan, parse_plan
 
 SMALL: GridShape = (1, 2, 1, 3)
 PAGES = ("plans", "run")
@@ -259,6 +263,26 @@ def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> N
         assert entry.get("limits", []) == pytest.approx([0.98 * memory for memory in memories]) or not plan.placement
     kin = found.base.standings[0].families
     assert [(name, priced.plan) for name, priced in kin] == [(family.name, family.plan) for family in answer.families]
+
+
+def test_each_memory_value_has_its_own_fit_status_of_plans_with_unequal_ranks() -> None:
+    first = cluster(1, 2, 64e6).groups[0]
+    slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
+    job = small_job(
+        decoder(((4, 512),), hidden=256, heads=4),
+        cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))),
+        16,
+        sequence=512,
+    )
+    found = search_top_plans(job, MAX_PLANS_PER_POINT)
+    entries, _ = rank_plans(job, found, MAX_PLANS_PER_POINT)
+    placed = [entry for entry in entries if entry.plan.placement]
+    prices: dict[Plan, PricedPlan] = {}
+    for budget, status in ((0.0, FitStatus.tight), (1e6, FitStatus.no)):
+        limited = job.but(cluster=job.cluster.but(budget=budget))
+        family = PlanFamily(name="pipeline", plan=placed[0].plan, fits=True, seconds=1.0, reserved=1.0)
+        result = grid_result(limited, found, (), (family,), prices)
+        assert result.verdict(result.families[0][1]) == status
 
 
 def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:

@@ -172,8 +172,8 @@ MAX_PLANS_PER_POINT = 8
 
 
 class PricedPlan(NamedTuple):
-    """A plan with values that do not depend on the memory limit. `safe` is the bytes of the peak rank with a safety
-    margin. `limits` is the usable memory of each pipeline rank if ranks differ, and otherwise empty."""
+    """A plan with its price. `safe` is the bytes of the peak rank with a safety margin. `limits` is the usable memory of
+    each pipeline rank if ranks differ, and otherwise empty. Only plans with `limits` depend on the memory limit."""
 
     plan: Plan
     estimate: Estimate
@@ -288,7 +288,8 @@ def grid_result(
     """Converts the result of one search to a `GridResult`. `prices` caches the estimates of plans between searches."""
 
     def price(plan: Plan, known: Estimate | None = None) -> PricedPlan:
-        if plan not in prices:
+        # the limits of unequal ranks, and with them the fit status of the estimate, belong to one memory value
+        if plan not in prices or prices[plan].limits:
             priced = known or estimate(job, plan)
             _, safe = reserved_bytes(found.pricer.setting, np.array(priced.memory.total))
             prices[plan] = PricedPlan(plan, priced, float(safe), rank_memory_limits(job, plan, priced))
