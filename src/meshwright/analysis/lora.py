@@ -4,10 +4,10 @@
 An adapted layer computes y = W x + s B A x. W is the base weight, A (r, in) and B (out, r) are the adapter matrices of
 LoRA rank r, and s is a scale. In a column-parallel layer, W and B are split by output features. A is replicated, and
 its gradient is partial on each tensor rank, because B is sharded. In a row-parallel layer, W and A are split by input
-features, and the outputs of both are summed over ranks. B is replicated. So no product is computed twice. A row layer
-needs one collective more than its base layer, on the r outputs of A. Source: Hu et al., LoRA, 2021, section 4.1. Both
-terms are split as in Shoeybi et al., Megatron-LM, section 3. A layer is adapted if it has `base_layer`, `lora_A` and
-`lora_B`.
+features, and the outputs of both are summed over ranks. B is replicated. The products that every rank computes have the
+small dimension r. A row layer needs one collective more than its base layer, on the r outputs of A. Source: Hu et al.,
+LoRA, 2021, section 4.1. Both terms are split as in Shoeybi et al., Megatron-LM, section 3. A layer is adapted if it has
+`base_layer`, `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations

@@ -310,8 +310,10 @@ def unchanged_value(value: Any) -> Any:
 
 
 def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
-    """Returns `example` with other contents of the first input that has values, if `text` is not 0. Only ids of tokens
-    and floating-point inputs change.
+    """Returns `example` for text number `text`. Text 0 is `example` itself.
+
+    For any other text one input changes: the first that has token ids or floating-point values, at least 2 dimensions,
+    and is not on the meta device. A floating-point input with at most two values (a mask) stays as it is.
     """
     if not text:
         return example

@@ -182,10 +182,11 @@ class ErrorPropagator:
             self._is_inside = False
 
     def _check_all_raised(self) -> None:
-        """Waits until every rank has raised in the last call, as all ranks do when they refuse the same input.
+        """Waits until every rank has raised its own exception in the last call, as all ranks do when they refuse the
+        same input.
 
         Raises:
-            MeshwrightError: a rank has not raised.
+            MeshwrightError: a rank ended the call for another reason, or has not raised within BARRIER_TIMEOUT_SECONDS.
         """
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS

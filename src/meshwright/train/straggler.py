@@ -305,7 +305,8 @@ class StragglerMonitor:
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
         """Returns the number of sequences of each replica, in inverse proportion to `seconds`, its seconds per
-        sequence. Each number is a multiple of the first plan's micro-batch size, divided by `parts` if possible."""
+        sequence. Each number is a multiple of the greatest common divisor of the first plan's micro-batch
+        sizes, or of this divisor / `parts` if `parts` divides it."""
         unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in micro_batches_by_speed([1.0 / each for each in seconds], self.batch // unit)]

@@ -51,8 +51,8 @@ LOST_STEP_FRACTION = 0.5
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    For each dead rank, some living ranks have the same state; `holders` is the smallest number of such ranks. If it is
-    0, training resumes from a checkpoint. `again` is the number of complete steps that are then repeated.
+    `holders`: the number of living ranks with the same state as a dead rank, for the dead rank with the fewest. If it
+    is 0, training resumes from a checkpoint and repeats `again` complete steps.
     """
 
     step: int

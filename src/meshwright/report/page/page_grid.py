@@ -172,8 +172,8 @@ MAX_PLANS_PER_POINT = 8
 
 
 class PricedPlan(NamedTuple):
-    """A plan with its price. `safe` is the bytes of the peak rank with a safety margin. `limits` is the usable memory of
-    each pipeline rank if ranks differ, and otherwise empty. Only plans with `limits` depend on the memory limit."""
+    """A plan with its price. `safe` is the bytes of the peak rank with a safety margin. `limits` is the usable memory
+    of each pipeline rank if ranks differ, and otherwise empty. Only plans with `limits` depend on the memory limit."""
 
     plan: Plan
     estimate: Estimate

@@ -171,8 +171,8 @@ def check_torch_modes(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type):
         raise InputError(
             Message(
-                "the step is inside torch.autocast, which keeps copies of weights and computes in other dtypes than "
-                "the proof: leave it out and give parallelize a precision, 'bf16' or 'fp16'"
+                "the step is inside torch.autocast, so it would not compute in the dtypes of the precision given to "
+                "parallelize: call it outside, and give parallelize a precision, 'bf16' or 'fp16'"
             )
         )
 
