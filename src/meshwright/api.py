@@ -69,8 +69,10 @@ def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> lis
 
 def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0) -> SimulationResult:
     """Simulates one step under a plan or a plan name, with the slow ranks and links of `faults`. Also simulates a run
-    of `steps` steps, in which the killed ranks of `faults` die. With 0 steps this run ends after the last death.
+    of `steps` steps, in which the killed ranks of `faults` die. If `steps` is 0, this run ends with the last step in
+    which a rank dies, or after one step if no rank dies.
 
-    Raises: InputError when the plan cannot run, or a fault names a rank or a step that does not exist.
+    Raises: InputError when the plan cannot run, when its replicas differ in work or states, or when a fault names a
+    rank or a step that does not exist.
     """
     return run.simulate(job, plan, faults, steps)

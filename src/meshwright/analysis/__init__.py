@@ -5,8 +5,8 @@ shard, and the tensors that pipeline stages need. The runtime derives sharding a
 A region is a group of column-parallel layers and the row-parallel layers that read their outputs. A stack is a list of
 blocks that pipeline stages cut.
 
-The model is called as in training: each module in its own train or eval mode, with gradients enabled, on the example
-inputs. No analysis changes the model (dry_run.py).
+Unless stated otherwise, the model is called as in training: each module in its own train or eval mode, with gradients
+enabled, on the example inputs. No analysis changes the model (dry_run.py).
 
 The structure comes from three kinds of forward:
 - `trace_ops` (op_trace.py) runs one forward on the meta device and follows sharded features through every torch
@@ -17,9 +17,9 @@ The structure comes from three kinds of forward:
 - `record_dataflow` (dataflow_recorder.py) runs one forward on the meta device and records which storages every torch
   function reads and writes. The record gives the modules that use each parameter, the tensors that cross stage
   boundaries, and the parameters of each stage. If the forward reads tensor values, it is repeated with real tensors. If
-  it draws random numbers outside of dropout, it is repeated with several seeds.
-- `analysis.profile` runs two training steps on fake tensors, the second with twice as many rows. The difference gives
-  FLOPs and activation bytes per token.
+  its Python code uses random numbers, it is repeated with several seeds.
+- `analysis.profile` runs two training steps on fake tensors, with all modules in training mode. The second step has
+  twice as many rows. The difference gives FLOPs and activation bytes per token.
 
 Shapes cannot show that a sharded block computes the same values as the full block. So three numeric checks repeat parts
 of the forward with real values. If the model is small enough, they use float64:

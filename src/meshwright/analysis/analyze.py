@@ -122,7 +122,8 @@ def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
 # --- traces
 def _trace_with_fallback(state: AnalysisState) -> None:
     """Repeats the trace until it finds no more column layers that must stay unsharded. The model runs in its own
-    dtypes. If this fails, it runs in bfloat16, which some kernels require.
+    dtypes. If this fails, it runs in bfloat16, which some kernels require. If that fails too, `state.trace` is None and
+    `state.failed_run` has the reason.
     """
     try:
         _trace_until_stable(state, None)
@@ -220,8 +221,8 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
-    """Returns the result of the model's getter `method`. Returns None if the model does not implement the getter, as
-    some audio models.
+    """Returns the result of the model's getter `method`. Returns None if the model has no such getter, or if the getter
+    raises NotImplementedError, which it does in some audio models.
     """
     try:
         return getattr(model, method, lambda: None)()

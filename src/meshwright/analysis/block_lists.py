@@ -147,8 +147,8 @@ def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | No
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
-    """Returns whether the forward read any weight in the list at `path`. For example, no weight of a vision encoder is
-    read if the model receives only text.
+    """Returns whether the forward of the trace `seen` read any weight in the list at `path`, True without a trace
+    (None). For example, no weight of a vision encoder is read if the model receives only text.
     """
     return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
 

@@ -137,7 +137,7 @@ class DataflowRecord:
     """Why stages cannot begin and end at calls of blocks, and the block at which the reason was detected.
 
     'again': the model itself checkpoints activations; 'no_grad': no gradient is recorded; 'random': with other seeds
-    the model calls other blocks.
+    the model calls other blocks, or calls them in another order.
     """
 
     @property
@@ -280,7 +280,7 @@ class StageDataflow:
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
         """Requires the sources of the values that `op` writes to a buffer, if the module of the buffer has no
-        parameters. Such a module runs on every stage.
+        parameters or is the model itself. Such a module runs on every stage.
         """
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """Builds tensor-parallel regions that are declared instead of traced: by the Hugging Face plan of the model, or by
-rules of the user (`model.rules` of a job). analyze.py adds them to the regions that it traces. A region consists of
-column layers and the row layers that read their outputs.
+rules of the user (`model.rules` of a job). analyze.py uses the plan only if the model cannot be traced. It adds the
+regions of the rules in any case. A region consists of column layers and the row layers that read their outputs.
 
 The plan maps patterns such as 'layers.*.self_attn.q_proj' to 'colwise'. Source: transformers,
 `PretrainedConfig.base_model_tp_plan`. Only the plain styles 'colwise' and 'rowwise' are used. With any other style the

@@ -123,7 +123,7 @@ class StorageSpan(NamedTuple):
 
 
 def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]:
-    """Returns the storage range of each of `tensors`, by name."""
+    """Returns the storage range of each of `tensors`, by name. Tensors that are empty or not strided are left out."""
     found = {}
     for name, each in tensors.items():
         if each.numel() and each.layout is torch.strided:
@@ -216,7 +216,8 @@ def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
-"""Dictionaries of tensors and submodules in a module. Code that replaces their items must restore them itself."""
+"""Dictionaries of tensors and submodules in a module, which `AttributeSnapshot` leaves out. `dry_run` restores buffers.
+Code that replaces parameters or submodules must restore them itself."""
 
 
 @contextmanager
@@ -345,7 +346,8 @@ def limit_analysis_time() -> Iterator[None]:
     """Limits the time of the analysis inside the context. If contexts are nested, only the limit of the outermost
     counts.
 
-    Only the main thread can be interrupted, so other threads have no limit.
+    Only the main thread can be interrupted, so other threads have no limit. There is also no limit if the process
+    already uses the timer ITIMER_REAL.
 
     Raises:
         InputError: the analysis exceeded the limit, or TIME_LIMIT_VARIABLE is not a positive number.

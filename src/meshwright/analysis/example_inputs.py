@@ -47,7 +47,8 @@ InputForm = tuple[tuple[int, ...], torch.dtype]
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns False or 0 for a function in DATA_DEPENDENT_OPS, because a meta tensor has no values.
+    """Returns the result of `function`, whose name is in DATA_DEPENDENT_OPS. If it fails because a meta tensor has no
+    values, returns False or 0. For `__bool__` always returns False.
 
     So a forward that checks 'is this batch packed?' or 'how many are masked?' takes its default branch.
     """
@@ -105,8 +106,9 @@ def make_example(
     """Returns the example inputs with which `model` is analysed. They have the model's floating-point dtype and
     EXAMPLE_BATCH rows. Only if the tensors of a user's example have different numbers of rows, these numbers remain.
 
-    `given` is the user's example. Without it, `length` is the number of token ids per row. `side` is the width and
-    height of images in pixels, if the model does not specify a size.
+    `given` is the user's example. Its `labels` are left out unless forward requires them. Without an example, `length`
+    is the number of token ids per row. `side` is the width and height of images in pixels, if the model does not
+    specify a size.
     """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
@@ -145,7 +147,8 @@ def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleI
 
 
 def extra_inputs(example: ExampleInputs) -> list[str]:
-    """Returns the names of inputs that are neither token ids nor images."""
+    """Returns the names of inputs that are neither token ids nor images. A floating-point positional input has the name
+    'vectors', and an integer one counts as token ids."""
     tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
     return [
         name or "vectors"

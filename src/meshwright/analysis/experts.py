@@ -13,8 +13,8 @@ numerically:
 
 The inner dimension and the layout of a fused projection are determined by trying splits until the values agree. The
 code around the experts, such as the router, is verified with the block. In this check the expert module returns its
-input times the routing weights (`pass_through_experts`). Experts in a plain list that the block itself iterates over
-stay unsharded.
+input times a sum of the routing weights (`pass_through_experts`). Experts in a plain list that the block itself
+iterates over stay unsharded.
 """
 
 from __future__ import annotations

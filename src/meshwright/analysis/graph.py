@@ -53,8 +53,8 @@ class PerHeadArg:
     """An argument of the module at `path` with one entry for each head along `dim`. Every rank has the full argument
     and slices out the entries of its heads.
 
-    `argument` is a position or a name. `heads` is the number of heads. If `dim` is larger than `heads`, it is (rows x
-    heads).
+    `argument` is a position or a name. `heads` is the number of heads. If dimension `dim` has more than `heads`
+    entries, it is (rows x heads).
     """
 
     path: str
@@ -205,7 +205,8 @@ class ModelGraph:
 
     def for_tp(self, ranks: int) -> ModelGraph:
         """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks move from
-        `splits` to `partly_used`, because every rank stores them in full.
+        `splits` to `partly_used`, because every rank stores them in full. They are also added to `partial`, because
+        each rank has only a partial gradient.
         """
         used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
@@ -220,8 +221,8 @@ def shard_intervals(
     """Returns the interval (start, stop) that tensor rank `index` of `ranks` has in each part of a dimension. `size` is
     the size of the dimension, or the sizes of its parts.
 
-    A shard has ceil(part / ranks) elements, fewer on the last ranks. If `ways` of a part is smaller than `ranks`, the
-    part has only `ways` shards, and several ranks have the same shard.
+    A shard has ceil(part / ranks) elements, fewer on the last ranks. If `ways` of a part is smaller than `ranks` and
+    not 0, the part has only `ways` shards, and several ranks have the same shard.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))

@@ -17,8 +17,9 @@ module also consumes the input, but its gradient must not be summed over ranks.
 - A parameter with one entry for each sharded feature or head is sharded like the features or heads.
 - A parameter that all features or heads use gets a partial gradient on each rank.
 - An argument with one entry for each head, such as a position bias, is sliced: each rank takes its heads.
-- Any other tensor that requires a gradient would get only a partial gradient. So the column layers stay unsharded. To
-  know which tensors require a gradient, the trace runs with gradients enabled.
+- Any other tensor that requires a gradient would get only a partial gradient. So the column layers stay unsharded,
+  unless the tensor comes from an MLA input ([Note: MLA inputs] in trace_log.py). To know which tensors require a
+  gradient, the trace runs with gradients enabled.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ def _propagate_index_list(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
     """Returns the sharding after an index by a list, as in x[..., [-2], :]. A list along the sharded features counts as
-    a slice. The features of any other copying index cannot be followed.
+    a slice. A list along another dimension does not change the sharding. If the index has a tensor or changes the
+    number of dimensions, the features cannot be followed.
     """
     places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     lists = [place for place in places if isinstance(place, list)]

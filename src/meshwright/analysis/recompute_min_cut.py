@@ -2,10 +2,10 @@
 saves. `RematTape` (recompute_tape.py) records the values of a block and executes the plan.
 
 [Note: minimum cut] From the saved storages, backward must be able to recompute every requested tensor. Of all such sets
-of storages, a minimum cut has the fewest bytes. The plan saves a minimum cut, of several one with short chains of
-recomputed values. Inputs of the block, weights and buffers are resident anyway and cost nothing. Source: H. He, Min-cut
-optimal recomputation with AOTAutograd, 2022. torch.compile applies this method to compiled graphs. This module applies
-it to eager blocks, with one vertex for each storage.
+of storages, a minimum cut has the fewest bytes. The plan saves a minimum cut. If there are several, it saves one with
+short chains of recomputed values. Inputs of the block, weights and buffers are resident anyway and cost nothing.
+Source: H. He, Min-cut optimal recomputation with AOTAutograd, 2022. torch.compile applies this method to compiled
+graphs. This module applies it to eager blocks, with one vertex for each storage.
 """
 
 from __future__ import annotations

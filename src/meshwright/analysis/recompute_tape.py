@@ -197,7 +197,8 @@ class RematTape(TorchFunctionMode):
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns a `SavedTensor` for a tensor that autograd saves. This is the pack hook of `saved_tensors_hooks`."""
+        """Returns a `SavedTensor` for a tensor that autograd saves, or the tensor itself if it is not a plain strided
+        tensor. This is the pack hook of `saved_tensors_hooks`."""
         if not self._is_plain(tensor):
             return tensor
         self.saved.append(SavedTensor(tensor.detach()))

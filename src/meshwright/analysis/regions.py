@@ -25,9 +25,9 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 class RegionCandidate(NamedTuple):
     """A candidate for a region of one block.
 
-    Names in `splits` and `partial` are full parameter names. tp must divide every value of `sizes`, whose keys are
-    'heads', 'kv_heads', 'ffn' or 'groups of ...'. tp may also be a multiple of 'kv_heads'. `partial` are replicated
-    parameters with a partial gradient on each rank.
+    Names in `splits` and `partial` are full parameter names. The keys of `sizes` are 'heads', 'kv_heads', 'ffn' or
+    'groups of ...'. tp must divide every value, except that it may be a multiple of 'kv_heads' instead. `partial` are
+    replicated parameters with a partial gradient on each rank.
     """
 
     region: TpRegion
@@ -336,7 +336,7 @@ class AnalysisState:
     unverified_reason: str = ""
     """The reason why splits are not verified numerically, '' if they are."""
     external_failure: ExternalFailure | None = None
-    """The failure to read a file or the network that made the trace fail, None if the cause is another one."""
+    """The failure to read a file or the network that made the trace fail, None if there was no such failure."""
 
 
 @dataclass(frozen=True)

@@ -286,8 +286,8 @@ def run_backward(
     """Computes the gradients of the run `record` and stores them in `record`.
 
     Backward begins at every contributed tensor with a random gradient, or with the shard of this gradient that belongs
-    to the rank. The full run `known` determines its shape. Parameters in `projected` get the projection of their
-    gradient.
+    to the rank. The random gradient has the shape that the tensor has in the full run `known`. Parameters in
+    `projected` get the projection of their gradient.
     """
     terms = []
     for number, (key, (there, _)) in enumerate(known.contributed.items()):

@@ -2,8 +2,9 @@
 float64 computation. The checks of the analysis and the proofs of the runtime use it.
 
 A check compares a full run with runs on shards. Three effects could hide a difference or create a false one. All runs
-exclude them:
-- Rounding: the model computes in float64, even where it casts to float32.
+exclude them, but rounding only if they are `exact`:
+- Rounding: an exact run computes in float64, even where the model casts to float32. If a model is too large for float64
+  or fails in it, the run is not exact, and the tolerance is larger.
 - Randomness: dropout becomes a factor of 1 + p, where p is the dropout rate. So the check detects a missing dropout.
   All runs begin with equal random states.
 - Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are
@@ -89,10 +90,10 @@ meta model get random values.
 MAX_PARAMS_FLOAT64 = 1 << 27
 """Maximum number of parameter elements of a model that a check computes in float64. They take 1 GiB."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Maximum relative difference of equal results, by dtype. Rounding errors are far smaller."""
+"""Maximum relative difference of two results that count as equal, by dtype. Rounding errors are far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Maximum difference of equal results relative to the largest compared norm, by dtype. A gradient with a smaller norm
-consists of rounding errors.
+"""Additional difference that two results that count as equal may have, relative to the largest compared norm, by dtype.
+A gradient whose norm is below this difference consists of rounding errors.
 """
 NOISE_SCALE = 0.1
 """Standard deviation of the noise on constant tensors."""
@@ -190,7 +191,8 @@ def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
     """Replaces parameters and buffers of `model` by copies, in float64 if `exact`. Parameters with equal elements get
-    noise. Restores the originals on exit, so that no write of a run remains.
+    noise, and matrices with small elements are scaled up. Restores the originals on exit, so that no write of a run
+    remains.
 
     `needed(name)` returns whether a tensor is replaced. Meta parameters get random values, which are equal on every
     rank. Of embedding tables and of the layer at path `head`, only the first `read` rows have values. Unless `real`,
@@ -330,7 +332,8 @@ def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tenso
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
     """Returns the difference of `here` and `there` relative to `there`, None if it may be rounding. Returns infinity
-    for different shapes or integers. `scale` is the largest norm among the compared tensors.
+    for different shapes or integers. NaN at the same positions counts as equal. `scale` is the largest norm among the
+    compared tensors.
     """
     if here.shape != there.shape:
         return math.inf

@@ -66,7 +66,9 @@ KnownRegions = dict[str, tuple[str, RegionCandidate, str | None]]
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
     """Removes the regions from `state.candidates` whose shards do not compute the same values and gradients as the full
-    block, and records the reasons in `state`. In a large model, checks only the first of identical blocks.
+    block, and records the reasons in `state`. In a large model, checks only the first of identical blocks. On the meta
+    device without random values, only shapes are compared. If the model does not run in the check, all regions from a
+    trace are removed.
     """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):

@@ -142,7 +142,8 @@ def verify_expert_splits(
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
     """Yields pairs (number of experts, divisor of their features) to check, cheapest first.
 
-    The full size comes last, for code with hard-coded sizes, which fails in a smaller copy.
+    The full size comes last, for code with hard-coded sizes, which fails in a smaller copy. Pairs with more than
+    MAX_RANDOM_PARAMS parameter elements are left out.
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)

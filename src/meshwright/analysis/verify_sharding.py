@@ -185,7 +185,8 @@ class ShardingCheck:
         """Returns why the block cannot be trained with all of `regions` sharded, None if it can.
 
         If `sequence` is set, also returns why the hidden state cannot be split along the sequence in addition, None if
-        it can. Otherwise the second result is None.
+        it can. Otherwise the second result is None. On the meta device, or if no number of ranks is possible, nothing
+        is checked and both results are None.
         """
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
@@ -215,8 +216,9 @@ def open_sharding_check(
     """Yields the check of `blocks`. While the context is open, the parameters of the check replace those of the model.
 
     `needed(name)` returns whether the check needs the parameter or buffer `name`. `use_random_weights`: meta parameters
-    get random values, which small models always get. `vocabulary` is the number of rows of the embedding table. Only
-    the first rows of this table and of the layer at path `head` get values.
+    get random values, which small models always get. If a needed buffer is a meta tensor, nothing gets values, and only
+    shapes are checked. `vocabulary` is the number of rows of the embedding table. Only the first rows of this table and
+    of the layer at path `head` get values.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
@@ -269,8 +271,9 @@ def model_calls(
 ) -> list[Callable[[], CallArguments]]:
     """Returns the calls of a check, as functions that return the arguments.
 
-    Two calls have all inputs and texts of the two `lengths`. Unless these are GENERATED_TEXT_LENGTHS, two calls with
-    different texts have the length of the example. Further calls have either none or one of the optional inputs.
+    If the example has a sequence, two calls have all inputs and texts of the two `lengths`. Two more calls have all
+    inputs and two texts of the length of the example. They are left out if the example has a sequence and `lengths` is
+    GENERATED_TEXT_LENGTHS. Further calls have either none or one of the optional inputs.
     """
     length, (first, second) = _sequence_length(example), lengths
 
@@ -435,8 +438,8 @@ def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: Regi
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
-    """Returns the smallest number of ranks, at least `least`, that divides every size of `regions`, None if there is no
-    such number. Of key-value heads it may be a divisor or a multiple.
+    """Returns the smallest number of ranks, at least `least`, that divides every size of `regions` except 'kv_heads'.
+    Of 'kv_heads' it must be a divisor or a multiple. Returns None if there is no such number.
     """
     sizes: dict[str, int] = {}
     for found in regions:
@@ -457,7 +460,8 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
     """Makes the blocks of `lists` that are not in `run` return their hidden state. The output has the structure that a
-    running block of their list returned last. Restores all blocks on exit.
+    running block of their list returned last. Before any has run, the output is the hidden state itself. Restores all
+    blocks on exit.
     """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []

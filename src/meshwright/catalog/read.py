@@ -2,8 +2,8 @@
 as plain dictionaries by name, in the order of the files.
 
 To add a model, add a row to `models/*.csv`. To add a device, add an entry to `devices/*.json`. To add a cluster, a link
-or a failure rate, add an entry to the JSON file of that name. Every row names its source. Numbers of models stay text,
-as in the table, because the caller knows which are integers.
+or a failure rate, add an entry to `clusters.json`, `links.json` or `failures.json`. Every row names its source. Numbers
+of models stay text, as in the table, because the caller knows which are integers.
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ Guarantees:
 - If weights are missing, unexpected, of another shape, truncated or pickled, every rank raises an equal InputError
   before it reads the first weight.
 
-[Note: names] A parameter is looked up in the files by its name. If it is not found, the first component of the name is
-removed, then one component is added before the name. In some model families, the files divide the weights into tensors
-differently than the modules. For these families, a `WeightSource` lists the stored tensors that form one tensor of the
-model. They are concatenated along dimension 0. Tensors of experts are stacked. Source: huggingface/transformers,
-`conversion_mapping.py`. `train/meta_init.py` converts the rules in that file to `WeightSource` objects.
+[Note: names] A parameter is looked up in the files by its name. If this name is not found, the name without its first
+component is looked up. If that is not found either, the stored name with one more component in front is used, provided
+there is exactly one. In some model families, the files divide the weights into tensors differently than the modules.
+For these families, a `WeightSource` lists the stored tensors that form one tensor of the model. They are concatenated
+along dimension 0. Tensors of experts are stacked. Source: huggingface/transformers, `conversion_mapping.py`.
+`train/meta_init.py` converts the rules in that file to `WeightSource` objects.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class HfWeights:
         are regular expressions of stored names that the model does not need.
 
         Raises:
-            InputError: a tensor is missing, unexpected, of another shape, or not of a floating-point type.
+            InputError: a tensor is missing, unexpected, of another shape, or not of a floating-point type with at least
+                16 bits.
         """
         used: set[str] = set()
         missing = []
@@ -172,7 +174,8 @@ class HfWeights:
         only the rows or columns of these elements.
 
         Raises:
-            InputError: the files do not have the tensor, or it has another shape or is not floating-point.
+            InputError: the files do not have the tensor, or it has another shape, or is not of a floating-point type
+                with at least 16 bits.
         """
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
@@ -303,7 +306,7 @@ def has_weights(folder: Path) -> bool:
     """Returns whether a model folder has safetensors weights.
 
     Raises:
-        InputError: all weights are pickled, so that the user would not expect random initial weights.
+        InputError: the folder has only pickled weights. Training from random weights would surprise the user.
     """
     if any(folder.glob("*.safetensors")):
         return True
@@ -338,7 +341,8 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
     """Fills the tensor of each shard in `wanted` from the Hugging Face weights or the checkpoint at `path`. Values are
-    converted to the dtype of the tensor. Names are 'model/NAME', for Hugging Face weights also NAME.
+    converted to the dtype of the tensor. The name of a shard is 'model/NAME', for Hugging Face weights also NAME.
+    `weights` are the opened Hugging Face weights at `path`, None to open them.
 
     Raises:
         InputError: a tensor is missing or has another shape, or a file cannot be read.

@@ -236,7 +236,8 @@ class MergedLora:
         self.transposed = (config or {}).get("model_type") in FAN_IN_FAN_OUT_FAMILIES
 
     def read_full(self, name: str) -> torch.Tensor:
-        """Returns the full weight `name`. If its layer has an adapter, the adapter is merged."""
+        """Returns the full weight `name`. If its layer has an adapter, the adapter is merged. Raises InputError if the
+        adapter has another shape than the weight."""
         weight = read_full_tensor(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:

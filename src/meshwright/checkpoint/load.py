@@ -191,8 +191,8 @@ def _fill_tensor(reader: CheckpointSource, name: str, shards: list[LocalShard]) 
 def _copy_runs(
     reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
 ) -> None:
-    """Copies ranges of saved shards into ranges of `tensor` as `plan` says. A shard that is needed in full is read
-    directly into `tensor` if this is possible.
+    """Copies ranges of saved shards into ranges of `tensor` as `plan` says. A shard that one range covers in full is
+    read directly into `tensor`, if `tensor` is contiguous, on the CPU, and of the saved dtype.
     """
     sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:

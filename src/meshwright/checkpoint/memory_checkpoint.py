@@ -164,12 +164,13 @@ class MemorySnapshot:
 
     # --- writing
     def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
-        """Returns the number of bytes that `allocate` requests from the system, 0 if the file already has `layout`."""
+        """Returns the number of bytes of `slots` snapshots, for which `allocate` requests memory. Returns 0 if the file
+        already has `layout`."""
         return 0 if layout.text == self._index else slots * layout.size
 
     def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
-        """Makes room for `slots` snapshots of `layout`. If the file already has this layout, its snapshots remain.
-        Otherwise they are lost."""
+        """Makes room for `slots` snapshots of `layout`. If the file already has this layout and number of slots, its
+        snapshots remain. Otherwise they are lost."""
         if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)

@@ -116,8 +116,8 @@ def _covering_copies(
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """Returns the indices of the saved shards from which the wanted shards can be extracted: all that overlap a wanted
-    shard along the split dimension.
+    """Returns the indices of the saved shards from which the wanted shards can be extracted. A saved shard is included
+    if any wanted shard has no split, is split along another dimension, or overlaps it along the split dimension.
     """
     result = []
     for index, piece in enumerate(saved):

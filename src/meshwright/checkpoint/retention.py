@@ -70,8 +70,8 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _read_serial(path: Path) -> int | None:
-    """Returns the serial from the first bytes of the manifest, None if they do not contain it. The manifest is not
-    verified, so the serial may only determine the order.
+    """Returns the serial from the first bytes of the manifest, None if they do not contain it or have another step than
+    the name of the folder. The manifest is not verified, so the serial may only determine the order.
     """
     try:
         match = _SERIAL_PATTERN.search(storage.read_file(path / MANIFEST_FILE, most=512))

@@ -491,5 +491,6 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
 
 
 def _folder_bytes(folder: Path | None) -> int:
-    """Returns the number of bytes in the temporary folder, which a failed save frees. None has 0 bytes."""
+    """Returns the number of bytes in the temporary `folder`, which a failed save frees. Returns 0 if `folder` is
+    None."""
     return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

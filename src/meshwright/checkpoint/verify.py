@@ -6,6 +6,7 @@ file is checked in this order:
 - It exists and is a regular file.
 - Its metadata name this rank and this save, which detects stale and swapped files.
 - It has the recorded size.
+- If it has more than MAX_INLINE_FILE_BYTES bytes, at least 1 % of them are on disk.
 - Its header has the recorded xxh3.
 - Each shard that is read has the recorded xxh3.
 """

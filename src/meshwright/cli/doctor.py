@@ -99,7 +99,8 @@ def hardware_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Returns the backends and devices that torch reports."""
+    """Returns what torch reports: its backends, CUDA devices, versions of CUDA and NCCL, and number of CPU threads. The
+    key `idle` has a warning about an accelerator that ranks do not use, or None."""
     import torch
     from torch import distributed
 
@@ -122,7 +123,8 @@ def torch_facts() -> dict[str, Any]:
 
 def measure_all_reduce(backends: list[str]) -> dict[str, float]:
     """Measures all-reduce over gloo between two ranks of this machine. Returns the bus bandwidth of a 16 MiB all-reduce
-    in bytes/s, and the seconds of a 4-byte all-reduce. Returns an empty dictionary if ranks cannot fork or connect."""
+    in bytes/s, and the seconds of a 4-byte all-reduce. Returns an empty dictionary if torch has no gloo, or if ranks
+    cannot fork or connect."""
     if "gloo" not in backends or not hasattr(os, "fork"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -163,8 +165,9 @@ def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
 
 
 def measure_speed() -> dict[str, float]:
-    """Measures CUDA device 0, or one CPU core without CUDA. Returns the FLOP/s of a matrix product (bf16 on CUDA, fp32
-    on the CPU), and the bytes/s that a memory copy reads and writes. Each value is the best of five repetitions."""
+    """Measures CUDA device 0, or one CPU core if there is no CUDA device. Returns the FLOP/s of a matrix product (bf16
+    on CUDA, fp32 on the CPU), and the bytes/s that a memory copy reads and writes. Each value is the best of five
+    repetitions."""
     import torch
 
     cuda = torch.cuda.is_available()

@@ -67,7 +67,7 @@ class NodeOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """The settings for Kubernetes."""
+    """The settings for Kubernetes. `image` also applies to Slurm."""
 
     image: Annotated[
         str,

@@ -38,10 +38,10 @@ class PlanChoice(NamedTuple):
 
 
 def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
-    """Reads the job file and applies the options. Without a job file, a tiny language model (by default llama-tiny) is
-    trained as catalog/default.yaml describes.
+    """Reads the job file and applies the options. If there is no job file, catalog/default.yaml replaces it for the
+    models TINY_LANGUAGE_MODELS (default: llama-tiny); other models get the default of each entry.
 
-    Without the tokenizers library only byte tokens exist; the model then has the byte vocabulary.
+    Without the tokenizers library only byte tokens exist. A model of catalog/default.yaml then has the byte vocabulary.
 
     Raises: InputError for an invalid job file or option.
     """
@@ -88,6 +88,8 @@ def choose_plan(
     plan fields that the user fixes, such as tp=2. With fixed fields, the plan of the run folder is not used.
 
     `world` is the number of ranks that another launcher has started. It is None if this process starts the ranks.
+
+    Raises: InputError if the job, the plan or `pin` is invalid; NothingFits if the search finds no plan.
     """
     from meshwright.planner.cost.step import estimate as price
     from meshwright.planner.inputs.job import resolve_job
@@ -221,9 +223,11 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
 
 
 def _scale_to_world(question: Job, world: int) -> Job:
-    """Returns the job with as many nodes like this machine as `world` ranks need.
+    """Returns the job if its cluster has `world` devices. Otherwise returns the job with as many nodes like this
+    machine as `world` ranks need.
 
-    Raises: InputError if the cluster has another number of devices, and is not `local` or does not divide `world`.
+    Raises: InputError if the cluster has another number of devices than `world`. A cluster `local` is accepted if its
+    number of devices divides `world`.
     """
     from meshwright.core.errors import InputError
 
@@ -302,8 +306,8 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
 
 
 def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
-    """Returns the data section with the tokenizer of the model's own folder, unless the user names another
-    tokenizer."""
+    """Returns the data section of a job. If the model has a folder with a tokenizer.json, and the user names no
+    tokenizer (`auto`), the section gets the tokenizer of this folder."""
     own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
     return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
@@ -337,8 +341,8 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 
 def cluster_mismatches(question: Job) -> list[str]:
-    """Returns a line for each difference between the cluster of a job and this machine, on which all ranks of the job
-    will start."""
+    """Compares the cluster of a job with this machine, on which all ranks of the job will start. Returns a line if the
+    cluster has several nodes, and a line if only one of the two has GPUs."""
     from meshwright.planner.inputs.clusters import cuda_device_names
 
     cluster = question.cluster
@@ -373,6 +377,8 @@ def cluster_mismatches(question: Job) -> list[str]:
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
     """Writes job.json, plan.json, estimate.json and launch.json to the run folder, each atomically. Returns a note to
     print if the launch extends the run by more steps; otherwise an empty string. The event log records the extension.
+
+    A model without an estimate has no job.json and no estimate.json.
 
     Raises: InputError if the folder belongs to another job, or has data but no readable launch.json.
     """

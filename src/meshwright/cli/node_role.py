@@ -97,8 +97,12 @@ def has_other_leader(place: NodeRole, folder: Path) -> bool:
 
 
 def has_lost_election(place: NodeRole, folder: Path) -> bool:
-    """Returns whether another node has the lock of the run folder, after this node could not acquire it. The function
-    reads the lock itself, because the new leader may write RUN/leader much later."""
+    """Returns whether another node leads, after this node could not acquire the lock of the run folder. The function
+    reads the lock itself, because the new leader may write RUN/leader much later.
+
+    Returns True if another node has the lock, or if the lock is free again. Returns False if this node has the lock, or
+    if the process with the lock names no node within TURN_SECONDS (a run on one machine).
+    """
     from meshwright.train.run_lock import is_locked, locking_node
 
     end = time.monotonic() + TURN_SECONDS  # the new leader writes its number shortly after it takes the lock
@@ -156,7 +160,8 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
     """Returns the role of this process, or None if it is a rank. `job` is called only if the result depends on the job
     file.
 
-    Raises: InputError if the number of started nodes differs from the number of nodes in the cluster.
+    Raises: InputError if MESHWRIGHT_NODE is 1 and the number of started nodes differs from the number of nodes in the
+    cluster. Fewer nodes are accepted if the job sets `run.min_ranks`.
     """
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
@@ -253,8 +258,9 @@ def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
 
 
 def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None], run: RunConfig) -> None:
-    """Waits until all nodes have joined, for at most JOIN_SECONDS. If some nodes have lost their leader, the wait for
-    the missing nodes is `run.rejoin_timeout` seconds. Then the run starts without them if it may use fewer ranks.
+    """Waits until all nodes have joined, for at most JOIN_SECONDS. If this node or a joined node has lost its leader,
+    the wait for the missing nodes is `run.rejoin_timeout` seconds. After the wait the run starts without the missing
+    nodes if `run.min_ranks` is set or a leader was lost, and the joined nodes have at least `run.min_ranks` ranks.
 
     Raises: MeshwrightError if too few nodes join.
     """
@@ -382,8 +388,8 @@ def _join_leader(
 
     `given` is the token from the environment. If it is empty, the leader writes a token to the run folder.
 
-    Raises: InputError at once if the given token is refused; MeshwrightError or Interrupted if no node leads within
-    `JOIN_SECONDS`.
+    Raises: InputError at once if the given token is refused and `lost` is None. Raises MeshwrightError (Interrupted
+    with `lost`) if no connection succeeds within `JOIN_SECONDS`, and Interrupted if the run has ended.
     """
     from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.core.secure_channel import AuthenticationError, open_channel, read_token

@@ -108,7 +108,7 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
 
 def _check_ranks(known: Cluster) -> None:
     """Raises InputError for more than MAX_RANKS_PER_CORE ranks per CPU core, because the ranks would mostly wait for
-    each other. CUDA devices have no such limit."""
+    each other. MIN_CPU_RANKS ranks are always allowed. With CUDA devices there is no limit."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.clusters import MIN_CPU_RANKS, available_cpus, cuda_device_names
 

@@ -56,7 +56,10 @@ class Replanner:
         return self._chosen[world]
 
     def replan(self, world: int) -> RankJob:
-        """Chooses the plan for `world` ranks, writes it to the run folder, and returns the rank job."""
+        """Chooses the plan for at most `world` ranks, writes it to the run folder, and returns the rank job.
+
+        Raises: NothingFits if there is no plan.
+        """
         return self._take(*self.chosen(world))
 
     def leaner(self, work: RankJob) -> RankJob:
@@ -78,9 +81,9 @@ class Replanner:
         return lower_memory_hint(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
-        """Returns the seconds of a step under the plan `name`, and under the plan for `world` ranks. Without an
-        estimate, both values have an arbitrary unit, and the time is assumed to be inversely proportional to the number
-        of ranks."""
+        """Returns the seconds of a step under the plan `name`, and under the plan that `chosen(world)` returns. Without
+        an estimate, both values have an arbitrary unit, and the time is assumed to be inversely proportional to the
+        number of ranks."""
         from meshwright.planner.cost.step import estimate
         from meshwright.spec.plan import parse_plan
 

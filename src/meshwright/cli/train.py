@@ -248,8 +248,8 @@ def _remove_partial_saves(folder: Path) -> None:
 def _options_after_trials(
     job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None
 ) -> JobOptions:
-    """Returns the options with the plan that trials chose. They are unchanged if the user gave a plan, or if the run
-    folder already has one.
+    """Returns the options with the plan that trials chose. They are unchanged if the user gave a plan, if the run
+    folder already has one, or if no trial ran. On ranks other than 0 they are always unchanged.
 
     `connection` connects ranks that another launcher has started. All of them call the function and follow rank 0.
     """

@@ -34,7 +34,8 @@ def run_trials(
     it is one of the ranks that another launcher has started. In the second case `known` is the connection of the ranks
     if they are already connected. Returns None on ranks other than 0.
 
-    Raises: InputError if `most` is less than 1, or if this process would have to start ranks on several nodes.
+    Raises: InputError if `most` is less than 1. If this process starts the ranks, also if the cluster has several
+    nodes, or if the plan of `launch` does not use all of its devices.
     """
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch
@@ -161,7 +162,8 @@ def job_from_trials(
     """Returns `question` on the cluster that the trials calibrated, and the best trial, or None if no trial ran. On
     ranks other than 0 the whole result is None.
 
-    Also saves the calibrated cluster if it is `local` and no other programs used the processors during the trials.
+    Also saves the calibrated cluster if it is `local`, a trial ran, and other programs used at most
+    MAX_BUSY_PROCESSORS processors during each trial.
     """
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
     from meshwright.planner.inputs.clusters import save_local_cluster

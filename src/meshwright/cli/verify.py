@@ -153,8 +153,10 @@ def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJo
 
 
 def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
-    """Runs the verification on ranks of this machine, and returns one finding for each precision. If a rank fails, the
-    folder with the logs is not removed."""
+    """Runs the verification on ranks of this machine, and returns one finding for each precision.
+
+    Raises: RankFailed if a rank fails. The folder with the logs is then not removed.
+    """
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor

@@ -94,7 +94,8 @@ class InboundConnection:
 
 class ConnectionListener:
     """Accepts connections on the listening socket `end`. `guest` returns the object for a new connection. `report`
-    receives the reason and the address when a connection is refused.
+    receives a reason and the address of the peer when a connection is refused or breaks the protocol. For an error of
+    the listener itself the address is ''.
 
     `expected` is the number of connections that may always be open at the same time. The caller must have checked that
     the limit of open files allows so many (core/cgroup_limits.py)."""

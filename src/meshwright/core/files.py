@@ -26,7 +26,8 @@ MAX_FILE_NAME_BYTES = 255
 def path_from_text(text: str) -> Path:
     """Returns `text` as a path, with ~ expanded. The text may be something else, such as the name of a model.
 
-    Raises: InputError if no file can have this name. So checking whether the path exists cannot fail later.
+    Raises: InputError if no file can have this name, or if ~USER names an unknown user. So checking whether the path
+    exists cannot fail later.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
         raise InputError(
@@ -39,8 +40,8 @@ def path_from_text(text: str) -> Path:
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
-    """Writes `text` to the file `path` and preserves the permissions of an existing file. `private` makes the file
-    readable only by this user.
+    """Writes `text` to the file `path`. If `private` is set, only this user can read the file. Otherwise an existing
+    file keeps its permissions.
 
     Raises: OSError that names `path`.
     """

@@ -163,8 +163,8 @@ class HeartbeatField(IntEnum):
 
 
 class RankPhase(IntEnum):
-    """What a rank does at present. The values up to `restore` belong to start-up, and `data` (4) through `compare` (8)
-    are the phases of a training step."""
+    """What a rank does at present. The values up to `restore` belong to start-up, and those from `data` (4) through
+    `compare` (9) to a training step."""
 
     start = 0
     join = 1

@@ -7,7 +7,8 @@ fields of the message. A field may itself be a message, which is then also trans
 
 Fields are written `{name}` or `{name:format}`. The format is one of Python's formats, or a kind that shows a number
 with a unit. Kinds are bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters and rate. A
-tuple of texts is shown as its elements with a separator between them. Other lists and tuples are shown as in Python.
+tuple with at least one string, or a list with at least one message, is shown as its elements with a separator between
+them. Other lists and tuples are shown as in Python.
 
 `pack_messages` turns the messages of JSON data into objects, so that another process can translate them. Text of torch,
 of the operating system and of other libraries has no template and stays in English.
@@ -36,8 +37,9 @@ PACKED_KEYS = {"text", "msgid", "context", "fields"}
 _QUANTITY_KINDS = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
 _KIND_FIELD = re.compile(r":(bytes|seconds|parameters|rate|percent|times|count)\b")
 _PLAIN_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|parameters|rate|percent|times|count))?\})*")
-"""Matches templates whose fields are only names and kinds. A message with any other template stays in English if the
-catalogue has no translation."""
+"""Matches templates whose fields are only names and kinds (without `count NAME`). If the catalogue does not translate
+such a template, `translate` still translates its fields. With any other template the whole message then stays in
+English."""
 _CHINESE_SPACE = re.compile(r"(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
 """Matches a space between two Chinese characters, which `translate` removes. Templates have spaces around fields that
 may contain Latin letters."""

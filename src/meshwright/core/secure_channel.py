@@ -206,8 +206,8 @@ class _PendingHandshake(InboundConnection):
 def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[socket.socket, IpcMessage]:
     """Connects to a listener. `me` is the greeting of this end. Returns the socket and the greeting of the listener.
 
-    Raises: OSError if there is no listener at the address, ValueError if it does not send JSON lines,
-    AuthenticationError if the tokens differ.
+    Raises: OSError if there is no listener at the address or it does not answer in time, ValueError if it does not send
+    JSON lines, AuthenticationError if the tokens differ or the listener does not belong to this job.
     """
     until = time.monotonic() + HANDSHAKE_SECONDS
     end = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS)

@@ -15,7 +15,8 @@ ranks with equal step and history are of one execution, wherever they are stored
 
 The module also has the client for in-memory checkpoints on another node. The server is elastic/snapshot_replication.py.
 A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by `size`
-bytes. At the end of the memory the reply has fewer bytes than requested. If the checkpoint does not exist, it has none.
+bytes. `whole` is the size of the file in bytes. At the end of the file the reply has fewer bytes than requested. If the
+file does not exist, the reply has no bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SnapshotVersion = tuple[int, int]
 class SnapshotHeader:
     """Reads and writes the header of a file of in-memory checkpoints. `words` are its 64-bit fields.
 
-    A method with an argument `step` requires that a slot has a complete checkpoint of this step.
+    Methods that read the checkpoint of a `step` require that a slot has a complete checkpoint of this step.
     """
 
     def __init__(self, words: memoryview) -> None:
@@ -119,8 +120,8 @@ class SnapshotHeader:
         return self._slot(self._at(step))[_DIGEST_FIELD]
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Returns whether the recorded digests are `digest` for the checkpoint of `step` with its run state, and that
-        of `index` for the index."""
+        """Returns whether both recorded digests match: `digest` equals that of the checkpoint of `step` with its run
+        state, and the digest of `index` equals that of the index."""
         return (
             digest == self._slot(self._at(step))[_DIGEST_FIELD]
             and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
@@ -184,7 +185,8 @@ def history_of(head: SnapshotHeader, step: int) -> int:
 
 
 def rewrite_history(head: SnapshotHeader, step: int, history: int) -> None:
-    """Sets the history of the checkpoint of `step`, which has the bytes of a checkpoint of `history`."""
+    """Sets the history of the checkpoint of `step` to `history`. Its bytes must equal those of the checkpoint that has
+    this history and step."""
     head._slot(head._at(step))[_HISTORY_FIELD] = history
 
 

@@ -1,11 +1,11 @@
 """Performs every operation on the files of a run folder: checkpoints, records, events, reports. No other module opens,
 lists, renames or removes these files.
 
-Guarantees: a file that other processes read gets its final name only when its bytes are durable. By default, other
-users cannot read files and folders (modes 0600 and 0700). Reading opens only regular files and by default follows no
-link. Opening does not block on a pipe. Reading uses no more memory than the file uses on disk. An error is an OSError
-that names the path, and `describe_failure` turns it into one line with a remedy. An operation with a stale handle of a
-network file system (ESTALE) is repeated.
+Guarantees: a file that other processes read gets its final name only when its bytes are durable. Files and folders that
+this module makes are private to this user (modes 0600 and 0700), except files of `replace_file` without `private`.
+Reading opens only regular files and by default follows no link. Opening does not block on a pipe. Reading does not use
+much more memory than the file uses on disk. An error is an OSError that names the path, and `describe_failure` turns it
+into one line with a remedy. An operation with a stale handle of a network file system (ESTALE) is repeated.
 
 The functions have no time limit, because a process cannot interrupt its own call to a disk that does not answer. The
 process reports that it waits (`report_if_overdue`), and its parent process kills it (elastic/writer_supervisor.py,
@@ -89,8 +89,8 @@ def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS)
 
 
 def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
-    """Returns `call()`. Repeats it while a network file system reports a stale handle, because a new path lookup
-    returns a valid handle."""
+    """Returns `call()`. If a network file system reports a stale handle, repeats the call, up to MAX_ATTEMPTS calls in
+    all, because a new path lookup returns a valid handle."""
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
@@ -425,8 +425,8 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
     """Returns at most `most` bytes (None: all) of the text file `path` from offset `start`. A negative `start` counts
     from the end. `links` follows symbolic links.
 
-    Raises: OSError that names `path`. Also raises it for a file with a chunk of zeros, which text files do not have. So
-    the function never uses much more memory than the file takes on disk.
+    Raises: OSError that names `path`. Also raises it if a chunk of READ_CHUNK_BYTES consists of zeros, which text files
+    do not have. So the function never uses much more memory than the file takes on disk.
     """
     try:
         handle = open_regular_file(path, links)

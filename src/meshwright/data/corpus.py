@@ -64,10 +64,11 @@ class DocumentChunk(NamedTuple):
 
 
 def find_files(sources: tuple[str, ...]) -> list[Path]:
-    """Returns the files that `sources` name, in the given order. Files of a folder or a pattern are sorted by name.
+    """Returns the files that `sources` name, in the given order. The files of a folder or a pattern are sorted by path,
+    without empty files. Those of a folder that `datasets` saved are in the order of its state.json.
 
     Raises:
-        InputError: a source does not exist, cannot be read, or has only empty files.
+        InputError: a source does not exist, cannot be read, is an empty file, or has only empty files.
     """
     files: list[Path] = []
     for source in sources:
@@ -143,7 +144,7 @@ def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChun
     text.
 
     Raises:
-        InputError: a file cannot be read, or has no text in `field`.
+        InputError: a file cannot be read, does not have the format of its suffix, or has no text in `field`.
     """
     for path in files:
         suffix = path.suffix.lower()

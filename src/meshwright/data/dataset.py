@@ -2,9 +2,9 @@
 text once, separates validation rows, and packs rows.
 
 Masked-language labels: 15 % of the tokens are predicted. Of these tokens, 80 % are replaced by the mask token, 10 % by
-a random token, and 10 % remain unchanged. At least one token of a row is predicted, since a row without labels
-contributes nothing. Special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section
-3.1 and appendix A.1.
+a random token, and 10 % remain unchanged. Special tokens are never masked. At least one token of a row is predicted,
+unless the row has only special tokens, since a row without labels contributes nothing. Source: Devlin, Chang, Lee,
+Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
 
 Guarantees:
 - The same files and settings give the same rows on every machine. `digest` identifies the rows, so that ranks and
@@ -134,8 +134,8 @@ class TokenCorpus(NamedTuple):
 
 
 class TextDataset:
-    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Labels equal the input ids, since causal
-    models shift labels themselves, as in Hugging Face.
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). With the objective `causal`, labels equal the
+    input ids, since causal models shift labels themselves, as in Hugging Face. With `masked`, `mask_tokens` makes both.
 
     With the objective `pairs`, a row is two consecutive sequences: an encoder reads the first sequence, and a decoder
     predicts the second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020,

@@ -30,7 +30,10 @@ Int64Array = NDArray[np.int64]
 
 class ShapeImages:
     """`rows` training images and `validation_rows` validation images, each 3 x side x side with values of about -1 to
-    1.
+    1. The images show the first `classes` kinds of SHAPE_KINDS, at most all ten.
+
+    Raises:
+        InputError: `classes` is less than 2.
     """
 
     tokenizer = None

@@ -55,7 +55,11 @@ def record_format(fields: dict[str, Any], field: str) -> str:
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer in a folder."""
+    """The chat template of the tokenizer in a folder.
+
+    Raises:
+        InputError: transformers is not installed, or the folder has no tokenizer.json or no chat template.
+    """
 
     def __init__(self, folder: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -199,7 +203,13 @@ _CACHE_VERSION = 1
 
 
 class InstructionDataset:
-    """Rows of {"input_ids", "labels"}, int64 (rows, sequence), and of "position_ids" if the model accepts them."""
+    """Rows of {"input_ids", "labels"}, int64 (rows, sequence), and of "position_ids" if the model accepts them. Labels
+    are IGNORED_LABEL except at the assistant's tokens. A conversation without a label in its first `sequence` tokens is
+    left out.
+
+    Raises:
+        InputError: no conversation has a label in its first `sequence` tokens.
+    """
 
     def __init__(
         self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, validation_fraction: float, positions: bool

@@ -205,8 +205,9 @@ class BatchLoader:
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
-        """Yields validation batches with as many rows as a training batch. Together they have `least` validation rows,
-        but at least one full batch, and at most all validation rows. The rows are evenly spaced in the validation data.
+        """Yields validation batches with as many rows as a training batch. They contain `least`
+        validation rows, or as many as one batch if that is more, or all validation rows if there are fewer. The rows
+        are evenly spaced in the validation data.
 
         The last batch is padded with rows that have no valid label.
         """
@@ -232,8 +233,8 @@ class BatchLoader:
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
         """Returns an iterator over steps from `first` to `stop` - 1. For each step it yields a list: one batch for
-        every (first, count) in `ranges`. At most `depth` steps are read ahead. If the data of a step cannot be read,
-        the iterator raises InputError.
+        every (first, count) in `ranges`. At most `depth` steps are read ahead, or one per reading thread if that is
+        more. If the data of a step cannot be read, the iterator raises InputError.
 
         For an accelerator, several threads read into pinned memory, so that copies to the device overlap with
         computation. For CPU ranks one thread reads, since more threads would take cores from the computation.

@@ -125,7 +125,8 @@ class LongJsonLine:
             )
 
     def outline(self) -> dict[str, Any]:
-        """Returns the names of the fields, each with an empty list, object or string according to its type."""
+        """Returns the names of the fields, each with an empty list, object or string according to its type, or with
+        None for a value of another type."""
         found: dict[str, Any] = {}
         for name in self._fields():
             found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
@@ -269,10 +270,11 @@ class SourceRecord(NamedTuple):
 
 
 def iter_records(files: list[Path]) -> Iterator[SourceRecord]:
-    """Yields every record in `files`. Files with other suffixes have no records.
+    """Yields every record of the JSON lines, Parquet and Arrow files in `files`. Files with other suffixes have no
+    records.
 
     Raises:
-        InputError: a record is malformed.
+        InputError: a record is malformed, a line is longer than MAX_LINE_BYTES, or a table cannot be read.
     """
     for path in files:
         suffix = path.suffix.lower()

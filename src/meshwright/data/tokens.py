@@ -146,7 +146,11 @@ def _tokenizers_library(name: str) -> Any:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """Returns the JSON of a byte-level BPE with at most `vocabulary` tokens. Equal texts give an equal result."""
+    """Returns the JSON of a byte-level BPE with at most `vocabulary` tokens. Equal texts give an equal result.
+
+    Raises:
+        InputError: `tokenizers` is not installed.
+    """
     library = _tokenizers_library("bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -166,7 +170,8 @@ def open_tokenizer(path: str) -> LibraryTokenizer:
     """Opens the tokenizer in a folder with a tokenizer.json, or in a tokenizer.json file.
 
     Raises:
-        InputError: the file is missing, unreadable or not a tokenizer.
+        InputError: the file is missing, unreadable or not a tokenizer, the tokenizer has no end-of-text token, or
+            `tokenizers` is not installed.
     """
     place = Path(path).expanduser()
     file = place / "tokenizer.json" if place.is_dir() else place

@@ -27,8 +27,8 @@ KILL_SECONDS = 5.0  # the supervisor waits at most this long for killed ranks to
 @dataclass(frozen=True)
 class RankJob:
     """The job that every rank runs: `target` (`module:function`) is called with the rank's RankControl and `payload`.
-    `world`: the number of ranks. `folder`: the run folder. `warm`: the modules that the fork server imports. `plan`:
-    the name of the plan."""
+    `world`: the number of ranks. `folder`: the run folder. `warm`: the modules that the fork server imports.
+    `environment`: additional environment variables of the fork server. `plan`: the name of the plan."""
 
     target: str
     world: int

@@ -115,7 +115,7 @@ def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
 WARMUP_STEPS = 3
-"""The speedup of a change is measured without its first steps, whose number this is."""
+"""The number of first steps after a change that are left out when its speedup is measured."""
 
 GAIN_STEPS = 10
 """The number of steps over which the speedup of a change is measured."""
@@ -355,8 +355,8 @@ class DeviceExclusion:
 
     def due(self) -> int | None:
         """Returns the id of the excluded device to measure now, or None. Only one device is measured at a time. It also
-        readmits devices that were excluded for long enough. Until the speedup of the last change has been measured, it
-        does nothing."""
+        readmits devices that were excluded for long enough. Devices that were not excluded for slowness are neither
+        measured nor readmitted here. Until the speedup of the last change has been measured, it does nothing."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None

@@ -132,7 +132,7 @@ class EventLog:
 
     def hear(self, message: IpcMessage, generation: int) -> None:
         """Records what a message from rank 0 says: the start or end of a recovery, a completed step, a save, a repaired
-        replica, damaged data, or a loss spike."""
+        replica, or a loss spike. A message about damaged data may come from any rank."""
         now = self.clock()
         if message["kind"] == "begin" and self._decided is not None:
             for name, seconds in message.get("spent", {}).items():

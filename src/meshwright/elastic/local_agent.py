@@ -4,8 +4,8 @@ up. The supervisor uses it. The agents of several machines (cluster_agent.py, no
 `SystemInterface` has a supervisor's access to the system: connections to other machines, waits for events, and the
 clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by an interface with virtual time.
 
-The fork server (meshwright.train.forkserver) belongs to the execution packages, which this package must not import. So
-it starts the fork server by the name of the module.
+The fork server (meshwright.train.forkserver) belongs to the execution packages, which meshwright.elastic must not
+import. So this module starts the fork server by the name of its module.
 
 The fork server has its own process group, so that Ctrl-C in the terminal reaches only the supervisor. `close` kills the
 whole group and reaps the remaining processes. While the fork server runs, the supervisor adopts orphans
@@ -314,10 +314,10 @@ class LocalAgent:
         return None, []
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """Registers `holdings`, to which the next ranks write their snapshots. Only several machines need it."""
+        """Registers `holdings`, to which the next ranks write their snapshots. On one machine it does nothing."""
 
     def released(self) -> None:
-        """Records that snapshots of earlier ranks are no longer needed. Only several machines need it."""
+        """Records that snapshots of earlier ranks are no longer needed. On one machine it does nothing."""
 
     def again(self) -> None:
         """Kills the fork server and every rank, and starts a new fork server, which sends `ready`. This also ends a

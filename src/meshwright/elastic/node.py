@@ -148,7 +148,8 @@ class NodeAgent:
 
     def end(self, how: tuple[int, str]) -> None:
         """Closes connection, servers and snapshots, and ends the ranks. `how`: the result of `run`. If the leader was
-        lost, the snapshots stay open for the next leader, and so does `agent` if it is reusable."""
+        lost and this node is not leaving, the snapshots stay open for the next leader, and so does `agent` if it is
+        reusable."""
         is_lost = how == LEADER_LOST_EXIT and not self.leaving
         if not is_lost or not self.agent.clear():
             self.agent.close()

@@ -101,8 +101,8 @@ class PlanningTimeout(BaseException):
 def limit_planning_time(seconds: float) -> Iterator[None]:
     """A context that raises PlanningTimeout in its block after `seconds` seconds, by the signal SIGALRM.
 
-    There is no limit outside of the main thread (a supervisor plans in the main thread), or if the process already uses
-    the timer. The previous signal handler is restored at the end.
+    There is no limit outside of the main thread (a supervisor plans in the main thread), if the process already uses
+    the timer, or if a C library handles SIGALRM. The previous signal handler is restored at the end.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -152,8 +152,9 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
 
 
 def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
-    """Returns the fastest plan for the job's devices that takes at most MAX_MEMORY_FRACTION of the memory of `plan`.
-    Raises NothingFits if there is no such plan, or if none was found in time."""
+    """Returns the fastest plan that takes at most MAX_MEMORY_FRACTION of the memory of `plan` on an equal number of
+    ranks. Raises NothingFits if there is no such plan, if none was found in time, or if `job` is None: without a job
+    there is no cost estimate."""
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)

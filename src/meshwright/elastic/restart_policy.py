@@ -1,9 +1,9 @@
 """Decides whether the supervisor retries a failed run, and defines the settings of fault handling (`FaultPolicy`).
 
 [Note: giving up] An error that occurs twice in one step counts as deterministic and ends the run. Errors of two ranks
-that ended without a message do not count as equal. Other errors end the run if more than `retries` failures occur in a
-row without a completed step between them. From the second failure on, the pause before a retry doubles each time, with
-random variation.
+that ended without a message do not count as equal. Neither do exits by a signal, which may be transient, unless they
+are OOM kills. Other errors end the run if more than `retries` failures occur in a row without a completed step between
+them. From the second failure on, the pause before a retry doubles each time, with random variation.
 
 [Note: lower memory] Two OOM errors in one step count as equal, even if their messages differ. Then the supervisor
 requests a plan that takes less memory. It does so after each further OOM until no such plan is left.
@@ -98,10 +98,10 @@ class RestartPolicy:
 class FaultPolicy:
     """The settings of fault handling of a run.
 
-    `retries`: the number of failures in a row that are retried, or 0. `hang_timeout`: a rank counts as hung after this
-    number of seconds of silence at the earliest; 0 means never. `replan` returns the job for at most the given number
-    of ranks; without it, the world size is fixed. `min_ranks`: the minimum number of ranks after a permanent loss; 0
-    means all ranks.
+    `retries`: the number of failures in a row that are retried; 0 means none. `hang_timeout`: a rank counts as hung
+    after this number of seconds of silence at the earliest; 0 means never. `replan` returns the job for at most the
+    given number of ranks; without it, the world size is fixed. `min_ranks`: the minimum number of ranks after a
+    permanent loss; 0 means all ranks.
     """
 
     retries: int = 0

@@ -213,7 +213,7 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                # A cancelled round has already copied it. The ranks may have repeated the step with equal results.
+                # A cancelled round has already copied this step. Ranks may have repeated the step, with equal results.
                 rewrite_history(here, order.step, history_of(there, order.step))
                 return True
             here.forget(order.step - 1)  # if the replica has this step or a later one, it is from before a rollback

@@ -2,8 +2,11 @@
 `verify` use it.
 
 Guarantees:
-- The run has exactly the requested world size.
-- If a rank dies or hangs, the run resumes from the in-memory snapshots of the last step without user action.
+- The run starts with exactly the requested number of ranks. This number changes only as in [Note: other numbers of
+  ranks] and when slow devices are excluded or readmitted (devices.py).
+- If `FaultPolicy` allows retries and a rank dies or hangs after training has begun, the run resumes without user
+  action. It resumes from the in-memory snapshots of the last step, if there are any, and otherwise from the last
+  checkpoint on disk.
 - A fault without recovery ends with a diagnosis that names the rank that caused it.
 - Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds. A second
   signal ends the run at once.

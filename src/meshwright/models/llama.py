@@ -44,7 +44,8 @@ class LlamaConfig:
 
 
 class RMSNorm(nn.Module):
-    """Computes x / rms(x) * weight, in float32 or wider. Source: Zhang and Sennrich (2019)."""
+    """Computes x / rms(x) in float32 or float64, converts it to the dtype of x, and multiplies it by the weight.
+    Source: Zhang and Sennrich (2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

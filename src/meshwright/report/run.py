@@ -249,7 +249,10 @@ class RunSummary(StrictModel):
 
 
 def read_run(folder: Path | str) -> RunFolder:
-    """Reads the run folder `folder`. Raises InputError if it is not a run folder."""
+    """Reads the run folder `folder`.
+
+    Raises: InputError if it is not a run folder or has an invalid file; StorageFailed if its disk fails.
+    """
     path = Path(folder)
     try:
         is_run, exists = storage.is_folder(path), storage.path_exists(path)

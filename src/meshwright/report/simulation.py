@@ -192,7 +192,8 @@ def rank_table(simulation: SimulationResult, language: str = "en") -> str:
 
 
 def shown_ranks(simulation: SimulationResult) -> list[SimulatedRankTime]:
-    """Returns at most `MAX_RANK_ROWS` ranks, but at least two per lane. In each lane, ranks with faults have priority,
+    """Returns the ranks that the table shows. A lane (a set of identical replicas) gets at most MAX_RANK_ROWS divided
+    by the number of lanes, rounded down, or two rows if that is more. In each lane, ranks with faults have priority,
     then the last rank, then the first ranks."""
     width = simulation.plan.pp
     lanes = [simulation.ranks[at : at + width] for at in range(0, len(simulation.ranks), width)]

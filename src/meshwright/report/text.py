@@ -91,8 +91,8 @@ def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
 
 
 def round_to_sum(values: Sequence[float], step: float) -> list[int]:
-    """Rounds `values` to multiples of `step`, and returns the multiples. They add up to the rounded sum of `values`.
-    The values with the largest remainders are rounded up.
+    """Rounds `values` to multiples of `step`, and returns how many steps each rounded value has. These integers add up
+    to the rounded sum of `values` / `step`. The values with the largest remainders are rounded up.
 
     >>> round_to_sum([0.34, 0.33, 0.33], 0.1)
     [4, 3, 3]

@@ -21,7 +21,7 @@ in the original forward, and does not change the buffers.
 [Note: buffer values of a pass] Between the forward and the backward of a block, other forwards of the block may change
 its buffers (pipelines, a block that is called twice). So full recompute reads copies of the buffers from the start of
 the original forward. Selective recompute reads copies of the values that the original forward read. The first forward
-determines which buffers change. All other buffers are neither copied nor replaced.
+copies all buffers and determines which of them change. Later forwards neither copy nor replace the other buffers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BufferSnapshot(NamedTuple):
     @property
     def has_moved(self) -> bool:
         """Whether the buffer has changed since the snapshot. Batch norm updates running means without advancing the
-        version counter, so values are compared too."""
+        version counter. So the values are compared too, if the snapshot has a copy."""
         written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
         return written or (self.value is not None and not torch.equal(self.buffer, self.value))
 
@@ -123,7 +123,7 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """Sets buffers to the values of their snapshots inside the context. Puts the current tensors back on exit."""
+    """Replaces buffers inside the context by copies of their snapshots. On exit, puts the replaced tensors back."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -143,7 +143,7 @@ class RestoredBuffers:
 BlockForward = Callable[..., Any]
 
 FUNCTORCH_HOOK_ERROR = "don't yet support saved tensor hooks"
-"""The error message of torch.func if saved-tensor hooks are active."""
+"""Part of the message of the error that torch.func raises if saved-tensor hooks are active."""
 
 
 def _no_recompute(place: int) -> Recompute:
@@ -191,7 +191,13 @@ class RecomputePolicy:
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
     ) -> Any:
         """Runs the `forward` of the block with index `place` in its stage and returns its output. `moving` tracks the
-        block's buffers."""
+        block's buffers.
+
+        Raises:
+            InputError: the block computes gradients with torch.func under recompute or offload. Or the block does not
+                call scaled_dot_product_attention (`attn`). Or it changes a buffer that its first forward did not change
+                (`full` and `sac`).
+        """
         try:
             if self.offload is None or not self.sends(place):
                 return self._run(forward, place, moving, None, args, kwargs)
@@ -277,8 +283,8 @@ def with_function_modes(
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restores the values of `buffers` on exit, without advancing their version counters. Otherwise backward would
-    raise an error for a saved buffer, although it does not read the value."""
+    """Restores the values of `buffers` on exit, without advancing their version counters. With advanced counters,
+    backward would raise an error for a buffer that autograd saved, although backward does not read its value."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -12,9 +12,9 @@ the first step of an optimizer, leave holes in the heap between small live alloc
 bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without `malloc_trim`, and 789 MiB with
 it.
 
-[Note: scratch] MKL caches the workspace of its matrix products: 5 MiB for each product that is longer than all previous
-products. After the preflight checks, this cache contains workspace that training steps do not need. `malloc_trim` frees
-the cache.
+[Note: scratch] MKL caches the workspace of its matrix products. A product with more rows than all previous ones adds to
+this cache, for example 5 MiB for a vocabulary head. After the preflight checks, the cache contains workspace that
+training steps do not need. `malloc_trim` frees the cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Backend:
     device_type: ClassVar[str] = ""
     """The value of `torch.device.type` for these devices."""
     memory_is_host: ClassVar[bool] = False
-    """Whether device memory is host memory. If so, offloading copies nothing, and ranks of a host share memory."""
+    """Whether device memory is host memory. If so, weights are offloaded only to disk, and ranks of a host exchange
+    tensors through shared memory where the system supports it."""
     has_streams: ClassVar[bool] = False
     """Whether copies run asynchronously in streams. If so, the host memory of copies is pinned."""
     collective_library: ClassVar[str] = "gloo"
@@ -106,8 +107,8 @@ class Backend:
     has_fused_optimizer: ClassVar[bool] = False
     """Whether torch has fused optimizer kernels for the device."""
     nominal_flops: ClassVar[float] = 2e14
-    """Assumed FLOP/s of a device without a predicted step time. train/proof/ estimates from it how long a proof would
-    take."""
+    """Assumed FLOP/s of a device, for a plan without a predicted step time. train/proof/ estimates from it the time of
+    a proof run, which compares the loss and the gradients under the plan with those of one device."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
     """Assumed FLOP/s of matrix products, divided by the bytes/s of memory: 400 TFLOP/s and 4 TB/s for accelerators, 80
     GFLOP/s and 27 GB/s for CPUs."""

@@ -13,10 +13,10 @@ ordinary build. To materialise a parameter, the recorded operations are replayed
 stores only its slice, and the full tensor exists only during the replay.
 
 [Note: recipes] A `StorageRecipe` describes how the content of a storage is computed. Recipes are immutable: an
-operation that writes to the storage replaces its recipe. So an earlier copy or slice has the earlier content. The
-device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An operation that cannot be
-recorded, such as a read of values, raises. `build_deferred` then builds the full model. Idea: torchdistx,
-`deferred_init` (2022).
+operation that writes to the storage replaces its recipe. So operations that read it earlier are replayed with the
+earlier content. The device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An
+operation that cannot be recorded, such as a read of values, raises. `build_deferred` then builds the full model. Idea:
+torchdistx, `deferred_init` (2022).
 
 A write after the end of the context is not recorded and would be lost. So `check_unchanged_after_recording` raises if a
 parameter was written to or converted afterwards. A new parameter that replaces a recorded one is not checked.
@@ -241,7 +241,7 @@ class DeferredInit(TorchDispatchMode):
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Calls `function`, which fills `tensor`. Records one operation, as the number of draws depends on values."""
+        """Calls `function`, which fills `tensor`. Records the whole call, whose number of draws depends on values."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -373,7 +373,7 @@ def deferred_init() -> Iterator[DeferredInit]:
     Parameters are meta tensors with a recipe. `parallelize` materialises each rank's shards. Buffers are real tensors.
 
     Raises:
-        InputError: the model's code reads parameter values, or runs an operation that cannot be recorded.
+        InputError: an operation cannot be recorded. A read of parameter values raises torch's error for meta tensors.
     """
     later = DeferredInit()
     hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]

@@ -108,7 +108,8 @@ class OncePerStepBuffers:
 
 
 class PassRecorder(Protocol):
-    """Records the code paths of the user's model, and finds those that no check has run (preflight/code_paths.py)."""
+    """Records the code paths of the user's model, and finds those that no check has run (preflight/code_paths.py). A
+    code path is the set of a forward's call sites: positions in the user's code that call torch functions."""
 
     asks: bool
     """Whether the user's code reads tensor values."""
@@ -138,11 +139,12 @@ class StepChecks(Protocol):
     """The checks before and after the micro-batches of a step (preflight/step_checks.py)."""
 
     stages_run: bool
-    """Whether every stage has run once."""
+    """Whether the dry run of the stages is done."""
     steps: int
     """Number of training steps that have begun."""
     checked: int
-    """The last training step before which the separability of the batch was checked."""
+    """The last training step before which it was checked that the batch may be divided into micro-batches
+    (preflight/batch_separability.py)."""
     began: int
     """Number of forwards of stages before the present step."""
     once: OncePerStepBuffers
@@ -374,6 +376,10 @@ class Engine:
         forward. All ranks call it.
 
         Returns the sum of the losses (float64 scalar) on the rank of the last stage, 0 on other ranks.
+
+        Raises:
+            InputError: A norm with batch statistics would get only a part of the batch. Or a check before, during or
+                after the micro-batches refuses the batch or the model.
         """
         if scale is not None:
             check_batch_norm(self.statistics, self.mesh.plan, len(batches))

@@ -186,7 +186,8 @@ class ErrorPropagator:
         same input.
 
         Raises:
-            MeshwrightError: a rank ended the call for another reason, or has not raised within BARRIER_TIMEOUT_SECONDS.
+            MeshwrightError: a rank was interrupted by another rank's exception instead of raising its own, or has not
+                raised within BARRIER_TIMEOUT_SECONDS.
         """
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS

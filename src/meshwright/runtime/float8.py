@@ -103,8 +103,9 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
-    """Returns the bfloat16 product of `one` (m, k) and `other` (k, n), rounded to the float8 dtypes `kind` and
-    `other_kind`. The kernel requires contiguous rows of `one` and contiguous columns of `other`, so both are copied."""
+    """Returns the bfloat16 product (m, n) of `one` (m, k) and `other` (k, n). Before the product, `one` is scaled and
+    rounded to the float8 dtype `kind`, and `other` to `other_kind`. The kernel requires contiguous rows of `one` and
+    contiguous columns of `other`, so both are copied."""
     left, left_scale = _to_float8(one, kind)
     right, right_scale = _to_float8(other.t(), other_kind)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)

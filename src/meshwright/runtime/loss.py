@@ -23,9 +23,9 @@ the logits of all labels never exist at the same time.
 [Note: gradients at once] The loss is a scalar. So its gradient with respect to the head's input and weight is known up
 to one factor as soon as the logits of a chunk are known. Forward computes and saves these gradients: H numbers per
 label (H: hidden size), and the weight's gradient once. Backward multiplies them by the factor. No product runs twice.
-Saved and transient memory shrinks from (tokens x vocabulary) elements to the elements of one chunk. The loss of every
-label is bitwise that of the loss without chunks, also over tensor ranks. Only the summation order of a weight's
-gradient differs, because it is summed over the chunks.
+The softmax of all labels (tokens x vocabulary elements) is not saved. Logits and their gradient exist for one chunk at
+a time. The loss of every label is bitwise that of the loss without chunks, also over tensor ranks. Only the summation
+order of a weight's gradient differs, because it is summed over the chunks.
 
 With chunks the head returns a meta tensor instead of logits. A model that computes on this tensor (a cap, a scale) is
 refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
@@ -336,10 +336,12 @@ class LossHead:
     ) -> None:
         """`loss`: the user's loss function, if any. `vocabulary_group`: the tensor ranks that shard the logits, if any.
         `piece`: returns this rank's positions of labels, if context ranks divide the sequence. `chunked`: the head that
-        computes the loss in chunks. `unreadable`: makes parameters inaccessible while `loss` runs.
+        computes the loss in chunks. `unreadable`: the context in which `loss` runs, and which may forbid access to
+        parameters.
 
         Raises:
-            InputError: `loss` is combined with context parallelism, or the model's forward requires labels.
+            InputError: `loss` is combined with context parallelism. Or there is no `loss`, and the model's forward
+                requires labels.
         """
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
         self.group = vocabulary_group
@@ -377,14 +379,20 @@ class LossHead:
         return found
 
     def count(self, batch: Batch) -> int:
-        """Returns the number of valid labels in `batch`. With a loss of the user, returns the number of rows."""
+        """Returns the number of valid labels in `batch`. With a loss of the user, or without labels, returns the number
+        of rows (0 for a `ZeroWeightBatch`)."""
         if self.loss is None and "labels" in batch:
             return count_valid_labels(batch["labels"], self.shift)
         return loss_weight(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
         """Returns the sum of the losses over the valid labels of the micro-batch. With a loss of the user, returns the
-        sum over the rows."""
+        sum over the rows.
+
+        Raises:
+            InputError: without a loss of the user, `batch` has no labels or `output` no logits. Or the model has
+                computed on the logits of a chunked head.
+        """
         if self.loss is not None:
             with self.unreadable:
                 loss = self.loss(output, batch)

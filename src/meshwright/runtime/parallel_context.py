@@ -28,8 +28,8 @@ from meshwright.spec.plan import Plan
 @dataclass(frozen=True)
 class ParallelContext:
     """The parallel context of a rank. `groups` has the communication groups of this rank by name, without groups of one
-    rank. `device_mesh` has only axes with more than one rank. `p2p_groups` has a group for each pair of (sending,
-    receiving) pipeline coordinates."""
+    rank. `device_mesh` has only axes with more than one rank. `p2p_groups` has a group for each ordered pair of
+    neighbouring pipeline coordinates (sending, receiving). On CPUs it is empty, and messages use the default group."""
 
     plan: Plan
     topology: Topology
@@ -80,8 +80,8 @@ class ParallelContext:
 
     @property
     def replica(self) -> int:
-        """Returns the index of the data-parallel replica of this rank, which selects the rows of the batch that it
-        reads."""
+        """Returns the index of this rank's data-parallel replica. The index selects the rows of the batch that this
+        rank reads."""
         return self.grid.replica(self.rank)
 
     @property

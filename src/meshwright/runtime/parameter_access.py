@@ -12,7 +12,7 @@ weights. Parameters of other pipeline stages are included. With `write=True`, ch
 exit. The interface follows FSDP's `summon_full_params`. The cost is the memory of the requested parameters on every
 rank, plus one all-gather.
 
-`loss_access_guard` prevents the user's loss from reading parameters if no rank stores all parameters.
+`loss_access_guard` prevents the user's loss from reading parameters, unless every rank stores all parameters.
 `guard_stale_parameters` denies access to parameter objects that user code took from the model before `parallelize`.
 """
 
@@ -55,7 +55,7 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
 
     Raises:
         InputError: `module` is not part of the model; `write` is set but replicas have different weights (DiLoCo);
-            parameters were changed without `write`; or ranks made different changes.
+            parameters were changed without `write`; a parameter has a new shape; or ranks made different changes.
     """
     names = _parameter_names(engine, module)
     if engine.recipe.local is not None and write:

@@ -4,9 +4,9 @@
 [Note: form] Before the blocks of the stage, the model's own code reads dtypes, shapes and tuple positions of outputs.
 From these it computes masks, positions and rotary tables. So a placeholder runs a copy of the module on the meta device
 to find out the form of the output. If the copy cannot run, a placeholder of an embedding returns NaN of the right
-width. All others then return their input. A placeholder of a block always returns its input. The values do not matter,
-because the first block of the stage replaces them by the received tensors. If code reads a NaN nevertheless, the loss
-becomes NaN instead of slightly wrong.
+width. All others then return their input. A placeholder of a block returns its input, or NaN in a dry run
+(preflight/step_checks.py). The values do not matter, because the first block of the stage replaces them by the received
+tensors. If code reads a NaN nevertheless, the loss becomes NaN instead of slightly wrong.
 """
 
 from __future__ import annotations
@@ -112,6 +112,6 @@ def skipped_block_output(hidden: Any, tried: bool) -> Any:
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Returns a new tensor of NaN, or of zeros for integer dtypes. A cached tensor would not do, because models scale
-    such outputs in place."""
+    """Returns a new tensor of NaN, or of zeros for integer dtypes. The tensor is not cached, because models may scale
+    it in place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

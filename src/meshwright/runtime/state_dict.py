@@ -119,7 +119,7 @@ def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
 
 def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Yields this rank's pieces of the weights, named `model/parameter`. `saving`: over all ranks, yields each element
-    once."""
+    once, or once for each DiLoCo replica."""
     for unit in _param_groups(engine, saving):
         yield from _param_group_pieces(engine, "model", unit, unit.optim_shard.parts, saving)
 
@@ -221,9 +221,10 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 
     The result contains the dtypes of the states (`kinds`) and the options of the parameter groups (`groups`). It also
     contains the optimizer's own counters (`own`), and a description of the states of tensors that are updated in full
-    (`states`). A scalar state is stored once for all parameters of a group that no update has skipped. Parameters that
-    an update has skipped have entries by name (`skipped`). `empty` lists the groups without parameters on this rank,
-    because their options here may be out of date.
+    (`states`; `whole` is True if such states exist). Parameters that an update has skipped have scalar states by name
+    (`skipped`). For all other parameters a scalar state is stored once (`scalars`), and once for each group if there
+    are several (`by_group`). `types` has the types of scalar states. `empty` lists the groups without parameters on
+    this rank, because their options here may be out of date.
 
     Raises:
         InputError: a state cannot be saved.
@@ -293,7 +294,8 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the results of `optimizer_scalars` of all ranks, in order of rank. Each entry is that of the first rank
-    that has this entry, because a rank without trained parameters has no dtypes and no scalars."""
+    that has this entry, because a rank without trained parameters has no dtypes and no scalars. The options of a group
+    are those of the first rank that has parameters in this group."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -455,8 +457,8 @@ def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def gather_full_tensors(engine: Engine, pieces: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
-    """Returns on rank 0 the full tensors of `pieces` by name, on the CPU, and None on other ranks. All ranks call this
-    function."""
+    """Returns on rank 0 the full tensors of `pieces` by name, on the CPU, and None on other ranks. Skips the pieces of
+    DiLoCo replicas other than the first. All ranks call this function."""
     mine = ((item.piece, item.data.detach()) for item in pieces if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)

@@ -17,18 +17,20 @@ the step by its graph task id, which autograd assigns to each call of backward.
 
 [Note: where not] Gradients are not accumulated in place in these cases:
 
-- Plans without pipeline stages. Most of these plans have one micro-batch per step, and products that are written to
-  shared memory used 2 % more CPU time.
-- Accelerators, where sums of rows have no fixed order, or gradients have 16 bits.
+- Plans without pipeline stages. Most of these plans have one micro-batch per step, so nothing is accumulated. With
+  products that are written directly to gradients in shared memory, these plans used 2 % more CPU time.
+- Accelerators, where sums of embedding rows have no fixed order.
 - Exact sums (zero/exact_sum.py), which need full gradients.
-- Dtypes of fewer than 32 bits, in which each accumulation of an embedding row would round the row.
+- Gradients of fewer than 32 bits, because each accumulation of an embedding row would round the row.
+- Matrix layers whose gradients have a different dtype than their weights.
 - Small matrices, whose gradients stay in the cache.
+- Embeddings inside blocks or with `scale_grad_by_freq`.
 - Compiled blocks and deferred weight gradients.
 - At ZeRO 2 and 3, weights with several consumers. The gradients of their group would use memory from the first
   consumer's backward until the last one's.
 
-In the reference workload, temporary tensors and their fragmentation took 30 MiB of 213 MiB with 2 pipeline ranks, and
-30 MiB of 160 MiB with 4.
+In the reference workload, temporary tensors and their fragmentation took 30 MiB of the memory of a rank, which was 213
+MiB with 2 pipeline ranks and 160 MiB with 4.
 
 Deferral: `WgradQueue` splits the backward of a stage into two actions. B computes the gradient of the stage's input. W
 computes the gradients of the stage's weights, at a later position in the schedule.

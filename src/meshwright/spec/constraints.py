@@ -108,9 +108,9 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 def tensor_parallel_violations(
     plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
 ) -> Iterator[Violation]:
-    """Checks the degree of tensor parallelism. tp must divide the sizes `divisible` by name: heads and the feed-forward
-    width. Key-value heads may also divide tp. A sharded `vocabulary` (0: not sharded) may be uneven, but no shard may
-    be empty. `tensor_parallel` is False if no rule shards the layers of the model."""
+    """Checks the degree of tensor parallelism. tp must divide each size in `divisible` (name to size): `heads`,
+    `kv_heads`, `ffn`. The number of key-value heads may divide tp instead. A sharded `vocabulary` (0: not sharded) may
+    be uneven, but no shard may be empty. `tensor_parallel` is False if no rule shards the layers of the model."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
@@ -339,7 +339,8 @@ def half_sequence_length(plan: Plan, length: int) -> int:
 
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
     """Checks the sequence length. Sequence parallelism cuts a sequence into tp chunks, context parallelism into 2 x cp
-    chunks. If the model has learned positions, their number `context` is the maximum length; 0 means no limit.
+    chunks. With both, tp x cp must also divide the length. If the model has learned positions, their
+    number `context` is the maximum length; 0 means no limit.
 
     `against` is the reason why the model's layers cannot compute on a chunk of the sequence, or empty if they can.
     """

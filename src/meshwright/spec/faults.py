@@ -64,8 +64,9 @@ class KilledRank(_RankFault):
 
 
 class SlowLink(_RankFault):
-    """A rank with a slow link: only the fraction `share` of the bandwidth remains. The fault is permanent, or it lasts
-    `seconds` from the second `start` of the step on."""
+    """A rank with a slow link: only the fraction `share` of the bandwidth remains. The fault begins
+    `start` seconds after the beginning of the step and lasts `seconds` seconds. If `seconds` is None, it is permanent
+    and `start` is ignored."""
 
     share: float = Field(ge=0, le=1, description="fraction of the bandwidth that remains; 0: the link is down")
     seconds: Seconds | None = None

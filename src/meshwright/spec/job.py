@@ -5,8 +5,8 @@
 `RunConfig` is the `run` section of a job. `LaunchSpec` is the launch file of a training run. It has everything that a
 rank needs except the model's weights and the data.
 
-Guarantees: nothing in `RunConfig` changes the result of training. `LaunchSpec` is complete, so that a rank needs no
-planner. RUN/launch.json contains it.
+Guarantees: nothing in `RunConfig` changes the result of training, except that `balance` changes the summation order.
+`LaunchSpec` is complete, so that a rank needs no planner. RUN/launch.json contains it.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class LaunchSpec(StrictModel):
         launches with equal fields run the same job, even with different plans.
 
         With a constant learning rate, the number of steps does not affect earlier steps, so `steps` is omitted.
+        `spikes` is always omitted, so that a resumed run may change it.
         """
         flat: dict[str, Any] = {}
 

@@ -107,7 +107,8 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
     """Returns the `shards` + 1 bounds of the shards of a parameter group of `numel` elements. Each shard has at least
-    `ALIGN_NUMEL` elements; the remaining elements are divided by `weights`, or equally without weights.
+    `ALIGN_NUMEL` elements. The remaining elements are distributed in proportion to `weights`, or equally if `weights`
+    is empty.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])

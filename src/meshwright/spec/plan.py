@@ -8,8 +8,8 @@ The world size is pp x dp_replicate x dp_shard x cp x tp. By default pp is the o
 The sum of n_r * m_r over the replicas is the batch. The numbers n_r (`shares`) differ between replicas if devices
 differ in speed. The sizes m_r (`micro_batch_sizes`) differ if equal sizes would not fit on all devices or would waste
 memory. The loss is the sum over all labels divided by the number of labels, so neither n_r nor m_r changes the loss.
-Replicas with unequal m_r and equal n_r synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal
-n_r synchronize once per step.
+If all n_r are equal, replicas can synchronize in every micro-batch, which ZeRO 2 and 3 need, even if the m_r differ.
+Replicas with unequal n_r synchronize once per step.
 
 [Note: first blocks] A plan can limit recompute and activation offload to the first blocks of each virtual stage. If it
 limits both, the numbers of blocks are equal.

@@ -281,8 +281,10 @@ def parse_events(text: str) -> Iterator[RunEvent]:
 
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
-"""When proofs run. `start`: before the first and the second update, and rarely after that. `auto`: like `start`, if a
-proof is cheap. A number n: like `start`, and also every n steps. `never`: no proof."""
+"""When proofs run. `start`: before the first update, and before the second if the first proof took at most
+CHEAP_PROOF_SECONDS. Also before updates 10, 100 and 1,000, if the previous proof took at most CHEAP_PROOF_FRACTION of
+the time of the run so far. `auto`: like `start`, but only if a proof is cheap (`is_proof_cheap`). A number n: like
+`start`, and also every n steps. `never`: no proof."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
 """A proof is cheap if it takes at most CHEAP_PROOF_SECONDS, or at most CHEAP_PROOF_FRACTION of the time of
@@ -354,9 +356,9 @@ class ProofResult(StrictModel):
 
 
 class RecordedProof(NamedTuple):
-    """A proof as a training run records it, in one line of JSON. A resumed run reads this line and needs no further
-    proof. For each tensor of a batch, `sizes` has the smallest and the largest size of each dimension over all proofs
-    of the run."""
+    """A proof as a training run records it, in one line of JSON. A run that resumes under the same plan reads this
+    line. If the proof found the plan equal, the run does not repeat the proof before its first update. For each tensor
+    of a batch, `sizes` has the smallest and the largest size of each dimension over all proofs of the run."""
 
     result: ProofResult
     sizes: dict[str, tuple[tuple[int, int], ...]]

@@ -3,7 +3,10 @@ plan retains every kind of parallelism.
 
 While there are too many ranks, the first of the degrees dp_replicate, dp_shard, cp, pp, tp that exceeds 2 is halved. If
 all degrees are 1 or 2, the first degree of 2 becomes 1. ZeRO stage and recompute do not change. Sequence parallelism is
-left out if tp becomes 1. The default schedule replaces one that is impossible with the new number of stages.
+left out if tp becomes 1. The default schedule replaces one that is impossible with the new number of stages. A rank has
+at most two virtual stages, unless a custom schedule needs more. A micro-batch has at most two sequences. ep becomes its
+greatest common divisor with dp_shard x cp x tp. Unequal micro-batches, stages and shards stay unequal if the number of
+replicas, stages or shards does not change, else they become equal.
 
 >>> from meshwright.spec.plan import parse_plan
 >>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name

@@ -44,8 +44,8 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
 
 
 def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
-    """Checks that dp_replicate is the number of DiLoCo replicas, and that the plan uses no feature that DiLoCo
-    excludes."""
+    """Checks that dp_replicate is the number of DiLoCo replicas. DiLoCo also excludes expert parallelism, unequal
+    numbers or sizes of micro-batches, every offload except that of activations, and context parallelism at ZeRO 0."""
     if local is None:
         return
     if plan.dp_replicate != local.replicas:

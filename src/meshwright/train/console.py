@@ -23,7 +23,8 @@ from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # the minimum time between plain lines about ordinary steps
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""Only the supervisor handles messages of these kinds. The user sees a `note` of rank 0 or a line of the supervisor."""
+"""The console ignores messages of these kinds, which only the supervisor handles. Where the user must know of one, rank
+0 also sends a `note`, or the supervisor prints a line."""
 WARMUP_STEPS = 3
 """The number of steps after a start whose times are not yet stable."""
 
@@ -94,7 +95,7 @@ class RunConsole:
         elif self.first:
             self.note(Message("goes on from the checkpoint of step {first}", first=self.first))
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            # On a narrow terminal, the description must be cut off before the step.
+            # On a narrow terminal, the description must be cut off and not the step.
             whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))
             step = TextColumn(
                 self.words(Message("step {step}/{steps}", step="{task.completed}", steps="{task.total}")),
@@ -175,7 +176,8 @@ class RunConsole:
         self.close()
 
     def summary(self) -> dict[str, Any]:
-        """Returns the summary of the run that `--json` prints."""
+        """Returns the summary of the run that `--json` prints: the last step, its loss (None if no step has run), and
+        the validation losses by step (`held_out`)."""
         losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
         return {
             "steps": self.last.step if self.last else self.first,

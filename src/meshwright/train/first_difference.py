@@ -6,9 +6,9 @@ Module outputs are compared in the order in which the forward calls end. Then th
 parameters are compared in the opposite order. The first difference beyond the tolerance is the result.
 
 Each rank compares the elements that it has: its rows of the batch, its features of a column-parallel layer, its slice
-of the sequence. An output is skipped if no such slice matches it, such as the attention heads of one rank. A fault in a
-skipped module appears in the next row-parallel layer. So the result is the faulty module, or the first comparable
-module after it.
+of the sequence. An output that matches no such slice is skipped, for example the output of this rank's attention heads.
+A fault in a skipped module appears in the next row-parallel layer. So the result is the faulty module, or the first
+comparable module after it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def find_first_difference(
     gradients: Mapping[str, torch.Tensor],
     tolerance: float,
 ) -> ModuleDifference | None:
-    """Returns the first module whose output or gradients under the plan differ by more than `tolerance` from those on
-    one device, or None. All ranks call it and return an equal result.
+    """Returns the first module or parameter whose output or gradient under the plan differs from that on one device, or
+    None. All ranks call it and return an equal result. `tolerance`: the largest accepted relative difference.
 
     `batch` is the global batch. `one` is the recorded pass of this batch on one device. `gradients` has the parameter
     gradients on one device, by parameter name.
@@ -208,7 +208,8 @@ def _parameter_differences(
     tolerance: float,
 ) -> list[ModuleDifference]:
     """Returns the parameters whose gradients differ. The `time` of each is directly after that of the output gradient
-    of its module."""
+    of its module, or after all others if that module has no recorded output. Gradients that are almost zero are
+    skipped: at most 1e-14 of the norm of all gradients."""
     whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
     found = []
     for name, value in gradients.items():

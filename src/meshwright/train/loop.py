@@ -49,7 +49,7 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
-MEMORY_TRACE_STEP = 2  # the profiler traces the memory of this step, counted from 0 at a start: earlier steps warm up
+MEMORY_TRACE_STEP = 2  # the traced step, from 0 at each start, or the last one if there are fewer; earlier ones warm up
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:

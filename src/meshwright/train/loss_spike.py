@@ -3,7 +3,7 @@
 A step is called high in either of two cases:
 - Its loss is not finite, or exceeds m by more than max(MIN_SPREAD_RATIO * s, MIN_RELATIVE_RISE * |m|). Here m is the
   median loss of the last MEDIAN_WINDOW_STEPS steps that were not high. Over these steps, s is 1.4826 times the median
-  of |loss - m|.
+  of |loss - m|. Until there are MEDIAN_WINDOW_STEPS such steps, a finite loss is not high.
 - Its gradient is not finite and the loss scale is not dynamic. (A dynamic loss scale overflows at times.)
 
 SPIKE_STEPS high steps in a row are a spike. A bad batch makes only one step high, while damaged weights keep the loss

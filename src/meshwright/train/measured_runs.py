@@ -6,8 +6,9 @@ supervisor of a training run use it.
 - `TrialRunner` times a few steps of each given plan, with the job's own model and data. It saves nothing.
 
 Guarantees: plans run one after another in the processes of the ranks. If the runtime refuses a plan, every rank returns
-a result with the reason; no rank raises an exception. The step time of a trial is the lower median over the timed steps
-of the slowest rank's time. The first steps are not timed, since they open files, fill caches and allocate buffers.
+a result with the reason; no rank raises an exception. The time of a step is that of the slowest rank. The result of a
+trial is the lower median of the times of its steps. The first steps do not count, since they open files, fill caches
+and allocate buffers.
 """
 
 from __future__ import annotations

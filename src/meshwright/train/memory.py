@@ -212,7 +212,8 @@ class MemoryRecorder:
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
         """Returns this rank's bytes by category after the step of `record`, and its RSS. The bytes at the peak are
-        included if the step was traced (`watch` is not None) or the device records its peak."""
+        included if the step was traced (`watch` is not None) or the device records its peak. If the device records no
+        peak and each rank has its own host, the peak RSS is included as `reserved`."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):

@@ -137,8 +137,8 @@ MAX_FREE_MEMORY_FRACTION = 0.5
 machine or of this run's cgroup, whichever is less."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""The user is warned if training waits for overlapped copies for more than this fraction of its time, measured over
-this number of steps."""
+"""The user is warned if training waits for overlapped copies for more than MAX_WAIT_FRACTION of its time. The waits are
+measured over the first MIN_MEASURED_STEPS steps."""
 
 PEER_OUT_OF_MEMORY_TEXT = Message(
     "no in-memory checkpoints: another rank has too little memory for its own; if a rank fails, the run loses the "
@@ -184,7 +184,8 @@ class MemoryCheckpointer:
 
     def begin(self, record: dict[str, Any]) -> None:
         """Starts the copy of the current state, after the end of a step. On a CPU, the copy is complete on return.
-        `record`: the step record to store with it."""
+        `record`: the step record to store with it. If in-memory checkpoints are refused (`refused`), copies nothing. If
+        the previous copy has failed, raises its exception."""
         self.finish()
         layout = self._lay()
         if layout is None:
@@ -273,7 +274,8 @@ class MemoryCheckpointer:
 
 def overhead_warning(waited: float, seconds: float, steps: int) -> str:
     """Returns a warning if training has waited for copies for more than MAX_WAIT_FRACTION of its time, else ''.
-    `waited` and `seconds`: the total waits and the total time of `steps` steps, in seconds.
+    `waited` and `seconds`: the total waits and the total time of `steps` steps, in seconds. With fewer than
+    MIN_MEASURED_STEPS steps there is no warning.
 
     >>> overhead_warning(20.0, 32.0, 10)  # doctest: +NORMALIZE_WHITESPACE
     'in-memory checkpoints make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without

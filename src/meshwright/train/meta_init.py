@@ -13,9 +13,9 @@ loaded. The model's own code computes the other buffers (rotary frequencies, mas
 For some Hugging Face model families, tensors have other names or shapes in files than in the modules. Then the
 conversion rules of the `transformers` library are translated to `WeightSource`s. If the model has no tensor of the name
 of a file key, all renaming rules are applied to the key. After that, at most one rule may merge the tensor with those
-of other keys: it concatenates them along the first dimension, or stacks experts along a new first dimension. Any other
-conversion raises InputError. Source: huggingface/transformers, `conversion_mapping.py` and
-`core_model_loading.rename_source_key`.
+of other keys. It concatenates tensors along the first dimension, stacks experts along a new first dimension, or first
+concatenates the tensors of each expert and then stacks the experts. Any other conversion raises InputError. Source:
+huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KeyMapping(NamedTuple):
 
 def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str]) -> dict[str, WeightSource]:
     """Returns, by name, where to read those tensors of `model` that are stored under other names or in several pieces.
-    `known`: the names of the model's tensors."""
+    `known`: the names of the model's tensors. Raises InputError if a conversion is not supported (module docstring)."""
     rules = _conversion_rules(model)
     groups: dict[str, dict[str, list[str]]] = {}
     joined: dict[str, Any] = {}
@@ -163,8 +163,9 @@ def init_on_meta() -> Iterator[None]:
 
 
 def load_sharded_weights(engine: Engine, path: Path | str) -> None:
-    """Loads every uninitialized parameter of `engine` from `path`, a checkpoint or a folder with safetensors files. All
-    ranks call it. Raises InputError if the files do not match the model."""
+    """Loads every uninitialized parameter of `engine` from `path`, a checkpoint or a folder with safetensors files.
+    From safetensors files it also loads the persistent buffers that they contain. All ranks call it. Raises InputError
+    if the files do not match the model."""
     weights = None if is_present(Path(path) / MANIFEST_FILE) else _open_checked_weights(path, engine)
     engine.zero.quiesce()
     # With DiLoCo, each replica has its own weights, but all replicas start from the weights in the file.

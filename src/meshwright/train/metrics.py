@@ -11,7 +11,8 @@ index as seed. Guarantees:
 - If the ranks of one replica have read different bytes, the run ends with an error that names such a rank. So a damaged
   file or damaged memory does not go unnoticed.
 
-The module also writes the results of proof runs (proof/) to RUN/proofs.jsonl. RUN is the run folder.
+The module also writes the results of proof runs (proof/) to RUN/proofs.jsonl. RUN is the run folder. A proof run
+compares the loss and the gradients of a small batch under the plan with those of one device.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ PROOFS_FILE = "proofs.jsonl"
 
 
 def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
-    """Returns `run.prove` of the job, or None for "auto". An environment variable may then choose the mode."""
+    """Returns `run.prove` of the job, or None for "auto". With None, the environment variable MESHWRIGHT_PROVE sets the
+    mode, and without this variable it is "auto"."""
     return None if launch.run.prove == "auto" else launch.run.prove
 
 
@@ -199,8 +201,9 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """The values of a step after the exchange between all ranks. `record` and `flags` have the maximum over the ranks.
-    `phases` is None without a process group. `by_rank[r]` has the numbers that rank r passed as `own`."""
+    """The values of a step after the exchange between all ranks. `record` has the maximum over the ranks of each time
+    and size, and `flags` has that of each flag. `phases` has every rank's durations; it is None without a process
+    group. `by_rank[r]` has the numbers that rank r passed as `own`."""
 
     record: StepRecord
     flags: Sequence[float]

@@ -90,8 +90,8 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Wraps the layers `lora.target` of `model` (default: all linear layers) with LoRA adapters, and freezes all other
-    parameters. `seed`: of the initial adapters. Raises InputError if peft is not installed or a target does not
-    exist."""
+    parameters. `seed`: of the initial adapters. Raises InputError if peft is not installed, if a target does not exist,
+    or if peft refuses the configuration."""
     try:
         import peft
     except ImportError:
@@ -160,11 +160,12 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """Builds the unsharded model in float32 on the meta device.
+    """Builds the unsharded model in float32. Only a user's function may use other dtypes.
 
-    Each rank later materializes its shards: from the weights in the model folder (meta_init.py), or with the model's
-    own initialization code (runtime/deferred_init.py). With `weights=False`, the model is built in host memory and
-    initialized by its own code, even if its folder has weights.
+    With `weights`, parameters are on the meta device, and each rank later materializes its shards: from the weights in
+    the model folder (meta_init.py), or with the model's own initialization code (runtime/deferred_init.py). A model
+    without a weight file is built in host memory if this code cannot be recorded. With `weights=False`, the model is
+    built in host memory and initialized by its own code, even if its folder has weights.
 
     With `lora`, everything but the adapters is frozen. `capacity` is the capacity factor of the experts and `bias_rate`
     the update rate of the router bias (runtime/expert_parallel/load_balancing.py); None leaves the model's setting.
@@ -314,8 +315,9 @@ def accepts_packed_documents(model: nn.Module) -> bool:
     2. Tokens before a restart do not affect tokens after the restart.
 
     A model with real weights is run to test condition 2. A model on the meta device meets it if its code passes
-    position ids to a mask function. Otherwise it is run with temporary random weights, unless it has more than
-    MAX_RANDOM_PARAMS parameters. If the result is False, each row has one conversation.
+    position ids to a mask function. Otherwise it is run with temporary random weights. If it has more than
+    MAX_RANDOM_PARAMS parameters, it is not run, and the result is False. If the result is False, each row of
+    conversation data has one conversation, and data.documents=apart is refused.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False

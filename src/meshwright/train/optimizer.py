@@ -3,7 +3,7 @@ verification use it.
 
 The optimizer receives flat slices of parameters, or full tensors if its update rule needs them
 (runtime/optim/rule_probe.py). By default weight decay applies only to matrices; the workload may extend it to all
-parameters. The optimizers use torch's fused kernels, which on a CPU take a quarter of the time of torch's for-loop
+parameters. AdamW, Adam and SGD use torch's fused kernels, which on a CPU take a quarter of the time of torch's for-loop
 implementation.
 
 With `muon`, torch's Muon updates the matrices of blocks. AdamW updates embeddings, heads, vectors and stacked experts.

@@ -7,8 +7,8 @@ A run resumes from the first of these sources that exists:
 - The newest valid checkpoint in the run folder.
 - The model's initial or pretrained weights.
 
-If the event log records a saved checkpoint, the run never restarts silently at step 0. If no checkpoint can be read,
-the run ends with an error.
+If the event log records a saved checkpoint, but no checkpoint can be read, the run does not restart silently at step 0:
+it ends with an error, unless the user has set run.restart.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Recovery:
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
-        # If later steps were reported, the run was rolled back to this step, whose report is not missing.
+        # If the last report is of a later step, a rollback came after it. This step was not reported since then.
         return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
     def catch_up(self) -> None:
@@ -236,8 +236,8 @@ class Recovery:
     @property
     def flags(self) -> tuple[float, float, float]:
         """Returns this rank's values for the exchange between ranks. The first is 1.0 if a checkpoint is being written,
-        else 0.0. The second is the duration of the last save in seconds. The third is 1.0 if this rank's in-memory
-        checkpoint did not fit in memory, else 0.0."""
+        else 0.0. The second is the duration of the last save in seconds. The third is 1.0 if this rank has no in-memory
+        checkpoints for lack of memory or because states are offloaded to disk, else 0.0."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
@@ -389,7 +389,7 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 def daly_interval(save: float, failures: float) -> float:
     """Returns the interval between checkpoints, in seconds, that minimizes the time lost to saves and repeated steps.
-    The interval is at least `save` / MAX_SAVE_FRACTION.
+    The interval is at least `save` / MAX_SAVE_FRACTION. But if `save` is at least 2 `failures`, it is `failures`.
 
     `save` is the duration of a save, `failures` the mean time between failures, both in seconds. Source: Daly, A higher
     order estimate of the optimum checkpoint interval, FGCS 2006.

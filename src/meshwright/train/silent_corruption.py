@@ -197,9 +197,11 @@ class SdcRecompute:
         self._off = False
 
     def settled(self, state: TrainState, compute: Callable[[], GradientSums]) -> GradientSums:
-        """Runs `compute` (forward and backward of the step) as often as needed, and returns its verified result. The
-        gradients of this result are in the flat buffers. If three computations differ, the last result is used and
-        later gradients are not checked."""
+        """Runs `compute` (forward and backward of the step). Runs it a second time if the gradient is suspicious or due
+        for a check, and a third time if the results differ. Returns the result that occurs twice, or the only result.
+        The gradients of this result are in the flat buffers. If three computations differ, the last result is used and
+        later gradients are not checked. If a step cannot be computed twice (`recompute_obstacle`), it is not checked.
+        """
         if self._off or recompute_obstacle(state):
             return compute()
         random = _random_states(state)

@@ -40,7 +40,8 @@ of a replica is the largest divisor of its number of sequences that does not exc
 
 The optimizer update takes equally long for few and for many sequences, so a rank with few sequences seems slow per
 sequence. Therefore, when no straggler is left, the first plan is predicted to reach the step time of the first window
-again. This prediction is not used if the measured speeds would clearly delay the first plan.
+again. This prediction is used only if the measured speeds would not delay the first plan much: its computing may take
+at most (1 + MIN_SLOWDOWN_RATIO) / 2 times as long as that of the current plan.
 
 [Note: ranks that are left out] If no division of the batch helps, the monitor sends an `ExclusionRequest`. It does so
 after EXCLUSION_DELAY_STEPS slow steps, and then once per window. The request has the current step time, and the
@@ -246,7 +247,7 @@ class StragglerMonitor:
 
     def asks(self) -> ExclusionRequest | None:
         """Returns a request to exclude the ranks that have computed slowly for EXCLUSION_DELAY_STEPS steps, or None
-        ([Note: ranks that are left out])."""
+        ([Note: ranks that are left out]). There is none if it would save less than MIN_STEP_FRACTION of a step."""
         slow = {rank for rank, phase in self.slow if phase == SlowPhase.computing}
         now = {each.rank: each.times for each in self._slow() if each.phase == SlowPhase.computing}
         others = [rank for rank in range(self.plan.world) if rank not in slow]
@@ -267,7 +268,8 @@ class StragglerMonitor:
 
     def better(self) -> tuple[Plan, float] | None:
         """Returns the plan with the shortest predicted step time and its predicted speed-up ([Note: adjusted shares]).
-        Returns None if the plan saves less than MIN_GAIN_FRACTION of the step."""
+        Returns None if the plan saves less than MIN_GAIN_FRACTION of the step, if the window is incomplete, or if there
+        is only one replica."""
         if len(self._window) < MEDIAN_WINDOW_STEPS or self.plan.dp < 2:
             return None
         each = self._by_sequence()
@@ -414,9 +416,9 @@ class StragglerMonitor:
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
-        """Returns whether all ranks wait clearly longer for others than while all were healthy. `least`: the shortest
-        wait, `step`: the step time, both in seconds. `longer`: the growth of computing times, by which waits may grow
-        too. The excess is compared with the spread of the healthy waits, since waits on a slow link vary."""
+        """Returns whether all ranks wait longer for others than when all were healthy, by the conditions of stragglers
+        (module docstring). `least`: the shortest wait, `step`: the step time, in seconds. `longer`: the factor by which
+        computing and so waits may grow. The spread is that of healthy waits, since waits on a slow link vary."""
         usual = (self._healthy.waiting or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window

@@ -1,5 +1,5 @@
-"""Reduces the sizes in a configuration of the `transformers` library, so that `meshwright verify` can run the model
-with real weights. The structure of the model does not change.
+"""Reduces the sizes in a configuration of the `transformers` library, so that `meshwright verify` can train the
+model under the plan and on one device. The structure of the model does not change, and its weights are random.
 
 Model families use different names for one size, so every integer attribute with a known name is replaced. The ratio of
 query heads to key-value heads does not change, and dropout rates become 0. No attributes are added.

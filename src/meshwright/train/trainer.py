@@ -3,7 +3,7 @@ optimizer step on all ranks. A user's script and the training loop (loop.py) cal
 
 Guarantees: the loss and the update equal those of one device on the global batch, up to the order of floating-point
 sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
-the labels are distributed over the ranks.
+the labels are distributed over the ranks. A user's own loss is a mean over rows; it is averaged over all rows instead.
 """
 
 from __future__ import annotations
@@ -154,6 +154,13 @@ class Trainer(TrainState):
         `batch` is the global batch on every rank, a dict of tensors (rows, ...), or a `LocalBatch` with this rank's
         rows. The last batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite,
         all ranks skip the update.
+
+        Raises:
+            InputError: The batch is invalid or differs between ranks, or the user's code has made a change that a step
+                does not allow (step/guards.py).
+            PlanRefused: A proof run has found that the plan differs from one device, or a check has failed.
+            InvariantViolated: The step has violated an invariant (step/invariants.py). The update was not made.
+            OutOfMemory: An allocation has failed.
         """
         with _explain_errors(self, Message("in step {steps}", steps=self.steps + 1)):
             self.passes.check_around(self)

@@ -342,7 +342,8 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
 
 def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
     """Returns a line that names the first module whose output or gradients under the plan differ from those on one
-    device. All ranks call it and get the same line. `spoil`: as for `_run_under_plan`."""
+    device. If there is none in the first step, the line says so. All ranks call it and get an equal line. `spoil`: as
+    for `_run_under_plan`."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -433,7 +434,7 @@ def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim
             for layer, names in params_by_layer(model, analyze_model(model))
             for name in names
         }
-        for name, parameter in model.named_parameters():  # the trainer otherwise sets what the optimizer reads
+        for name, parameter in model.named_parameters():  # under the plan, the trainer sets these attributes
             vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
         return optimizer_factory(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}

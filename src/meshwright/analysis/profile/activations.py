@@ -250,7 +250,8 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Returns the values of `requested` that are saved only after a product that ran after their inputs were saved.
+        """Returns the values of `requested` for which a product runs between the saving of their inputs and their own
+        saving.
 
         If products separate the compiled graphs of a block, such a value crosses from one graph to the next, so it is
         saved. See [Note: in pieces] in planner/cost/activations.py.

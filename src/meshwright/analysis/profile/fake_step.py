@@ -96,8 +96,8 @@ def trace_step(
     """Returns the result of one step over `rows` rows in the dtype `compute`. Exceptions of the model propagate.
 
     The step runs with a key-value cache first, because without one Hugging Face models read values to check whether a
-    batch is packed. It is repeated without a cache if it fails, because the caches of some models do not work in
-    training.
+    batch is packed. If it fails and the configuration of the model has `use_cache`, it is repeated without a cache,
+    because the caches of some models do not work in training.
     """
     try:
         return _trace_step(model, graph, inputs, compute, rows, cache=True)

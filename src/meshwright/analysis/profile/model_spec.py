@@ -37,8 +37,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Minimum number of tokens, and maximum number of rows, of the smaller batch. With this many tokens, the peak of the
-transient bytes of a layer comes from activations and not from gradients of weights.
+"""The smaller batch has MIN_TOKENS tokens, rounded down to whole rows, but at least 2 and at most MAX_ROWS rows. With
+this many tokens, the peak of the transient bytes of a layer comes from activations and not from gradients of weights.
 """
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
@@ -58,8 +58,8 @@ def describe(
     run on fake tensors.
 
     `sequence` is the number of token ids per row. `batch` is an example batch, if the model does not describe its
-    inputs. `precision` is the precision recipe of the job. It determines which tensors are cast to float32. `name` is
-    the name of the model, by default that of its class.
+    inputs. `precision` is the precision recipe of the job. Its compute dtype determines which tensors are cast to
+    float32. `name` is the name of the model, by default that of its class.
 
     Raises:
         InputError: the model cannot be built or traced.
@@ -110,7 +110,8 @@ def _trace_rows(
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """Returns the model that `make` builds, on the meta device if possible.
+    """Returns the model that `make` builds on the meta device. If `make` raises an exception there other than
+    InputError, it is called again without a default device.
 
     Raises:
         InputError: the model cannot be built.

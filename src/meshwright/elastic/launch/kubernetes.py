@@ -4,8 +4,9 @@ authenticate.
 
 Kubernetes recreates a pod that has ended, with an unchanged index, and the pod rejoins the run. Meanwhile the other
 pods continue without it, if the job allows fewer nodes. The end of a pod counts as a failure, unless the pod was
-disrupted or its exit code was 75 (the run can continue). /dev/shm is a memory volume, since the ranks of a pod
-communicate through it. Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+disrupted or its exit code was 75 (the run can continue). After exit code 2 (invalid input) or 3 (no plan fits), the job
+fails at once. /dev/shm is a memory volume, since the ranks of a pod communicate through it. Source:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
 

@@ -99,7 +99,7 @@ def device_vendor(device: Device) -> str:
 
 def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
     """Returns the nodes of `cluster` in order, as sets. Consecutive nodes with equal devices are in one set. Raises
-    InputError if devices are of several vendors, or if `request` does not match the sets.
+    InputError if devices are of several vendors or not supported for training, or if `request` does not match the sets.
 
     >>> from meshwright.planner.inputs.clusters import read_cluster
     >>> sets = node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())

@@ -57,7 +57,7 @@ class ActivationBytes(NamedTuple):
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
         """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (axis c), over axes
         (b, s, c) of GRID_AXES. The stored tensors are the inputs of matrix products and the gradients of the outputs.
-        Recomputed blocks store nothing until W."""
+        Blocks with selective or full recompute store nothing until W."""
         return np.stack(
             [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
         )
@@ -135,14 +135,16 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
     """Returns the saved bytes per token that B frees, because no matrix product reads them in W. Outputs of matrix
-    products are not included, since gradients of equal size replace them."""
+    products are not included, since gradients of equal size replace them. `divided` is `tp` for blocks with sequence
+    parallelism, else 1."""
     return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
         layer.fused_whole * size + layer.fused_fixed_whole
     ) / divided
 
 
 def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Returns the bytes per token that an eager block saves and a compiled block does not save ([Note: in pieces])."""
+    """Returns the bytes per token that an eager block saves and a compiled block does not save ([Note: in pieces]).
+    `divided` is `tp` for blocks with sequence parallelism, else 1."""
     split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
     fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
@@ -208,8 +210,8 @@ never the peak."""
 
 class ActivationPeak(NamedTuple):
     """The peak bytes of saved activations of a rank. On the device there are two peaks: during the backward of the head
-    (`at_head`, negative on ranks without a head), and during any other backward (the next field). `on_host` and
-    `in_files` are the offloaded bytes."""
+    (`at_head`, negative on ranks without a head), and during any other backward (`elsewhere`). `on_host` and `in_files`
+    are the offloaded bytes."""
 
     at_head: Array
     elsewhere: Array
@@ -241,7 +243,8 @@ class MomentBytes(NamedTuple):
         return len(self.blocks)
 
     def bytes_of(self, layers: Array, first: int = 0) -> Array:
-        """Returns the bytes of `layers`, numbers of layers in the columns from `first` on, at each moment."""
+        """Returns the bytes of several columns at each moment. `layers` is the number of layers in each of these
+        columns, `first` the index of the first of these columns in `weights`."""
         weights = self.weights[:, first : first + layers.shape[4]]
         return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
 
@@ -254,7 +257,8 @@ def activation_peak(
     by one."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
-    # With a split backward, recomputed blocks save nothing until W (runtime/weight_gradients.py).
+    # With a split backward, blocks with selective or full recompute save nothing until W. Source:
+    # runtime/weight_gradients.py.
     split_backward = any_split_backward(box.orders)
     until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
     groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
@@ -357,7 +361,7 @@ def _offloaded_activation_peak(
     parts: tuple[int, int],
 ) -> ActivationPeak:
     """Computes the peak for all offload choices. Where a choice does not offload activations, the bytes are `resident`,
-    the bytes at each moment without offload."""
+    the bytes at each moment without offload. `parts` is the lengths of the axes s and c."""
     columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
     stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     stored = moments.layers[..., :columns] * blocks
@@ -377,7 +381,8 @@ def _offloaded_activation_peak(
     )
     # With one stage, backward follows the last forward directly, so the runtime does not offload the last blocks.
     removed = removed if box.pp == 1 else copied
-    # Data for a file passes through host memory. These bytes count only if the size of the host memory is known.
+    # On accelerators, data for a file passes through host memory. These bytes count only if the size of the host memory
+    # is known.
     by_host = not setting.on_host and setting.host_memory > 0
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
@@ -389,7 +394,7 @@ def _pad_columns(layers: Array, columns: int) -> Array:
 
 
 def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
-    """Returns the maximum of `moment` (b, o, r, moments, s x c) over the moments that `chosen` marks, over
-    GRID_AXES."""
+    """Returns the maximum of `moment` (b, o, r, moments, s x c) over the moments that `chosen` marks. The result is
+    over GRID_AXES. `parts` is the lengths of the axes s and c."""
     largest = np.where(chosen, moment, ABSENT_MOMENT_BYTES).max(axis=3)
     return largest.reshape(*largest.shape[:3], *parts).transpose(2, 1, 0, 3, 4)[..., None, None]

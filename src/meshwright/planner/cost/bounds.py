@@ -101,8 +101,8 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
 
 
 def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
-    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. Returns infinity if the requirement
-    of [Note: least bytes] is not met, so that the bound excludes no plan."""
+    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. Returns infinity if the model has no
+    blocks or if the requirement of [Note: least bytes] is not met, so that the bound excludes no plan."""
     setting = pricer.setting
     blocks = [
         activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))
@@ -123,7 +123,8 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
 
 def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClasses, each: float) -> Array:
     """Returns the minimum seconds that recompute and offload of activations together add to a micro-batch, for each
-    rank class in `ranks` ([Note: least seconds]). `each` is the seconds per byte in one direction."""
+    rank class in `ranks` ([Note: least seconds]). `each` is the seconds per byte in one direction. Returns 0, which is
+    always a bound, if the first recompute choice of `box` is not `none`."""
     if box.recompute[0] != RecomputeChoice(Recompute.none):
         return broadcast_to_axis(0.0, "")
     box = replace(box, recompute=(RecomputeChoice(Recompute.none), RecomputeChoice(Recompute.full), *box.recompute[1:]))

@@ -41,11 +41,12 @@ from meshwright.spec.cluster import (
 )
 
 SAME_SPEED_TOLERANCE = 0.15
-"""Maximum relative difference between the speeds of devices in one group."""
+"""Two speeds are similar if the absolute natural logarithm of their quotient is below this value. This is a difference
+of about 15 %."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
-"""A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A note
-about the processor time of a CPU rank uses this fraction too."""
+"""A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A rank also
+gets a note if its measured fraction of a processor is below this value times the regular fraction."""
 
 UNDESCRIBED_CLUSTER = "measured"
 """The name of a cluster whose only known property before calibration is the number of ranks."""
@@ -74,7 +75,7 @@ class UniformNode(NamedTuple):
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
     """Returns the cluster `known` with the measured rates, links and nodes in `measured`. If both have equally many
-    devices, the memory and the names of accelerators remain those of `known`."""
+    devices, the memory size of the devices and the names of accelerators remain those of `known`."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]

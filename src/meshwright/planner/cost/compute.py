@@ -241,8 +241,8 @@ def _launch_seconds(
 
 
 def cpu_op_seconds(setting: CostContext) -> float:
-    """Returns the seconds of one operation on a CPU. With less than one core per rank, the time is proportionally
-    longer."""
+    """Returns the seconds of one operation on a CPU: the measured value (`Device.launch`), or CPU_OP_SECONDS if it was
+    not measured. Calibration divides the measured value by the fraction of a processor that a rank gets."""
     return setting.device.launch or constants.CPU_OP_SECONDS
 
 

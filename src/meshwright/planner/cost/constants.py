@@ -92,9 +92,9 @@ GRAD_ACCUMULATION_PASSES = 2
 """Number of times that a micro-batch moves the stored gradients through memory: one read and one write."""
 
 FP8_CAST_PASSES = 2.0
-"""Memory traffic to cast an operand of an 8-bit product, in elements of the compute dtype per operand element. The cast
-reads the operand twice (for the maximum, and to convert it). It writes the 8-bit result and a transposed 8-bit result,
-half an element each."""
+"""Memory traffic to cast an operand of an 8-bit product, in elements of the compute dtype per operand element. The
+value counts one read of the operand, and the writes of the 8-bit result and of a transposed 8-bit result, half an
+element each. A separate read for the maximum is not counted."""
 
 COLLECTIVE_LAUNCH_SECONDS = 300e-6
 """Host seconds of one tensor-parallel collective called through autograd, including the operations around it. The value
@@ -203,5 +203,5 @@ GLOO_REDUCE_BUFFERS = 2
 all-to-all into a second buffer."""
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
-"""For weight matrices with at least this many elements, CPU products add to the gradient in place. Source:
-runtime/weight_gradients.py."""
+"""With several stages, CPU products add to the gradient in place if the weight matrix has at least this many elements.
+`CostContext.recomputed_uncompiled` lists all conditions. Source: runtime/weight_gradients.py."""

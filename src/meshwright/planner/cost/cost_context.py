@@ -169,11 +169,13 @@ class CostContext:
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
-        """Returns the elements of the largest weight gradient of a layer that is computed in a separate buffer and then
-        accumulated. Returns 0 if it is accumulated in place. `stages`: whether the plan has several stages.
+        """Returns the elements of the largest weight gradient of an eager layer, if this gradient is computed in a
+        separate buffer and then accumulated. Returns 0 if the matrix product adds it to the accumulated gradient in
+        place. `stages`: whether the plan has several stages.
 
-        With several stages on CPUs, matrix products add large gradients to the accumulated gradient in place. Source:
-        runtime/weight_gradients.py.
+        Matrix products add in place if ranks are CPU processes, the plan has several stages, and the weight has at
+        least MIN_IN_PLACE_ELEMENTS elements. In addition, stored gradients must have as many bytes per element as the
+        compute dtype, at least 4. Source: runtime/weight_gradients.py.
         """
         largest = entry.largest(cut)
         in_place = (
@@ -201,8 +203,9 @@ class CostContext:
 
     @cached_property
     def host_memory(self) -> float:
-        """Returns the bytes of data that each device can offload to its host. Pinned memory allocates more than the
-        size of the data, so this is less than the device's part of the host memory."""
+        """Returns the bytes of data that each device can offload to its host. On accelerators, pinned memory allocates
+        more than the size of the data, so this is less than the device's part of the host memory. The result is the
+        minimum over the groups, and 0 if the host memory of a group is not known."""
         taken = 1.0 if self.on_host else constants.PINNED_MEMORY_OVERHEAD
         return min(group.host_memory / group.devices for group in self.job.cluster.groups) / taken
 
@@ -235,7 +238,7 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
     """Returns the context of a job for the runtime `practice`.
 
     Raises:
-        InputError: no device of the cluster computes at the job's precision.
+        InputError: a device of the cluster has no rate for a precision of the job's matrix products.
     """
     recipe = job.workload.recipe
     practice = practice._replace(gradient=EXACT_GRAD_BYTES, reduced=EXACT_GRAD_BYTES) if recipe.exact else practice

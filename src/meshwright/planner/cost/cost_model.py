@@ -125,7 +125,8 @@ class GridCost(NamedTuple):
 
 class RankClasses(NamedTuple):
     """The classes of pipeline ranks of several schedules: the contents by schedule (`of_order`), the number of layers
-    of each layer run (r, o, layer run), and the number of ranks of each class (r, o)."""
+    of each layer run (r, o, layer run), and the number of ranks of each class (r, o). The argument `blocks` of the
+    methods marks the layer runs of blocks."""
 
     of_order: tuple[RankContents, ...]
     layers: Array

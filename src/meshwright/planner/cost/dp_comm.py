@@ -217,7 +217,8 @@ def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
 
 def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
     """Returns the seconds of the optimizer update on each rank class, if the device updates its whole shard. The update
-    reads and writes main weights and states, reads gradients, and writes weights."""
+    reads and writes main weights and states, and reads gradients. With main weights it also writes the weights in the
+    compute dtype. Muon's matrix products are included."""
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)

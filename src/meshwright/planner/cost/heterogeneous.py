@@ -7,9 +7,9 @@ rank then has the cost that was computed for its group. The step time is
 
     step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
 
-with m micro-batches. Messages, exposed reductions and update are those of the slowest group. Tensor, data and context
-ranks of a stage are on one group, so they communicate over the links of this group. Stages communicate over the
-network.
+with m micro-batches. Messages, exposed reductions and update are each those of the group in which they take longest.
+Tensor, data and context ranks of a stage are on one group, so they communicate over the links of this group. Stages
+communicate over the network.
 """
 
 from __future__ import annotations
@@ -98,13 +98,14 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
 
 
 def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
-    """Returns a node group with the nodes of group `group`, enlarged to at least `world` devices."""
+    """Returns the group with index `group`, with as many nodes as `world` devices need."""
     like = job.cluster.groups[group]
     return like.but(nodes=max(ceil(world / like.devices), 1))
 
 
 def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
-    """Returns, for each group, the cost of every pipeline rank as if all ranks were on this group."""
+    """Returns, for each group, the cost of every pipeline rank as if all ranks were on this group. `on` has the cost
+    model of each group."""
     return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
 
 
@@ -125,8 +126,8 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 def pipeline_step_time(
     on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
 ) -> StepTime:
-    """Returns the parts of the step time of a plan with `placement`. `said` is the costs by group, if they are already
-    computed."""
+    """Returns the parts of the step time of a plan with `placement`. The bubble is that of a 1f1b schedule. `on` has
+    the cost model of each group. `said` is the costs by group, if they are already computed."""
     found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {

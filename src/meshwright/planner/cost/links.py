@@ -81,8 +81,8 @@ class CollectiveRates(NamedTuple):
 
     `bandwidth` is the bytes/s of a ring all-reduce, `adding` of an all-reduce in the switch, and `gathering` of an
     all-gather or reduce-scatter. `turn` is the seconds to start an all-gather plus the latency of all its hops. `tree`
-    is the start and the hops of one direction of a tree. `meeting` is the synchronisation overhead of an all-gather in
-    seconds.
+    is the seconds of the start and of the hops of one direction of a tree. `meeting` is the synchronisation overhead of
+    an all-gather in seconds.
     """
 
     ranks: Any

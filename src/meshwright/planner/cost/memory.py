@@ -244,8 +244,9 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns 1 where the ranks of one host share full weights in host memory (ZeRO 3 without offload of weights), else
-    0, over GRID_AXES. Source: runtime/zero/group_weights.py."""
+    """Returns 1 where ranks share full weights in host memory, else 0, over GRID_AXES. This is the case if all ranks
+    are CPU processes of one host, at ZeRO 3 with several ranks in a shard group, and without offload of weights.
+    Source: runtime/zero/group_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
     return (stay & (box.zero == 3) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
@@ -273,7 +274,8 @@ def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
 
 
 def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
-    """Returns the elements of the largest parameter group that one rank updates."""
+    """Returns the maximum number of elements of one parameter group that a rank updates: of its shard from ZeRO 1 on,
+    else of the full group."""
     return np.maximum(
         states.largest * np.where(box.zero >= 1, shard_fraction(box), 1),
         states.expert / broadcast_to_axis(box.expert_holders, "z"),
@@ -357,8 +359,8 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
     """Returns the elements of the shards `own`, and the elements with offloaded states and with offloaded weights. All
-    arrays have an additional last axis: the offload fractions whose costs are computed together. It has length 1 where
-    no fraction applies."""
+    arrays have an additional last axis: the offload fractions whose costs are computed together. This axis has length 1
+    in the first array, and in an array whose fractions are all 100 %."""
     shares = (
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)

@@ -79,8 +79,8 @@ def updates_in_chunks(setting: CostContext) -> bool:
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Returns the bytes of buffers for full tensors per element of the updated shard. Such an update gathers full
-    tensors from other ranks and sends the results back."""
+    """Returns the bytes of buffers for full tensors per element of the updated shard. An update of full tensors gathers
+    them from other ranks and sends the results back."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 

@@ -13,9 +13,11 @@ weights).
     zbh1                        max(f + b - w, f, b)
     zbv                         max(f / 2, b / 2, b - w)
     dualpipev                   max(f + b - w, f, b) / 2
+    custom                      0
 
 For dualpipev there is a second lower bound: the sum of b - w / 2 over all ranks except the slowest, minus f / 2 of the
-slowest rank. The bubble is the larger value.
+slowest rank. The bubble is the larger value. For custom schedules the bubble is `Schedule.idle_micro_batches` times t
+of the slowest rank.
 
 Accuracy: the formulas are exact for gpipe. With equal stages they are exact for 1f1b and interleaved ((p - 1) t / v,
 arXiv 2104.04473, section 2.2). With unequal stages, the result for 1f1b is never too low. The result for interleaved

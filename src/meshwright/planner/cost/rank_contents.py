@@ -329,9 +329,10 @@ class StageBuckets(NamedTuple):
 
     `first` and `last` are the first and the last group. `opening` is the sum of the first two groups, whose reductions
     are still in flight when a backward ends. `closing` is the sum of the last two groups, whose reductions a backward
-    starts first. `filling` is the largest group between `first` and `last`, `largest` the largest of all groups. `lone`
-    is the sum of the groups without prefetch. `staged` is the length of the staging buffers for one backward, for two,
-    and for three or more.
+    starts first. `filling` is the largest group between `first` and `last`, `largest` the largest of all groups. With
+    one group, `opening` is twice its length, `closing` is 0 and `filling` is its length. `lone` is the sum of the
+    groups without prefetch. `staged` is the length of the staging buffers for one backward, for two, and for three or
+    more.
     """
 
     runs: tuple[BucketRun, ...]
@@ -363,7 +364,7 @@ def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
 
 def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
     """Returns the parameter groups below ZeRO 3, in forward order. Groups are filled from the last layer backward. A
-    group takes whole layers until it has at least `bucket` elements.
+    group takes whole layers until it has at least `bucket` elements. A layer with `own_bucket` is a separate group.
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
     >>> runs = bucket_runs([(block, 7), (head, 1)], 100)

@@ -24,8 +24,8 @@ batch under the plan, and also as one device would compute them (the reference).
   gradients in two precisions.
 - Plan: the estimated step for these rows and this row length, plus one forward for the preflight. All-gathers of ZeRO 3
   and reductions take as long as in a full step, because they do not depend on the number of tokens.
-- Batches: the proof compares two batches, one with rows of full length and one with rows of half the length. If half
-  the length is too short, both batches have the full length.
+- Batches: the proof run compares two batches, one with rows of full length and one with rows of half the length. If
+  half the length is too short, both batches have the full length.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
 
 
 def peak_flops(job: Job) -> float:
-    """Returns the nominal FLOP/s of all devices at the job's precision."""
+    """Returns the nominal FLOP/s of all devices at the precision of the blocks' matrix products."""
     return sum(
         group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups
     )
@@ -349,13 +349,13 @@ COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
 """Bytes per gradient element that the norms and the sketches move through memory. They were measured on a CPU, where
 caches store intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
-"""The time to compute the proof's rows under the plan, divided by the step time for these rows. The preflight adds one
-forward to the three forwards of a step."""
+"""The time to compute the rows of a proof run under the plan, divided by the step time for these rows. The preflight
+adds one forward to the three forwards of a step."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Returns the cost of the proof before the first update. `step` is the estimated seconds of a training step. The
-    row length is halved until the proof is cheap compared with `step`, or until the length cannot be halved."""
+    """Returns the cost of the proof run before the first update. `step` is the estimated seconds of a training step.
+    The row length is halved until the proof run is cheap (`is_proof_cheap`), or until the length cannot be halved."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -365,7 +365,7 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the seconds of a proof whose rows have `length` tokens. Each of the two batches is computed under the
+    """Returns the seconds of a proof run whose rows have `length` tokens. Each of the two batches is computed under the
     plan and by the reference."""
     lengths = (length, half_sequence_length(plan, length) or length)
     return sum(
@@ -375,8 +375,8 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """Returns the job whose step computes the proof's rows under the plan: the batch is these rows, of `length` tokens
-    each."""
+    """Returns the job whose step computes the rows of a proof run under the plan: the batch is these rows, of `length`
+    tokens each."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 

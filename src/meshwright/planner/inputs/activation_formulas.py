@@ -19,12 +19,12 @@ The formulas follow these rules of autograd:
   of the residual stream. The input of a float32 norm is saved in the compute dtype.
 - A compiled block does not save recomputable outputs that no matrix product reads, except 1/rms.
 
-`transient` is the peak memory that the backward of a layer needs in addition to the saved activations. For a gated
-product or a composite gelu, `transient` is two gradients of the feed-forward width; for gelu, it is one. Tensor
-parallelism divides the tensors after a column-parallel weight; sequence parallelism divides all other tensors.
-Attention without a fused kernel (ALiBi in some libraries) also saves the probabilities (sequence x heads per token).
-The formulas do not count these. Dropout is off in the reference models; otherwise each dropout mask would add one
-element.
+`transient` is the peak memory that the backward of a layer needs in addition to the saved activations. For a block,
+`transient` is one tensor of the hidden size plus gradients of the feed-forward width: two for a gated product or a
+composite gelu, otherwise one. Tensor parallelism divides the tensors after a column-parallel weight; sequence
+parallelism divides all other tensors. Attention without a fused kernel (ALiBi in some libraries) also saves the
+probabilities (sequence x heads per token). The formulas do not count these. Dropout is off in the reference models;
+otherwise each dropout mask would add one element.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def norm_saved(
     sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0
 ) -> list[SavedTensorSize]:
     """Returns the tensors that a norm saves. The norm has `width` features per token in `groups` separately normed
-    groups. The output of the norm is not included, because the next matrix product saves this tensor."""
+    groups. `split`: whether tensor parallelism shards these tensors. The output of the norm is not included, because
+    the next matrix product saves this tensor."""
     if sizes.norm == "rms":
         return [
             SavedTensorSize(

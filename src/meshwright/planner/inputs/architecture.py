@@ -204,7 +204,8 @@ def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
 
 
 def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
-    """Returns the sizes of a model that the tensor-parallel degree must divide, by name."""
+    """Returns the sizes of a model that the tensor-parallel degree must divide, by name. The degree may also be a
+    multiple of `kv_heads`."""
     result = {"heads": sizes.heads}
     if sizes.kv_heads != sizes.heads and sizes.mla is None:
         result["kv_heads"] = sizes.kv_heads

@@ -225,7 +225,8 @@ def _split_network(text: str) -> tuple[str, str]:
 
 
 def parse_link(text: str, devices: int) -> Link:
-    """Returns the network LINK in `text`. Its bandwidth is that of one device, in a node with `devices` devices.
+    """Returns the network LINK in `text`. Its bandwidth is that of one device, in a node with `devices` devices. Raises
+    InputError if `text` is neither a name of the catalog nor a rate above 0.
 
     >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
     [25.0, 25.0, 25.0, 12.5, 0.1]

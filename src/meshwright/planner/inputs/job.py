@@ -319,9 +319,10 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
-    """Returns `model` with LoRA matrices A and B for each target matrix of its blocks. All other weights are frozen.
+    """Returns `model` with LoRA matrices A and B for each target matrix of its blocks. All weights of `model` are
+    frozen. If `lora.target` is empty, all matrices of the blocks are targets.
 
-    LoRA adds memory traffic: A reads the layer's input a second time, the sum reads the output of B, and it reads and
+    LoRA adds memory traffic: A reads the layer's input a second time. The sum reads the output of B, and reads and
     writes the layer's output.
 
     Raises: InputError if no matrix of the blocks is a target.

@@ -10,8 +10,8 @@ nearest number of parameters. (If the catalog has a model with the name `200b`, 
 Let P be the requested number of parameters, and P0 the number of parameters of the scaled model. The hidden size is
 multiplied by (P / P0)^(1/3) and rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide
 the heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation
-2). The number of layers is the number with which the total is nearest to P. The hidden size is reduced if the
-vocabulary would otherwise have most of the parameters of a small model.
+2). The number of layers is the number with which the total is nearest to P. The hidden size is reduced while the
+vocabulary and the positions leave parameters for fewer than half of the scaled model's layers.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -51,7 +51,7 @@ def is_user_code(name: str) -> bool:
 
 def needs_tracing(name: str) -> bool:
     """Returns whether the model `name` must be traced, because it is a function of the user or a folder of a Hugging
-    Face family without formulas."""
+    Face family without formulas. A folder whose name is in the catalog, and an existing file, need no tracing."""
     path = path_from_text(name)
     if path.is_dir():
         return not has_formulas(path) and catalog.find_entry(catalog.models(), name) is None

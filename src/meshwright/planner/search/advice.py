@@ -89,6 +89,7 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
     """Yields improvements that reduce the traffic between nodes: gradient compression, and local steps (DiLoCo).
+    Improvements that the job already has, or that its precision, batch or pins do not allow, are omitted.
 
     They change the training result, so the planner only suggests them.
     """

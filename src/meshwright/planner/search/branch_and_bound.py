@@ -358,8 +358,9 @@ def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
 def merge_offload_choices(
     candidates: Mapping[tuple[Offload, ...], Array], recompute: int
 ) -> tuple[tuple[Offload, ...], ...]:
-    """Returns the first offload choice of `candidates`, and those other choices whose plans can be computed in one grid
-    with it without much additional computation. `recompute` is the number of recompute choices."""
+    """Returns offload choices whose plans are computed in one grid: the first choice of `candidates`, and other choices
+    that add little computation. Either all of them offload activations, or none. `candidates` has the mask of plans of
+    each choice. `recompute` is the number of recompute choices."""
     first, *others = candidates
     found, mask = [first], candidates[first]
     for way in others:

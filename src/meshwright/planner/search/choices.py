@@ -222,8 +222,9 @@ class PlanChoices:
         return tuple(found.values())
 
     def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
-        """Returns the schedules for `pp` pipeline ranks, with the blocks of each stage. A schedule is omitted if there
-        are fewer blocks than stages, except if it would be the first in the list."""
+        """Returns the schedules for `pp` pipeline ranks, with the blocks of each stage. A schedule with several stages
+        per rank is omitted if there are fewer blocks than stages and the list already has a schedule. If the blocks of
+        each stage are pinned, schedules with another number of stages are omitted."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))

@@ -96,8 +96,8 @@ def strategy_job(strategy: str, model: ModelSpec, cluster: Cluster, workload: Wo
 
 
 def fit_with_margin(job: Job) -> LargestModel | None:
-    """Returns the best plan of `job` with the model's size, or None if no plan fits with a safety margin. The field
-    `strategy` of the result is empty."""
+    """Returns the best plan of `job` with the model's size. Returns None if no plan is legal, or if the best plan does
+    not fit with a safety margin. The field `strategy` of the result is empty."""
     try:
         found = find_best_plan(job, runnable=True)
     except InputError:

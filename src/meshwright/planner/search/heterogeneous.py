@@ -82,8 +82,8 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
 
 
 def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
-    """Yields the `top` best plans on one group, as pairs (score, plan). Plans that take more than `ceiling` seconds are
-    omitted."""
+    """Yields the `top` best plans on one group, as pairs (score, plan). Plans with a score above `ceiling` are omitted.
+    Yields nothing if no plan is legal."""
     only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": DEFAULT_SCHEDULE})
     try:
         best = search_top_plans(only, top, ceiling=ceiling).ranking.best
@@ -118,8 +118,8 @@ def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
 def best_of_placement(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int
 ) -> Iterator[ScoredPlan]:
-    """Yields the best plan of one placement and the degrees `tp` and `dp`, or nothing if no plan fits. `on` has the
-    cost model of each group."""
+    """Yields the best plan of one placement and the degrees `tp` and `dp`. Yields nothing if no plan fits, or if the
+    degrees do not divide the batch or the model. `on` has the cost model of each group."""
     batch, pp = job.workload.batch, len(placement)
     sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
     if not sizes or any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
@@ -152,7 +152,8 @@ def stage_splits(
     job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]
 ) -> Iterator[tuple[int, ...]]:
     """Yields the numbers of blocks of the stages. All splits are yielded if there are at most MAX_EXHAUSTIVE_SPLITS;
-    otherwise an even split, and a split by speed for each micro-batch size in `sizes`."""
+    otherwise an even split, and a split by speed for each micro-batch size in `sizes`. `on` has the cost model of each
+    group."""
     blocks, pp = job.model.blocks, len(placement)
     if comb(blocks - 1, pp - 1) <= MAX_EXHAUSTIVE_SPLITS:
         for cuts in combinations(range(1, blocks), pp - 1):

@@ -6,9 +6,10 @@ fewer devices if the cluster has only one node.
 
 Offload fractions: the search offloads all optimizer states or none, and all weights or none. `minimize_offload` then
 lowers the offloaded fractions of the resulting plans. The costs of all pairs (fraction of states, fraction of weights)
-in steps of FRACTION_STEP_PERCENT are computed together. The fastest safe pair is chosen. Among equally fast pairs, it
-is the pair with the lowest fraction of states, then of weights. If both are offloaded and the host updates the weights,
-the fraction of weights is at most that of states.
+in steps of FRACTION_STEP_PERCENT are computed together. Among the pairs whose fit status is at least that of the
+original plan, the fastest pair is chosen. Among equally fast pairs, it is the pair with the lowest fraction of states,
+then of weights. If both are offloaded and the host updates the weights, the fraction of weights is at most that of
+states.
 
 Guarantees: a plan with lower fractions is not slower than the original plan. If the original plan fits with the safety
 margin, so does the new plan.
@@ -59,8 +60,9 @@ FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
-    """Returns the grid with the only plan of `box` under lower offload fractions, and the estimate of this plan. If
-    lower fractions are not possible, the result is `box` and its estimate."""
+    """Returns the grid with the only plan of `box` under lower offload fractions, and the estimate of this plan. The
+    result is `box` and its estimate if the plan does not fit, if it offloads neither states nor weights, if the
+    fractions are pinned, or if lower fractions make it slower."""
     whole = estimate_grid(pricer, box)
     less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
     if less is None:
@@ -149,7 +151,9 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
     """Returns the search on the cluster size that is best for the objective. With `fewest`, sizes are searched in
-    ascending order until a plan fits. With `cheapest`, all sizes are searched; otherwise only the whole cluster."""
+    ascending order until a plan fits. With `cheapest`, all sizes are searched; otherwise only the whole cluster. If no
+    plan fits on any size, the result is the search on the whole cluster. Raises InputError if the objective is
+    `cheapest` and a device has no price."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")

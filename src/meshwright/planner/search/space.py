@@ -5,7 +5,8 @@ The space is the product of these choices:
 
 - degrees: tp x pp x cp x dp_replicate x dp_shard = number of devices
 - expert parallelism: ep divides the number of experts and dp_shard x cp x tp
-- ZeRO stage: 0 if a shard group has one rank, or 1, 2 or 3 if it has several ranks
+- ZeRO stage: 0 if a shard group has one rank, or 1, 2 or 3 if it has several ranks; without data and context
+  parallelism, also the stage that offload of weights or gradients requires
 - micro-batch size: the divisors of the batch
 - schedule for pp > 1: 1f1b, gpipe, zbh1, zbv, dualpipev, or interleaved with 2, 3, ... up to blocks / pp stages per
   rank

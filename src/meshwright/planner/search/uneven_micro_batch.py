@@ -113,8 +113,8 @@ def micro_batch_tables(
 def uneven_micro_batch_plans(
     found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
 ) -> Iterator[tuple[float, Plan]]:
-    """Yields plans with uneven sizes as pairs (score, plan). The score of each plan is below MAX_UNEVEN_STEP_RATIO
-    times `best` and times all previous scores."""
+    """Yields plans with uneven sizes as pairs (score, plan). `score` computes the score of a plan, `best` is the lowest
+    score so far. The score of each plan is below MAX_UNEVEN_STEP_RATIO times `best` and times all previous scores."""
     ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
     for least, number in ordered:
         if least >= MAX_UNEVEN_STEP_RATIO * best:
@@ -174,7 +174,8 @@ def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tu
 def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
     """Returns the seconds until the last replica ends, and the number of micro-batches of each replica by group. The
     micro-batches contain exactly `batch` sequences, each replica has at least one micro-batch, and the last replica
-    ends as early as possible. The time is infinite if there is no such division.
+    ends as early as possible. The time is infinite if there is no such division, or if the batch exceeds
+    MAX_REACHABLE_SUMS.
 
     >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
     (8.0, ((2,), (3,)))

@@ -179,7 +179,8 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
 
 def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     """Returns the smallest number of spare nodes that is enough at any time with probability `chance`. The number of
-    nodes under repair has a Poisson distribution.
+    nodes under repair has a Poisson distribution. If its mean is above 745, the normal distribution approximates it,
+    with probability 0.999 for any `chance`.
 
     >>> spares_needed(FleetSpec(devices=16384, failures_per_device_hour=1.973e-5))
     18
@@ -187,7 +188,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     failing = fleet.repair / fleet.mean_between_failures
     term = total = math.exp(-failing)
     count = 0
-    if term == 0.0:  # with so many nodes, the normal distribution approximates the Poisson distribution
+    if term == 0.0:  # the mean is so large that exp(-mean) is 0; 3.0902 is the 99.9 % quantile of a normal distribution
         return math.ceil(failing + 3.0902 * math.sqrt(failing))
     while total < chance:
         count += 1
@@ -199,7 +200,8 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
 def simulate_fleet(
     fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1
 ) -> FleetOutcome:
-    """Simulates the fleet `runs` times. Each simulation covers `seconds` of wall time."""
+    """Simulates the fleet `runs` times. Each simulation covers `seconds` of wall time. Calls with equal `seed` give
+    equal results. Raises InputError in the cases of `save_interval` and `expected_fractions`."""
     mean = fleet.mean_between_failures
     interval = save_interval(policy, mean)
     formula = expected_fractions(policy, mean, interval)

@@ -262,8 +262,9 @@ def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeC
 def stage_layers(
     table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
 ) -> list[LayerOpTimes]:
-    """Returns the times of all layers of a stage in forward order. `content` is the number of layers of each layer run.
-    With partial recompute, only the first blocks have the plan's recompute kind."""
+    """Returns the times of all layers of a stage in forward order. `table` is the result of `layer_op_times`, `content`
+    the number of layers of each layer run. With partial recompute, only the first blocks have the plan's recompute
+    kind."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):

@@ -51,8 +51,9 @@ LOST_STEP_FRACTION = 0.5
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    `holders`: the number of living ranks with the same state as a dead rank, for the dead rank with the fewest. If it
-    is 0, training resumes from a checkpoint and repeats `again` complete steps.
+    Each dead rank has a number of living ranks with the same state as the dead rank. `holders` is the minimum of this
+    number over the dead ranks. If `holders` is 0, training resumes from a checkpoint and repeats `again` complete
+    steps. Otherwise `again` is 0.
     """
 
     step: int

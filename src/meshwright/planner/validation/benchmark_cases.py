@@ -129,7 +129,7 @@ def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
 
 def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
     """Returns the architecture that the columns of `row` state. The sizes of experts are those of the catalog model
-    with equal layers, hidden size, heads and number of experts."""
+    with equal layers, hidden size, heads and number of experts. Raises InputError if the catalog has no such model."""
     shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary_size(row)}
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
@@ -225,7 +225,9 @@ def case_network(row: MeasurementRow) -> str:
 
 
 def case_workload(row: MeasurementRow) -> Workload:
-    """Returns the workload that a row states: sequence length, batch and precision, with the default optimizer."""
+    """Returns the workload that a row states: sequence length, batch and precision, with the default optimizer. The
+    precision of an fp8 row is bf16, because its 8-bit products are a property of the runtime (`identify_framework`). If
+    the row states no global batch, the batch is micro-batch size x dp x pp."""
     precision = {"fp8": "bf16"}.get(row.text("prec_class"), row.text("prec_class"))
     batch = row.count("global_batch", 0) or row.count("micro_batch") * row.count("dp") * max(row.count("pp"), 1)
     return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=OptimizerConfig())  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ stated. Widths are numbers of features: h hidden, q all query heads, k all key h
 | gelu of width f | f, 2 f | f, 2 f and for the bias 2 f |
 | gated product of width f | 2 f, 3 f | 3 f, 5 f |
 | residual | 0, 3 h | 0, 3 h |
-| dropout of width h | h bytes, 0 | h bytes, 2.5 h |
-| scores, per token of context and head | 5 bytes with dropout, 6.5 | 5 bytes with dropout, 10 |
+| dropout of width h | h bytes, 0.5 h | h bytes, 2.5 h |
+| scores with dropout, per token of context and head | 5 bytes, 6.5 | 5 bytes, 9.75 |
+| scores without dropout, per token of context and head | 2 bytes, 4 | 2 bytes, 6 |
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class FrameworkKernels(NamedTuple):
     saves the 8-bit input (Transformer Engine). Other frameworks save the original input."""
     passing: float = 1.0
     """Transient elements of the compute dtype per logit while the loss runs. The value is 4 if logits are first
-    converted to float32 (8 of 12 bytes)."""
+    converted to float32: 8 transient bytes, in addition to the 4 saved bytes of a log-probability."""
     chunked: bool = False
     """Whether logits stay in the compute dtype, and the loss converts them to float32 chunk by chunk."""
     logits: float = 0.0

@@ -20,12 +20,14 @@ The scores:
   number of devices and batch.
 - regret: let the choice be the plan of a group that the planner would rank first. The regret is the measured seconds of
   the choice, divided by those of the fastest plan of the group, minus 1.
-- memory: the error by meter on rows with `trust` A; the number of plans that ran but are predicted not to fit; the
-  number of plans that ran out of memory but are predicted to fit.
+- memory: the error by meter on rows with `core` 1 and `trust` A; the number of plans of these rows that are predicted
+  not to fit; the number of plans that ran out of memory but are predicted to fit.
 
-Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each score belongs to one family,
-or to one meter of a family. Measured collectives are compared with `cost.links`. Their errors are reported by
-operation, separately for one node and several nodes, and for small and large messages.
+The columns `core` and `trust` of the table select rows: `core` is 1 for rows that count for errors, and `trust` is the
+reliability of a row, from A (highest) to C. Without these columns, all rows count. Scaling, correlation and regret
+exclude rows with `trust` C. Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each
+score belongs to one family, or to one meter of a family. Measured collectives are compared with `cost.links`. Their
+errors are reported by operation, separately for one node and several nodes, and for small and large messages.
 """
 
 from __future__ import annotations
@@ -150,9 +152,10 @@ class MemoryScore(NamedTuple):
 
 
 class ValidationReport(NamedTuple):
-    """The result of `meshwright validate`. `out_of_memory` is the number of plans that ran out of memory, `false_fits`
-    the number of them that are predicted to fit. `left` is the numbers of rows without a prediction, by family and
-    reason."""
+    """The result of `meshwright validate`. `median_of_medians` is the median over the families of the median time
+    error. `median_regret` and `worst_regret` are over the groups of all families. `out_of_memory` is the number of
+    plans that ran out of memory, `false_fits` the number of them that are predicted to fit. `left` is the numbers of
+    rows without a prediction, by family and reason."""
 
     families: tuple[FamilyScore, ...]
     memory: tuple[MemoryScore, ...]
@@ -360,8 +363,8 @@ def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeError
 
 
 def predict_collective(row: MeasurementRow, size: float) -> float | None:
-    """Returns the predicted seconds of the row's collective over `size` bytes, or None if the row does not state the
-    devices and the network."""
+    """Returns the predicted seconds of the row's collective over `size` bytes. Returns None if the operation, the
+    device or the network is not known, or if the number of devices is not a multiple of the number of nodes."""
     ranks, nodes = row.count("gpus"), row.count("nodes")
     found = catalog.find_entry(catalog.devices(), EQUIVALENT_DEVICES.get(row.text("gpu"), row.text("gpu")))
     if found is None or ranks % nodes or (nodes > 1 and not row.text("inter")):

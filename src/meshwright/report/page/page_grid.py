@@ -107,7 +107,7 @@ def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
 
 def grid_shape_for(seconds: float) -> GridShape:
     """Returns the shape of the finest grid that can be searched in GRID_BUDGET_SECONDS if one search takes `seconds`.
-
+    If no grid can, returns the coarsest shape.
 
     >>> grid_shape_for(0.04), grid_shape_for(0.2), grid_shape_for(9.0)
     ((3, 3, 2, 5), (2, 2, 1, 3), (2, 2, 1, 1))
@@ -127,7 +127,8 @@ def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
 
 
 def neighbouring_memory_sizes(memory: float, count: int) -> tuple[float, ...]:
-    """Returns `count` common memory sizes with `memory` in the middle.
+    """Returns `memory` and up to `count` - 1 sizes of DEVICE_MEMORY_SIZES next to it, in ascending order: half of them
+    smaller, half of them larger. There are fewer if no smaller or larger sizes are left.
 
     >>> [round(size / GIB) for size in neighbouring_memory_sizes(80 * GIB, 5)]
     [48, 64, 80, 96, 128]

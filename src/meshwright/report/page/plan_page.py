@@ -272,15 +272,15 @@ def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
 
 
 def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
-    """Returns the pipeline ranks whose memory is shown, which include the peak-memory rank, and the peak-memory
-    rank."""
+    """Returns a pair: the pipeline ranks whose memory is shown, in ascending order, and the peak-memory rank, which is
+    one of them."""
     peak_rank = estimate.per_stage.index(estimate.memory)
     return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), peak_rank}), peak_rank
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
     """Returns as many charts as fit in `room` characters of JSON. The key of a chart is the index of its setting, a
-    space and the name of its plan."""
+    space and the name of its plan. A plan without a pipeline, or with unequal micro-batches, has no chart."""
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]

@@ -2,8 +2,9 @@
 train/ calls both.
 
 `parallelize_model` runs an ordered list of build passes. The passes up to `check_shards` analyse the model and raise
-all errors of the user. They leave the model unchanged, and restore random state and configuration. The later passes
-change the model in place: they shard tensors, drop the modules of other stages, flatten parameters, and wrap blocks.
+all errors of the user. They restore random state and configuration, and leave the model unchanged. There is one
+exception: with context parallelism, a Hugging Face model is switched to torch's attention. The later passes change the
+model in place: they shard tensors, drop the modules of other stages, flatten parameters, and wrap blocks.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def make_parallel_context(
 ) -> ParallelContext:
     """Returns the context of `plan` over the ranks of the default process group. All ranks call it.
 
-    `device`: by default `init_local_device()`. `timeout`: seconds after which a wait for another rank fails.
-    `offload_to`: the folder of states and activations that are offloaded to disk, by default the system's temporary
-    folder.
+    `device`: by default `init_local_device()`. `timeout`: seconds after which a wait in shared memory for another CPU
+    rank fails. Process groups keep their own timeout. `offload_to`: the folder of weights, states and activations that
+    are offloaded to disk, by default the system's temporary folder.
 
     Raises:
-        InputError: The number of started ranks is not that of the plan, or several ranks have no process group.
+        InputError: The number of started ranks is not that of the plan, several ranks have no process group, or the
+            offload folder cannot be used.
     """
     device = device or init_local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -133,7 +135,7 @@ CHECKS: tuple[BuildPass, ...] = (
     describe_shards,
     check_shards,
 )
-"""Passes that raise all errors of the user and leave the model unchanged."""
+"""Passes that raise all errors of the user and leave the model unchanged (exception: module docstring)."""
 
 CHANGES: tuple[BuildPass, ...] = (
     prepare_model,
@@ -164,7 +166,8 @@ def parallelize_model(
     The parameters of `model` must be full and equal on every rank. All ranks call it.
 
     Raises:
-        InputError: The model cannot be trained under the plan. The model is unchanged in this case.
+        InputError: The model cannot be trained under the plan. The model is then unchanged, except that a Hugging Face
+            model may have been switched to torch's attention (context parallelism).
     """
     build = Build()
     build.model, build.base, build.recipe, build.make_optimizer, build.hints = (

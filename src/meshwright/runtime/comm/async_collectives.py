@@ -4,7 +4,8 @@ all-gathers of weights use this module.
 The implementation depends on the ranks of the group:
 
 - CPU ranks of one host read each other's memory (shm/collectives.py).
-- CPU ranks of several hosts use a hierarchy, in which each host sends a sum once (topology.py).
+- CPU ranks of several hosts use a hierarchy, in which data cross the network once per host (topology.py). This requires
+  equal numbers of ranks per host, at least 2. Other CPU ranks use gloo.
 - NCCL groups use NCCL's flat collectives.
 - gloo groups use an all-to-all for reduce-scatter and all-gather. This reduce-scatter sums in order of rank. gloo's own
   reduce-scatter and all-gather are slow. For 16 MiB and 2 ranks, all-reduce took 14 ms, reduce-scatter 40 ms,
@@ -39,7 +40,8 @@ class CollectiveWork:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether `wait` would return without waiting for other ranks."""
+        """Returns whether torch's handle is complete, so that `wait` does not wait for other ranks. A collective in
+        shared memory has no handle. Its `is_done` is always True, although `wait` may still wait."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:

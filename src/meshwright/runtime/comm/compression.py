@@ -5,14 +5,14 @@ Compression changes the result, so only the workload can enable it. The sum over
 host adds its residual of the last step to this sum and sends the nearest value that the codec can represent. The
 difference is the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et
 al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of all hosts, including its own,
-and adds them in order of host.
+and adds them in order of host. In a group that is not hierarchical (topology.py), each rank counts as a host here.
 
     bf16      2 bytes per element
     int8      1 byte per element, and one float32 scale per block, which maps the block's largest magnitude to 127
     low-rank  PowerSGD, see below
 
-With h hosts, a host sends in a compressed all-reduce h - 1 times its encoded slice. In an uncompressed all-reduce it
-sends 2 (h - 1) / h times the slice. In a reduce-scatter it sends (h - 1) / h times the buffer, encoded or not.
+With h hosts, a host sends h - 1 times the encoded buffer in a compressed all-reduce. In an uncompressed all-reduce it
+sends 2 (h - 1) / h times the buffer. In a reduce-scatter it sends (h - 1) / h times the buffer, encoded or not.
 
 Guarantees: the sum is bitwise equal on all hosts and in every run.
 
@@ -66,8 +66,9 @@ def compressible_matrices(
     """Returns the matrices to compress in the segments `runs` (start, stop) of a buffer.
 
     `tensors`: offset in the buffer and shape of each tensor. `rank`: the number of columns of a factor. A matrix
-    consists of those rows of a tensor that are completely inside a segment. It is returned if its two factors have
-    fewer elements than its rows. `start` of a returned matrix is an index in the vector of the concatenated segments.
+    consists of those rows of a tensor that are completely inside a segment. It is returned if its two factors together
+    have fewer elements than the matrix. `start` of a returned matrix is an index in the vector of the concatenated
+    segments.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
@@ -186,7 +187,7 @@ class PowerSGDTransfer:
         for matrix, p, q in zip(self.reducer.matrix_views(self.residual), self.p_factors, q_factors, strict=True):
             matrix.sub_(p @ q.T)
         self.residual[self.reducer.uncompressed] = 0.0
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # the residual must stay finite, and all ranks skip this step
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # stays finite: all ranks skip a step with non-finite values
         self.q_factors = torch.cat([each.reshape(-1) for each in q_factors]) if q_factors else self.first_message[:0]
         self.second_reduce = all_reduce(self.q_factors, self.second_group)
 

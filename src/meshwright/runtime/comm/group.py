@@ -169,8 +169,8 @@ def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
-    """Frees the staging memory of all `groups`. Called after collectives that were larger than those of training. Every
-    rank of the groups calls it."""
+    """Shrinks the staging buffers of all `groups` to one page, except buffers for gradients (`ordered_staging_buffer`).
+    Called after collectives that were larger than those of training. Every rank of the groups calls it."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.buffers.shrink()

@@ -291,7 +291,8 @@ class HierarchicalGroup(ShmCollectives):
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
-        """Starts the in-place sum of `flat` over all hosts. Returns the function that finishes it."""
+        """Starts the in-place sum (or maximum) of `flat` over all ranks of the group. Returns the function that
+        finishes it. `inter_host` compresses the traffic between hosts."""
         number, memory = self.begin(flat)
 
         def sum_own() -> InterHostTransfer | None:
@@ -319,8 +320,9 @@ class HierarchicalGroup(ShmCollectives):
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Starts to sum `full` over all hosts. This rank's slice of the sum goes to `out`. Returns the function that
-        finishes the collective."""
+        """Starts to sum `full` over all ranks of the group. This rank's slice of the sum goes to `out`. Returns the
+        function that finishes the collective. `inter_host` compresses the traffic between hosts. `sizes` must be
+        None."""
         assert sizes is None, "unequal slices go through the process group"
         number, memory = self.begin(full)
         each = out.numel()
@@ -344,7 +346,8 @@ class HierarchicalGroup(ShmCollectives):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts to gather the shards of all ranks into `full`. Returns the function that finishes it."""
+        """Starts to gather the shards of all ranks into `full`. Returns the function that finishes it. `sizes` must be
+        None."""
         assert sizes is None, "unequal slices go through the process group"
         number, each = self.next_number(), shard.numel()
         gathered = self.staging_buffer(len(self.ranks_by_host) * each, shard.dtype)

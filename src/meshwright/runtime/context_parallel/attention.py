@@ -14,8 +14,9 @@ here contains the keys and values of one rank:
                  context ranks, the gradient of a piece arrives at the piece's rank after c turns.
 
 CPU ranks of one host use AllGatherKV, through shared memory. With 2 ranks and 8 heads of width 64, forward plus
-backward took 13.7 ms for 512 positions and 127 ms for 2,048 positions. Messages by gloo took 14.4 ms and 132 ms. All
-other groups use RingKV, which overlaps the transfer with attention and stores two pieces instead of c.
+backward took 13.7 ms for 512 positions and 127 ms for 2,048 positions. With messages by gloo it took 14.4 ms for 512
+positions and 132 ms for 2,048 positions. All other groups use RingKV, which overlaps the transfer with attention and
+stores two pieces instead of c.
 
 Under a causal mask, rank r has the query chunks r and 2c - 1 - r. These queries attend to the keys of rank s as
 follows:
@@ -221,7 +222,8 @@ def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) ->
     """Returns the attention of this rank's queries to the whole sequence: (B, H, T / c, Dv) for c context ranks.
 
     Raises:
-        InputError: the call has dropout, or is not self-attention over one sequence.
+        InputError: the call has dropout, is not self-attention over one sequence, or has a mask that needs a gradient
+            or does not cover the sequence.
     """
     length = call.query.shape[-2] * pieces.ranks
     call.check(length)
@@ -310,8 +312,8 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
     `pieces`: the split among the ranks that exchange heads.
 
     Raises:
-        InputError: the number of these ranks does not divide the number of heads, or the call is not self-attention
-            over one sequence.
+        InputError: the number of these ranks does not divide the number of heads. Or the call is not self-attention
+            over one sequence, or has a mask that needs a gradient or does not cover the sequence.
     """
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)

@@ -154,7 +154,7 @@ class ContextState:
         """Returns the labels (B, T) at the positions of this rank's logits.
 
         Raises:
-            InputError: the labels have fewer than two dimensions.
+            InputError: the labels have fewer than two dimensions, or T is not a multiple of 2 x context ranks.
         """
         if labels.ndim < 2:
             raise InputError(
@@ -169,7 +169,8 @@ class ContextState:
         """Returns a forward of block `index` that takes this rank's piece of the hidden state, and the other arguments
         in full. Backward may call the returned function again to recompute.
 
-        The returned function raises InputError if an argument spans the sequence but was not seen by verify.py.
+        The returned function raises InputError if an argument other than a mask spans the sequence, and verify.py has
+        not seen this argument.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:

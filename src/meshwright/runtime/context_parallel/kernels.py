@@ -193,8 +193,8 @@ def supports_flash(part: PartialAttention) -> bool:
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a mask as a bias on the scores, with minus infinity for masked keys. In a floating-point mask, the lowest
-    number of the mask's dtype also masks a key."""
+    """Returns a mask as a bias on the scores, with minus infinity for masked keys. A boolean mask is False for masked
+    keys. In a floating-point mask, every value up to half the lowest number of the mask's dtype masks a key."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)

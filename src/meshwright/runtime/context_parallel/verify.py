@@ -14,10 +14,10 @@ separately. Attention over all pieces is exact by its formulas, so the whole mod
 The check detects a convolution or a cumulative sum along the sequence, use of the first token or of the length,
 positions counted inside a block, and attention that is not torch's. The plan is then refused.
 
-The check runs in training conditions (analysis/run_conditions.py), on two texts of different lengths. It runs with and
-without each of the other example inputs. A dimension spans the sequence if its size changes with the length of the
-text. In a small model all blocks run. In a larger model only the first of several identical blocks runs, and the others
-return their input. Meta parameters that the check needs get random values.
+The check runs in training conditions (analysis/run_conditions.py), on two texts of different lengths. It runs with only
+the required example inputs, with each optional one added, and with all of them. A dimension spans the sequence if its
+size changes with the length of the text. In a small model all blocks run. In a larger model only the first of several
+identical blocks runs, and the others return their input. Meta parameters that the check needs get random values.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
     Raises:
         CannotCutSequence: the model cannot run on pieces of the sequence.
+        InputError: the model's own activation checkpointing would recompute attention.
     """
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

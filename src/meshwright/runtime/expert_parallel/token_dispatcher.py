@@ -138,7 +138,7 @@ def shard_experts(
     """Replaces the parameters of each expert module by the parameters of this rank's experts, and the forward by a
     dispatcher. Returns the dispatchers.
 
-    The parameters must be full. If ep is 1, they must already be split over tensor ranks.
+    If ep is above 1, the parameters must be full. If ep is 1, tensor ranks must already have split them.
 
     Raises:
         InputError: an expert module is wrapped by an adapter, or its bias or capacity is refused (load_balancing.py).

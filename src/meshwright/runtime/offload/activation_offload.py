@@ -8,7 +8,8 @@ of a forward, its activations stay on the device until another forward or backwa
 schedules this is the backward of the same micro-batch.
 
 On an accelerator, copies use separate streams and pinned memory, and threads write files. CPU ranks write the
-activations to files without a copy, because their memory is host memory.
+activations to files without a copy, because their memory is host memory. A CPU rank that offloads to host memory copies
+each tensor when it is saved, and drops the original at the end of the block.
 
 [Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
 no memory is written or read after its reuse, even if a step ends in an error (`OffloadedTensor.__del__`).

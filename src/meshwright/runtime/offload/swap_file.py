@@ -63,7 +63,8 @@ def round_up_to_pages(size: int) -> int:
 
 
 def page_aligned_buffer(size: int) -> torch.Tensor:
-    """Returns `size` bytes of new page-aligned memory. Pages that are never written use no memory."""
+    """Returns new page-aligned memory of `size` bytes, rounded up to whole pages (at least one). Pages that are never
+    written use no memory."""
     return torch.frombuffer(mmap.mmap(-1, round_up_to_pages(max(size, 1))), dtype=torch.uint8)
 
 

@@ -4,7 +4,8 @@ The updater (optim/updater.py) calls it.
 [Note: windows] The shard of a parameter group is cut into chunks of CHUNK_ELEMENTS. Each chunk consists of complete
 parameters of the optimizer, so an update with offload is bit for bit equal to an update without offload. A chunk is
 fetched into a buffer, updated in the buffer, and stored. Meanwhile other threads fetch the next chunks and store the
-previous ones. Buffers for at most SWAP_BUFFERS chunks are in memory, for any number of states.
+previous ones. Buffers for at most SWAP_BUFFERS offloaded chunks are in memory, for any number of states. Chunks whose
+states are not offloaded have separate buffers.
 
 [Note: two offload ratios] Of each shard, the last elements are offloaded. One ratio applies to weights and one to
 states (spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is distributed as
@@ -189,8 +190,8 @@ class StateSwapper:
             self._fetching.append((chunk, COMPLETED_FUTURE if chunk.resident else self._pool.submit(chunk.fetch)))
 
     def quiesce(self) -> None:
-        """Waits for all fetches and stores. Afterwards all weights are updated, and the caller may read and write the
-        file."""
+        """Waits for all fetches and stores. Afterwards all results of the last update are stored, and the caller may
+        read and write the file."""
         while self._fetching:
             self.timed_wait(self._fetching.popleft()[1].result)
         for buffer in (*self.buffers, *self._resident_buffers):

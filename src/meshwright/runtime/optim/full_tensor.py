@@ -1,14 +1,14 @@
 """Updates the parameters that an optimizer needs as full tensors. Examples are Muon (Newton-Schulz of a matrix) and
 Adafactor (row and column factors, norms of a tensor). updater.py calls `FullTensorStep` once per step.
 
-[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. Each tensor has one owner, which is given by a
-data-parallel shard and a tensor rank. The owner need not store a slice of the tensor. The tensors are assigned in order
-of decreasing size, each to the rank that owns the fewest elements so far. Every rank computes the same assignment. Once
-per step each rank sends its slices of gradients and weights to the owners. An owner runs torch's optimizer on its full
-tensors, and sends slices of the result back. Only the owner stores optimizer states of a tensor. A tensor that tensor
-ranks do not split is owned by all tensor ranks of one shard, which update it identically. If no tensor is sliced (ZeRO
-0 without tensor parallelism), each rank updates its tensors in place and sends no messages. Data-parallel replicas of a
-shard repeat the computation.
+[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. A tensor that tensor ranks split has one owner, which
+is given by a data-parallel shard and a tensor rank. All other tensors are owned by all tensor ranks of one shard, which
+update them identically. An owner need not store a slice of the tensor. The tensors are assigned in order of decreasing
+size, each to the ranks that own the fewest elements so far. Every rank computes the same assignment. Once per step each
+rank sends its slices of gradients and weights to the owners. An owner runs torch's optimizer on its full tensors, and
+sends slices of the result back. Only owners store optimizer states of a tensor. If no tensor is sliced (ZeRO 0 without
+tensor parallelism), each rank updates its tensors in place and sends no messages. Data-parallel replicas of a shard
+repeat the computation.
 
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.

@@ -7,8 +7,8 @@ function that creates the optimizer) is called twice. Before sharding, the facto
 shapes of the trained parameters, and may also use the model's own parameters. The group of each name is recorded, and
 the parameters are removed from the resulting optimizer. After sharding, the factory gets the flat segments, which end
 where the group changes. If this second call fails or assigns segments to other groups, the optimizer of the first call
-gets the segments as parameters. An optimizer without steps may get new parameters, because torch's optimizers depend
-only on their groups before the first step.
+gets the segments as parameters. Before its first step an optimizer may get new parameters, because until then torch's
+optimizers depend only on their groups.
 
 `SubsetStep` runs an optimizer over a few parameters at a time, as if each partial step were the only step of the
 update. Partial steps are used for groups that are temporarily upcast, for new states, and for offloaded states. So the
@@ -62,7 +62,8 @@ class ParamGroups:
         `model_names` maps the `id` of every parameter of the model to its name.
 
         Raises:
-            InputError: the optimizer does not have exactly the trained parameters.
+            InputError: no parameter is trained; the factory fails; the optimizer has a tensor that is not a parameter
+                of the model; or it lacks a trained parameter. It may have frozen parameters of the model.
         """
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
@@ -104,8 +105,9 @@ class ParamGroups:
 
     @property
     def is_custom(self) -> bool:
-        """Returns whether the update rule may differ from torch's: the optimizer's class is not torch's, or hooks run
-        around its step."""
+        """Returns whether the update rule may differ from torch's. This holds if the class of the optimizer or of a
+        nested optimizer is neither torch's nor Meshwright's, if hooks run around its step, or if its step is
+        replaced."""
         made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(

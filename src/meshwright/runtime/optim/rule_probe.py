@@ -62,7 +62,7 @@ tensor has d dimensions, the probe tensor has the first d sizes of a shape."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
 """In a test of a custom rule: maximum number of steps, and a limit on the number of calls of `step`. For a model with
-many groups, the limit on calls reduces the number of steps."""
+many groups, the limit on calls reduces the number of steps, but not below 8."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
@@ -146,7 +146,7 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
 
 
 def probe_update_rule(groups: ParamGroups) -> UpdateRule:
-    """Returns the update rule of the optimizer. Raises InputError if it is neither elementwise nor by tensor."""
+    """Returns the update rule. Raises InputError if the rule is neither elementwise nor by tensor, or a step fails."""
     generator = torch.Generator().manual_seed(0)
     samples = _probe_tensors(groups)
     start, *steps = _random_tensors(samples, generator, 3)
@@ -273,9 +273,10 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
 
 
 def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """Returns one probe tensor for each group, kind and number of dimensions. The probe tensor has the shape of the
-    model's largest tensor of that group, kind and number of dimensions. The longest side is halved repeatedly until the
-    probe tensor has at most MAX_PROBE_ELEMENTS elements."""
+    """Returns one probe tensor for each group, kind and number of dimensions, but at most MAX_LARGE_PROBES. The probe
+    tensor has the shape of the model's largest tensor of that group, kind and number of dimensions. The longest side is
+    halved repeatedly until the probe tensor has at most MAX_PROBE_ELEMENTS elements. Tensors without elements have no
+    probe tensor."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name])

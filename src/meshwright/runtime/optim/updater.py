@@ -2,8 +2,9 @@
 training step.
 
 Usually one call of torch's optimizer updates all groups. A group is updated in chunks (`ShardChunk` in
-shard/optimizer_shard.py) if its gradients or weights are temporarily converted to the dtype of the update. Offloaded
-states are also updated in chunks, with any elementwise optimizer of torch. optim/full_tensor.py updates full tensors.
+shard/optimizer_shard.py) if its gradients, weights or states are temporarily converted to the dtype of the update. It
+is also updated in chunks if the update creates states for tensors that all earlier updates have skipped. Offloaded
+states are always updated in chunks, with any elementwise optimizer of torch. optim/full_tensor.py updates full tensors.
 
 Parameters without a gradient on any rank (`GradReducer.unused`) are skipped, as torch does for a gradient of None
 ([Note: skipped parameters] in shard/optimizer_shard.py).
@@ -83,7 +84,11 @@ class Updater:
 
     def step(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Updates the weights with the gradients times `scale`. `step` is the index of the training step, on which
-        stochastic rounding depends. All ranks call this method after `GradReducer.finish_gradients`."""
+        stochastic rounding depends. All ranks call this method after `GradReducer.finish_gradients`.
+
+        Raises:
+            InputError: the optimizer cannot skip parameters without a gradient (`check_skippable`).
+        """
         reducer = self.reducer
         reducer.quiesce()
         skipped, swapper = frozenset(reducer.unused), reducer.mesh.state_swapper

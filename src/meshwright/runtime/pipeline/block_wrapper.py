@@ -146,7 +146,7 @@ class BoundaryState:
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
         """Returns the tensors for the next stage when the forward reaches `block`, which is on another stage. Returns
-        None while some of them are missing."""
+        None while some of them are missing, and always on the last stage."""
         if block < self.stop or self.stop >= len(self.spec.needs):
             return None
         wanted = self.spec.message(self.stop)

@@ -239,7 +239,7 @@ class ScheduleRunner:
         gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
         output = (output[0] * scale if output[0].requires_grad else None,) if source is None else output
         made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
-        if made:  # empty if no output needs a gradient, as on a first stage without trained parameters
+        if made:  # `made` is empty if no output needs a gradient, as on a first stage without training
             self.own.watch([end for end, _ in made])
             torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
         del output, made

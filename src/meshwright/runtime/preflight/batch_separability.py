@@ -18,14 +18,15 @@ size.
 
 A forward may change state that the next forward reads (a count of calls, running means, spectral norm). The state
 changes once per micro-batch, and twice if a layer is recomputed. So the check runs two consecutive passes of the same
-rows. If their losses differ, plans that run several forwards per step are refused.
+rows. If their losses differ, plans that run several forwards per step are refused. Data parallelism is then also
+refused if the state depends on the rows.
 
 The check runs in training mode without dropout. A model that draws other random numbers is compared in evaluation mode.
 If it also draws random numbers in evaluation mode, no comparison is possible. In two cases only losses are compared:
 with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits, where rounding
-decides which expert a token goes to. The check is skipped if the plan passes the whole batch at once. Without
-differences, the cost is that of five forwards and two forward-backward passes of one micro-batch, and two
-forward-backward passes of two rows.
+decides which expert a token goes to. If the plan passes the whole batch at once, rows are not compared. If this plan
+also does not recompute all blocks, the whole check is skipped. Without differences, the cost is that of five forwards
+and two forward-backward passes of one micro-batch, and two forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def relative_difference(one: float, other: float) -> float:
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
     """Returns the rows for the comparison of one pass with two: those of the first micro-batch. If it has one row,
-    returns this row and that of the second micro-batch, if their shapes are equal. If there is no second micro-batch,
-    returns two rolled copies of the row."""
+    returns this row and that of the second micro-batch, or only this row if their shapes differ. If there is no second
+    micro-batch, returns two rolled copies of the row (`repeat_first_row_rolled`)."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -197,8 +198,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Returns `batch`. If some of its labels do not count, the first row of the result has only one label that counts.
-    So a mean over labels differs from a mean over rows."""
+    """Returns `batch`. If its labels are (rows, positions) and some of them do not count (IGNORE_INDEX), the first row
+    of the result has at most one label that counts. So a mean over labels differs from a mean over rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -288,9 +289,12 @@ class PassResult(NamedTuple):
 
 
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """Compares one pass of `whole` with passes of its two halves. Returns None if both results are equal within
-    tolerance on all ranks. Otherwise returns the loss of one pass, the loss of two passes, and the largest difference
-    of a gradient. The name of the gradient is '' if the losses differ."""
+    """Compares one pass of `whole` with passes of its two halves, in training mode and then in evaluation mode.
+
+    Returns None if both results are equal within tolerance on all ranks. Also returns None if in both modes the random
+    numbers of the model explain the difference. Otherwise returns the loss of one pass, the loss of two passes, and the
+    largest difference of a gradient. The name of the gradient is '' if the losses differ.
+    """
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
@@ -371,8 +375,10 @@ def _total_loss(
 def isolated_pass(
     engine: Engine, train: bool, dropout: bool = False, every: bool = False
 ) -> Iterator[ParamWriteRecorder]:
-    """Prepares the model for passes of a check: in training mode if `train`, without dropout unless `dropout`;
-    otherwise in evaluation mode. Restores the model and the random state on exit.
+    """Prepares the model for passes of a check. Restores the model and the random states on exit.
+
+    If `train`, all modules stay in their present modes, and dropout is disabled unless `dropout` is set. Otherwise the
+    model is in evaluation mode. Compiled blocks run without compilation.
 
     Yields a recorder of writes to parameters. With `every` it records all parameters, otherwise only those to which
     user_writes.py has found writes.

@@ -47,8 +47,8 @@ Path = frozenset[Place]
 class CodePaths:
     """Records the code paths of one rank.
 
-    `asks`: whether the user's code reads tensor values. `learns`: whether a check is running. `known`: the stage and
-    the set of call sites of each checked pass.
+    `asks`: whether the user's code reads tensor values. `learns`: whether a check or a proof is running. `known`: the
+    stage and the set of call sites of each checked pass.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class CodePaths:
 
     def begin_step(self) -> None:
         """Discards the recorded passes of the previous step, except during a check or a proof."""
-        if not self.learns:  # during a proof the passes of the step are kept
+        if not self.learns:  # a proof must not discard the passes of the step
             self._taken = []
 
     @contextmanager
@@ -77,8 +77,8 @@ class CodePaths:
             self.learns = before
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records one pass of `stage` inside the context if a check is running. Otherwise records it only if the user's
-        code reads tensor values and blocks are not compiled (`compiles`)."""
+        """Records one pass of `stage` inside the context if a check or a proof is running. Otherwise records it only if
+        the user's code reads tensor values and blocks are not compiled. `compiles`: whether blocks are compiled."""
         if not (self.learns or (self.asks and not compiles)):
             return nullcontext()
         return self._recorded(stage, batch)
@@ -99,8 +99,9 @@ class CodePaths:
                 self._taken.append((id(batch), stage, path))
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Finds a pass of this step whose set of call sites no check has had. Returns one of its call sites
-        ('file:line'), and the index of its micro-batch in `batches`. Returns ('', -1) if there is no such pass."""
+        """Finds a pass of this step whose set of call sites differs from those of all checked passes of its stage.
+        Returns one of its call sites ('file:line'), and the index of its micro-batch in `batches`. Returns ('', -1) if
+        there is no such pass."""
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
@@ -142,7 +143,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "__get__":  # the accessor of a property, such as the shape
+        if name == "__get__":  # `function` is the accessor of a property, such as the shape
             return function(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while (owner := self._owner(frame)) == LAYERS and frame.f_back is not None:

@@ -5,9 +5,9 @@ storing the gradients. So do proofs, which compare a training step with one devi
 A gradient is viewed as a matrix with PROJECTION_COLUMNS columns, and projected onto NUM_DIRECTIONS random directions.
 Each direction is an outer product of row factors and column factors. The row factors are seeded by the parameter's
 name. The column factors are equal for all gradients. The projection is linear, so the projections of micro-batches add
-up. The difference of two fingerprints is the projection of the gradients' difference, which is zero only if the
-gradients are equal. The cost is one product with a narrow matrix per gradient. Source: random projections preserve
-norms, Johnson and Lindenstrauss, 1984.
+up. The difference of two fingerprints is the projection of the gradients' difference. For different gradients this
+projection is zero with probability 0. The cost is one product with a narrow matrix per gradient. Source: random
+projections preserve norms, Johnson and Lindenstrauss, 1984.
 
 Constant parameters (all elements equal) contain noise during a check or a proof, because they could hide errors. A
 head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. The noise of an
@@ -200,7 +200,7 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
 
 def _min_max(flat: torch.Tensor) -> tuple[float, float]:
     """Returns the smallest and the largest element, which are equal only if the tensor is constant. Returns -inf and
-    inf if the first PREFIX_ELEMENTS elements differ, or if zeros have different signs.
+    inf if the first PREFIX_ELEMENTS elements differ, or if all elements are zeros and at least one is -0.0.
 
     >>> _min_max(torch.ones(3)), _min_max(torch.tensor([0.0, -0.0])), _min_max(torch.tensor([1.0, 2.0]))
     ((1.0, 1.0), (-inf, inf), (-inf, inf))

@@ -3,9 +3,9 @@ module also contains two of the checks: the check of a batch's inputs, and the d
 
 Batch norm (`check_batch_norm` in engine.py). One device computes the statistics of the whole batch. A plan divides the
 batch into dp x micro-batches parts and computes the statistics of each part. That is a different function, which no sum
-of gradients corrects. With an instance norm, training is identical. But each pass updates its running statistics, which
-evaluation reads, from the samples of the pass. Tensor ranks divide channels, which have separate statistics, so tensor
-parallelism is exact.
+of gradients corrects. So a plan with more than one part is refused. With an instance norm, training is identical. But
+if it has running statistics, which evaluation reads, each pass updates them from the samples of the pass. So such plans
+are refused too. Tensor ranks divide channels, which have separate statistics, so tensor parallelism is exact.
 
 Inputs. The analysis before sharding runs the model with an example. A batch with other inputs, dtypes or numbers of
 dimensions may take other branches of the model's code. For such a batch the analysis runs again on a meta copy of the

@@ -2,15 +2,19 @@
 would differ from those of one device, the plan is refused. step_checks.py schedules the check.
 
 One device makes one pass per step, with all rows and full weights. In the table, "parts" are the micro-batches of all
-replicas.
+replicas. The weights are updated in place at ZeRO 2 at most, without separate main weights and without offloaded
+optimizer states.
 
 | what the code writes to | plan | outcome |
 |---|---|---|
-| anything | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
-| a parameter, independent of the rows | dp, one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal |
+| a parameter's storage (`.data = ...`) | all except ZeRO 3 with shared weights | refused: the update would miss it |
+| anything else | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
+| a parameter, independent of the rows | dp, one micro-batch, no recompute, weights updated in place | equal |
 | a parameter | all other plans | refused |
 | an embedding with `max_norm` | one process, weights updated in place | equal: renormalising twice changes nothing |
-| an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
+| an embedding with `max_norm` | all other plans | refused, because ranks renormalise only the rows that they read |
+| a buffer of the state dict, in backward | several micro-batches | refused: each micro-batch would change it |
+| a buffer of the state dict, with different values on different ranks | any | refused |
 | a buffer, independent of the rows (a step count) | any | equal: the value of the first micro-batch, once per step |
 | a buffer that the pass also reads | several micro-batches, recompute `full` | refused (batch_separability.py) |
 | a buffer, depending on the rows (a running mean) | one part | equal, if tensor and context ranks write equal values |
@@ -19,11 +23,11 @@ replicas.
 The buffers of batch and instance norms are not checked here. Under tensor parallelism they contain only the channels of
 their rank.
 
-Method: one micro-batch passes forward and backward in training mode. Then a micro-batch with other rows, and with a
-different number of rows, passes from the same initial state. A dispatch mode records writes to parameters
-(analysis/dry_run.py). A comparison of values finds writes to buffers. All values are restored afterwards. A buffer that
-depends on the rows and is not in the state dict is permitted, unless the next pass depends on it. batch_separability.py
-checks whether it does.
+Method: one micro-batch passes forward and backward in training mode. Then a second micro-batch passes from the same
+initial state: two or three copies of the first row, each rolled differently. So the rows and their number differ. A
+dispatch mode records writes to parameters (analysis/dry_run.py). A comparison of values finds writes to buffers. All
+values are restored afterwards. A buffer that depends on the rows and is not in the state dict is permitted, unless the
+next pass depends on it. batch_separability.py checks whether the next pass does.
 """
 
 from __future__ import annotations
@@ -73,7 +77,8 @@ class WriteReport(NamedTuple):
 
 
 def is_single_device_step(engine: Engine, passes: int) -> bool:
-    """Returns whether a step is one pass of one process that updates the weights in place."""
+    """Returns whether a step of `passes` micro-batches is one pass of one process, without recompute, and updates the
+    weights in place."""
     return (
         engine.mesh.plan.world == 1
         and passes == 1

@@ -212,7 +212,7 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
     The fused kernel updates float32 weights and states. The weights alone are UPDATE_BYTES long, so that they exceed
     the caches. If the device is an accelerator, each of the `neighbours` ranks uses an equal number of processors, as
-    in training.
+    in training. If it is a CPU, the update uses one thread.
     """
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
@@ -282,7 +282,8 @@ def measure_cpu_share() -> float:
 
 def measure_cluster() -> ClusterProfile:
     """Returns the profile of all ranks of the default process group, or of this process if there is none. All ranks
-    call this function. On each rank, `seconds` and `busy` are those of this rank and of its machine."""
+    call this function. `seconds` is the wall-clock time of this call on this rank. `busy` is the mean number of
+    processors of this rank's machine that other programs used meanwhile. Sets the number of torch's threads to 1."""
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(1)

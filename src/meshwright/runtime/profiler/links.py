@@ -168,7 +168,8 @@ class CollectiveProfiler:
     # --- timings of collectives
 
     def timings(self) -> list[CollectiveSample]:
-        """Measures every collective by size on each kind of group. Returns the samples."""
+        """Measures every collective by size on each kind of group, as long as the shared memory has room for another
+        group. Returns the samples."""
         found = []
         for members, stride in self._sets():
             if not self.room:
@@ -353,13 +354,17 @@ def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 def find_slow_links(
     mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Returns the ranks and a description of each slow link. All ranks call this function together and get equal
-    results."""
+    """Measures the links between hosts and returns the result of `describe_slow_links`. All ranks call this function
+    together and get equal results."""
     return describe_slow_links(measure_links(mesh, beat), mesh.plan.world)
 
 
 def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[tuple[int, ...], str]]:
-    """Returns the ranks and a description of each slow link among `pairs`.
+    """Returns (ranks, description) for each slow link among `pairs`, or for each rank whose links are all slow. The
+    description names the ranks, and the tuple of ranks is empty. If no link is slow, one description says so.
+
+    A single pair has no other pair for comparison. Its ranks are returned, with a description of its bandwidth. If
+    `pairs` is empty, returns [].
 
     >>> def pair(first, second, rate): return LinkSample(first=first, second=second, latency=1e-5, bandwidth=rate)
     >>> describe_slow_links([pair(0, 2, 1e6)], 4)

@@ -78,7 +78,7 @@ METADATA_ATTRIBUTES = frozenset(
 """Properties and methods that neither read nor write values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Number of times that a guard without message is entered before it stops to watch, because watching costs time. A loss
+"""Number of times that a guard without message is entered before it stops watching, because watching costs time. A loss
 that reads parameters does so in its first calls."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
@@ -97,7 +97,7 @@ class InaccessibleTensor:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in ("__get__", "__set__"):  # the accessor of a property
+        if name in ("__get__", "__set__"):  # `function` is the accessor of a property
             name = getattr(getattr(function, "__self__", None), "__name__", "")
         used = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, InaccessibleTensor))
         with torch._C.DisableTorchFunctionSubclass():

@@ -141,7 +141,7 @@ def stochastic_round_into(
 
 
 MIN_SCALE = 1e-30
-"""Scales below this value are replaced by 1, because their products with codes would not be exact."""
+"""Scales of a magnitude below this value are replaced by 1, because their products with codes would not be exact."""
 
 
 class Int8State:
@@ -236,8 +236,8 @@ class LowBitShard(OptimizerShard):
     # --- update of a chunk
 
     def upcast(self, optimizer: torch.optim.Optimizer, step: int, chunk: ShardChunk) -> None:
-        """Converts weights and states of the chunk to float32 for the update. The rounding after the update depends on
-        `step`."""
+        """Converts the states of the chunk, and weights that are stored as bfloat16, to float32 for the update. The
+        stochastic rounding after the update depends on `step`."""
         self._step, runs = step, self.params[chunk.runs]
         self._exported = weakref.WeakValueDictionary()
         if self.stochastic:

@@ -41,7 +41,7 @@ MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 
 
 class FileExtent(NamedTuple):
-    """The start and the dtype of one kind of state in the swap file."""
+    """The start (byte offset) and the dtype of one kind of state in the swap file."""
 
     start: int
     dtype: torch.dtype
@@ -317,7 +317,7 @@ class OffloadedShard(OptimizerShard):
         parts: Sequence[OffloadSplit],
     ) -> None:
         """`storages` has the weights of each of `parts`: a tensor, or a range of a file."""
-        swapper.copy_streams.wait_for_compute()  # the compute stream has written the weights
+        swapper.copy_streams.wait_for_compute()  # the compute stream may still be writing the weights
         self.swapper = swapper
         self.splits = [
             OffloadedPart(swapper, storage, dtype, runs, part, on_device=not part.states_wait)
@@ -368,7 +368,8 @@ class OffloadedShard(OptimizerShard):
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 
     def offloaded_bytes(self) -> int:
-        """Returns the number of bytes of states in host memory or in the file."""
+        """Returns the number of bytes of states and separate main weights in host memory or in the file. Returns 0 if
+        the plan does not offload states."""
         return (
             sum(part.bytes(*part.dtypes) for part in self.splits if not part.on_device) if self.swapper.optimizer else 0
         )

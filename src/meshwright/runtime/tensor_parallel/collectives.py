@@ -1,6 +1,7 @@
-"""Implements the collectives of tensor parallelism as autograd functions on local tensors. The layers in layers.py call
-them at the end of a region. (A region is a part of a block, from the input of column layers to the output of row
-layers.) An autograd function returns its input if the group is None.
+"""Implements the collectives of tensor parallelism as autograd functions on local tensors. The row layers in layers.py
+call the reductions at the end of a region. (A region is a part of a block, from the input of column layers to the
+output of row layers.) `scatter_sequence` and `gather_replicated` begin and end sequence parallelism. The token
+dispatcher of experts (expert_parallel) uses all four functions. Each returns its input if the group is None.
 
 | function | forward | backward |
 |---|---|---|

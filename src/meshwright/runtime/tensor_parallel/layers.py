@@ -59,7 +59,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
     for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
-        if name.endswith(".weight"):  # an adapter that is no column layer; a rank uses a part of its outputs
+        if name.endswith(".weight"):  # this adapter is not a column layer, but a rank uses only some of its outputs
             _make_column_subset(
                 model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
             )
@@ -81,8 +81,9 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
-    """Raises InputError if `model` cannot be sharded over `ranks` tensor ranks. The message names every size that
-    `ranks` must divide and does not."""
+    """Raises InputError if `model` cannot be sharded over `ranks` tensor ranks. If `ranks` does not divide
+    sizes in `anatomy.divisible`, the message names these sizes. Otherwise it names the sizes of split tensors that
+    `ranks` does not divide."""
     wrong = [
         f"{name} ({size})"
         for name, size in anatomy.divisible.items()
@@ -179,7 +180,7 @@ def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: 
                 shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
             module._parameters[name] = shares[id(full)]
             update_layer_sizes(module)
-    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # buffers with channel statistics
+    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # these buffers have statistics of channels
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[last] = local_shard(owner.get_buffer(last), anatomy.splits[name], index, ranks)

@@ -75,7 +75,7 @@ def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequ
 
 
 class TensorParallelRng:
-    """Gives each rank a separate random state from the entry of a region until all of `exits` have run."""
+    """Gives each rank a separate random state from the entry of a region until `exits` exit modules have run."""
 
     def __init__(self, group: CommGroup, exits: int) -> None:
         self.group, self.exits = group, exits
@@ -88,11 +88,12 @@ class TensorParallelRng:
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
-        for module in exits:  # always called, because `StageExit` ends a stage
+        for module in exits:  # `StageExit` would skip a hook without always_call
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Saves the common random state and sets the separate state of this rank."""
+        """Saves the common random state and sets the separate state of this rank. Does nothing in evaluation mode, or
+        if another entry of the region has run before in this forward."""
         if (self.common is not None and module is not self.first) or not module.training:
             # A saved state at the first entry means that a recompute was aborted. torch's checkpoint has then restored
             # the common random state.
@@ -122,7 +123,7 @@ def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
     passed the check, and the context does nothing.
 
     Raises:
-        PlanRefused: the forward draws such numbers and may not.
+        PlanRefused: the forward draws numbers from these generators where this is not permitted.
     """
     together = plan.tp > 1 or plan.cp > 1 or plan.stages > 1
     if checked or not (together or plan.recompute != Recompute.none):

@@ -126,7 +126,7 @@ class GroupGradients:
         """Prepares for a step of `arrivals` backward passes."""
         plan = self.layout.context.plan
         self.counter.reset(arrivals)
-        self._full, self._has_sum = None, False  # drops the buffer of an aborted backward pass
+        self._full, self._has_sum = None, False  # an aborted backward pass may have left a buffer
         if self.exact is not None:
             self.exact.begin_step(sum(plan.shares) or arrivals * plan.dp)
             self.shard = self._shard_of_buffer()

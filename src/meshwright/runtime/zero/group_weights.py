@@ -1,10 +1,11 @@
 """Stores the weights of a flat parameter group, and gathers them for `FlatParamGroup` (param_group.py). At ZeRO 0 to 2
 a rank stores all weights of the group. At ZeRO 3 it stores a shard, and the weights are gathered for use.
 
-[Note: one copy per host] If all ranks of a shard group share memory, ZeRO 3 stores the full weights only once, in one
-anonymous file. Every rank of the group maps the file, and writes only its own shard. Unsharding then copies nothing: it
-is a barrier, which waits until every rank has written its shard in the last update. No rank writes while another rank
-reads, because all ranks also wait at a barrier before an update (`GradReducer.quiesce`).
+[Note: one copy per host] If all ranks of a shard group share memory and the plan does not offload weights, ZeRO 3
+stores the full weights only once, in one anonymous file. Every rank of the group maps the file, and writes only its own
+shard. Unsharding then copies nothing: it is a barrier, which waits until every rank has written its shard in the last
+update. No rank writes while another rank reads, because all ranks also wait at a barrier before an update
+(`GradReducer.quiesce`).
 
 [Note: resharded weights] Until the next unsharding, an access to the parameters of a resharded group raises InputError.
 Resharding frees the full weights. If the ranks share the full weights, they stay in memory, and the parameters become
@@ -202,7 +203,8 @@ class SharedWeights:
 def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
-    """Returns shared weights, or None if not all ranks of `group` share memory."""
+    """Returns shared weights, or None if not all ranks of `group` share memory, if there is no group, or if `numel` is
+    0."""
     if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)
@@ -237,7 +239,7 @@ class GroupWeights:
             if context.state_swapper is not None
             else offload_splits(len(shard), 0, 0)
         )
-        self.offloaded: SplitShard | None = None  # the shard if some of its weights are offloaded
+        self.offloaded: SplitShard | None = None  # None if no weights of the shard are offloaded
         if self.shared is not None:
             self._shard = shard
             self.shared.attach(layout.parameters.values())

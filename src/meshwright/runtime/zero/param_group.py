@@ -2,7 +2,7 @@
 `FlatParamGroup` corresponds to FSDP's FSDPParamGroup; the build creates the groups.
 
 [Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full. Of each other buffer
-it stores a shard, which is 1 / (dp_shard x cp) of the full buffer:
+it stores a shard. If the plan does not set unequal shards, a shard is 1 / (dp_shard x cp) of the full buffer:
 
 | stage | weights | gradients | main weights and optimizer states |
 |---|---|---|---|

@@ -235,8 +235,9 @@ class GradReducer:
 
     @contextmanager
     def isolate_pass(self) -> Iterator[None]:
-        """Inside the context, gradients are recorded as in a first step and sent uncompressed. On exit the records and
-        the residuals of compression are those from before."""
+        """Inside the context, gradients are sent uncompressed, and the record of parameters with and without a gradient
+        (`received`, `unused`) starts as in a first step. On exit, restores this record and the residuals of
+        compression."""
         unused, self.unused = self.unused, self.param_names
         try:
             with ExitStack() as stack:
@@ -301,7 +302,7 @@ class GradReducer:
         for unit, tied in self.tied:
             if not unit.frozen:
                 replicas.setdefault((tied.stages, tied.layer), []).append(unit)
-        for stages, layer in sorted(replicas):  # in this order on every rank
+        for stages, layer in sorted(replicas):  # every rank must use the same order
             first, *others = [unit.gradients.shard for unit in replicas[stages, layer]]
             total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
@@ -312,7 +313,8 @@ class GradReducer:
 
     def squared_norm(self) -> torch.Tensor:
         """Returns this rank's contribution to the squared gradient norm (float64 scalar). The sum of the contributions
-        of all ranks counts each element once."""
+        of all ranks counts each element once. All ranks call this method, because with exact sums they communicate:
+        rank 0 then returns the whole squared norm, and all other ranks return 0."""
         exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0

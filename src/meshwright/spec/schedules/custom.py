@@ -11,9 +11,9 @@ All properties of the schedule are computed from the list: the stages that split
 Two forms are accepted. The first is a table of comma-separated values, as torch.distributed.pipelining writes it. An
 empty cell is a wait, B is a whole backward, I the gradient of the input, and W the gradients of the weights. The second
 is JSON with a list of rows. Each row is a list of actions, or one string of actions as in `Plan.actions`. If a stage
-has W, a B of a micro-batch without W becomes B and W. `parse_orders` checks that each action of each stage and
-micro-batch occurs once, and that there is no deadlock. It also checks that stages are assigned to ranks in a loop or in
-a V.
+has I or W, each B whose micro-batch has no W on this stage becomes B and W. `parse_orders` checks that each
+action of each stage and micro-batch occurs once, and that there is no deadlock. It also checks that stages are assigned
+to ranks in a loop or in a V.
 """
 
 from __future__ import annotations

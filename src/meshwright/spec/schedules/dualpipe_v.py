@@ -91,7 +91,7 @@ class DualPipeV(Schedule):
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
         """Returns the micro-batches in flight before a backward of either stage. On rank r of p ranks these are 2 p - r
-        on the first stage and r + 1 on the second, but at most all."""
+        on the first stage and r + 1 on the second, but at most all micro-batches of the step."""
         alive = (elementwise_min(micro_batches, 2 * pp - rank), elementwise_min(micro_batches, rank + 1))
         return [InFlight(0, alive), InFlight(1, alive)]
 

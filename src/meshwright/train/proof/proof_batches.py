@@ -1,6 +1,6 @@
 """Builds the batches of a proof (proof_run.py) from the training batch. The first batch has a few real rows with
-unequal numbers of valid labels. The second batch has other values, another row order and, if possible, half the
-length."""
+unequal numbers of valid labels. The second batch has other values and another row order. Its sequences have half the
+length, rounded down to a length that the plan can divide. If this is less than 8 tokens, they keep the full length."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshwright.train.step.inputs import LocalBatch
 @dataclass
 class ProofBatch:
     """A global batch of a proof, identical on every rank. `title` describes it to the user. `optional`: if one device
-    cannot run the batch, this is a note and not an error. `uncut`: the batch before truncation, or None if its
-    sequences were not truncated."""
+    cannot run the batch, this is a note and not an error. `uncut`: the batch before its sequences were truncated to the
+    maximum length of a proof, or None if they were not."""
 
     title: str
     batch: Batch
@@ -110,8 +110,9 @@ def with_unequal_labels(batch: Batch) -> Batch:
 
 
 def with_other_values(batch: Batch, own_loss: bool) -> Batch:
-    """Returns `batch` with reversed rows and permuted token ids. Images and features become random values with their
-    mean and standard deviation. With `own_loss`, integer labels keep their values."""
+    """Returns `batch` with reversed rows and permuted token ids. Labels (rows, positions) are permuted like token ids,
+    unless `own_loss`; other integer labels keep their values. Floating-point tensors become random values with their
+    mean and standard deviation, unless some values are not finite or at most half of them are distinct (masks)."""
     random = torch.Generator().manual_seed(1)
     ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
     seen = (

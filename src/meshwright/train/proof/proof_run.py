@@ -106,8 +106,9 @@ class ReferenceSide:
         self, content: ProofBatch, options: ReferenceOptions
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
         """Runs the reference forward. Returns the run (None except on rank 0), and on every rank a tuple: the mean
-        loss, the number of valid labels, and an error text or ''. If the run has read absent weights, it is repeated at
-        a lower streaming level."""
+        loss, the number of valid labels, and an error text or ''. If the run fails or its loss is NaN, it may have read
+        weights that rank 0 does not store ([Note: absent weights] in reference_run.py). So it is repeated at a lower
+        streaming level, if there is one."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -292,8 +293,8 @@ class ProofRun:
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
         """Compares one batch. Returns None and adds a note in two cases: the loss or gradients of the reference are not
-        finite, or the batch is optional and the reference cannot run it. Raises InputError if the reference cannot run
-        a batch that is not optional."""
+        finite, or the batch is optional and the reference cannot run its forward. Raises InputError if the reference
+        cannot run the forward of a batch that is not optional, or the backward of any batch."""
         low = self.side.is_low
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
         if problem:
@@ -393,7 +394,7 @@ class ProofRun:
                     reached = set(zero.param_names) - set(zero.unused)
                 if all(map(math.isfinite, squares)) or state.scale.factor <= 1.0:
                     return loss, labels, state.scale.factor, reached
-                state.scale.factor /= 16.0  # the initial loss scale of float16 overflows
+                state.scale.factor /= 16.0  # the initial loss scale of float16 may overflow
         finally:
             state.scale.factor = factor
 
@@ -432,8 +433,10 @@ class ProofRun:
         )
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Returns the proof result. The differences are the largest over all batches, all other values are those of the
-        last batch. Since the comparison stops at a differing batch, such a batch is the last one."""
+        """Returns the proof result. The loss difference is the largest over all batches. The gradient difference, with
+        its parameter and its limit, is that of the batch where it is largest in relation to the limit. But if the last
+        batch differs, it is that of the last batch. All other values are those of the last batch. Since the comparison
+        stops at a differing batch, such a batch is the last one."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

@@ -1,9 +1,16 @@
 """Decides before which updates a proof run compares the plan with one device (proof_run.py), and refuses a plan that
 differs. The trainer calls it before every update.
 
-A proof runs before the first update, and cheap proofs are repeated before a few later updates (REPEAT_UPDATES). All
-ranks make one decision: if it depends on measured times, every rank must find the proof cheap. If a plan differs from
-one device, all ranks raise PlanRefused before the update.
+A proof runs before the first update, in mode `auto` only if it is cheap (`is_proof_cheap`). Cheap proofs are repeated
+before a few later updates (REPEAT_UPDATES). Mode `start` also runs the first proof if it is not cheap. A number n as
+the mode acts like `start`, and also runs a proof every n steps. In mode `never` there is no proof. Other cases without
+a proof:
+- DiLoCo, or a loss that reads parameters of the model: no proof is possible.
+- Before the first update, a plan that is plain torch on one device (`is_one_device`), with the batch as one micro-batch
+  and without reduced-precision matrix products.
+
+All ranks make one decision: if it depends on measured times, every rank must find the proof cheap. If a plan differs
+from one device, all ranks raise PlanRefused before the update.
 
 If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps)
 sets the mode. Without this variable the mode is `auto`.
@@ -267,7 +274,7 @@ class ProofSchedule:
         """Runs a proof now and returns its result. All ranks call it.
 
         Raises: NothingProven if `batch` allows no comparison. InputError if no proof is possible: with mode 'never',
-        with DiLoCo, or with a loss that reads parameters.
+        with DiLoCo, with a loss that reads parameters, or if one device cannot run the model.
         """
         if self.skeleton is None:
             raise InputError(

@@ -7,7 +7,9 @@ of assumed. Let g be a gradient under the plan. Let l be this gradient on one de
 that on one device in the next higher precision. Then |g - h| <= K |l - h| + floor |h| must hold. Here |.| is the
 Euclidean norm and floor is the relative tolerance of the precision. Both g and l are roundings of h with errors of
 similar size, so |g - h| / |l - h| is typically 1. The factor K = 4 (ROUNDING_FACTOR) allows for other orders of
-summation. |l - h| is estimated from sketches of l and h (`sketch_gradient`).
+summation. |l - h| is estimated from sketches of l and h (`sketch_gradient`). Such an estimate may be small by chance.
+So it counts as at least |h| times the median of |l - h| / |h| over all gradients. For gradients with few elements it is
+increased further (SMALL_GRADIENT_ELEMENTS).
 """
 
 from __future__ import annotations

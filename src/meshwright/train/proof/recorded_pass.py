@@ -33,7 +33,7 @@ from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.runtime.tensor_parallel.random import has_dropout
 
 UNCHECKED_STEP = 4
-"""A number of completed steps after which the engine runs no step checks: step 5 is not in `CHECKED_STEPS`."""
+"""A number of completed steps for which the engine does not check the next step: step 5 is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
 """The factor that replaces dropout as the rate approaches 0. The factor grows with the rate, so that a proof detects a
 wrong rate."""

@@ -164,7 +164,9 @@ class ReferenceRun:
 
     def _prepare(self, device: torch.device) -> None:
         """Prepares the copied model: copies the current buffers of the trained model, and turns off key-value caches
-        and the model's own activation recompute. It also applies float8 if the plan's computation uses it."""
+        and the model's own activation recompute. If this run has a higher precision than the plan, it applies no
+        float8, and in float64 the model's casts to float32 become casts to float64. Otherwise it applies float8 where
+        the plan does."""
         engine, model, kind = self.engine, self.model, self.side.dtype
         for module in model.modules():
             config: Any = getattr(module, "config", None)

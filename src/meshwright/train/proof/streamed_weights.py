@@ -139,8 +139,9 @@ def rows_per_range(columns: int) -> int:
 
 
 def can_stream_rows(module: nn.Module) -> bool:
-    """Returns whether `module` is exactly torch's Linear or Embedding, without hooks on its weight, and its weight has
-    several ranges of rows."""
+    """Returns whether the weight of `module` can be streamed by rows. The module must be exactly torch's Linear or
+    Embedding, with its original forward. Its weight must have several ranges of rows and no hooks. An Embedding must
+    not use max_norm, scale_grad_by_freq or sparse gradients."""
     if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
         return False
     weight = module.weight

@@ -22,11 +22,12 @@ changes repeatedly, MAX_CHECKED_VALUES further values are checked. After that, e
 checked, much as torch.compile makes such a number dynamic. Sizes count as known only between the smallest and the
 largest checked size (`SizeRanges`). A parameter may be frozen at any time (runtime/zero/reducer.py).
 
-The guards also refuse four changes by the user's code between steps: another optimizer, other parameter groups, step
-hooks, and some torch modes. `parallelize` has probed the update rule of its optimizer, which updates the shards of this
-rank. Another optimizer or an added group was not probed and updates other tensors. The model's parameters have no
-gradient during the update, and the gradient of a new parameter covers only this rank's rows. Learning rates, weight
-decays and other options of a group may change at any time.
+The guards also refuse five changes by the user's code between steps: another optimizer, other parameter groups, new
+step hooks of the optimizer, new post-accumulate-grad hooks of parameters, and some torch modes. `parallelize` has
+probed the update rule of its optimizer, which updates the shards of this rank. Another optimizer or an added group was
+not probed and updates other tensors. The model's parameters have no gradient during the update, and the gradient of a
+new parameter covers only this rank's rows. Learning rates, weight decays and other options of a group may change at any
+time.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ class Outside(NamedTuple):
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """Returns why a proof must run, or ''. `is_fresh`: whether a proof has already run before this step, and so
-        with its plain values."""
+        """Returns why a proof must run, or ''. `is_fresh`: whether a proof ran directly before this step. It has then
+        covered the changed values."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 

@@ -233,8 +233,9 @@ SEQUENCE_TYPES = (list, tuple)
 
 
 def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError if `batch` has no rows, or names that the model's forward does not take. Raises it also for a
-    list or array if `pieces` > 1, since this cannot be divided by rows into `pieces` parts."""
+    """Raises InputError if `batch` has no rows, or names that the model's forward does not take. If `pieces` > 1, it
+    also raises InputError for a list, tuple or NumPy array: only tensors can be divided by rows into `pieces` parts.
+    """
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(
@@ -308,7 +309,8 @@ def check_batch_type(batch: Any) -> Batch:
 
 
 def check_example(model: nn.Module, example: Any) -> None:
-    """Raises InputError if `example` is not None and is no batch, or has names that forward does not take."""
+    """Raises InputError if `example` is neither None nor a mapping with entries, or has names (except `labels`) that
+    forward does not take."""
     if example is None:
         return
     if not isinstance(example, Mapping) or not example:

@@ -3,7 +3,7 @@ the gradients. The trainer and proof runs (proof/) use it.
 
 Guarantees: the loss and the gradient equal those of one device on the global batch, up to the order of floating-point
 sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
-the labels are distributed over the ranks.
+the labels are distributed over the ranks. A user's own loss is a mean over rows; it is averaged over all rows instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
 from meshwright.train.step.state import TrainState
 
 GradientSums = tuple[float, int, list[float]]
-"""The mean loss, the number of valid labels, and the squared norm of the gradient with its loss scale. With DiLoCo
-there is a squared norm for each replica, otherwise one in total."""
+"""The mean loss, the number of valid labels, and the squared norm of the gradient, which still has the loss scale as a
+factor. With DiLoCo there is a squared norm for each replica, otherwise one in total."""
 
 
 class StepPasses:
@@ -102,7 +102,8 @@ class StepPasses:
 
     def split(self, state: TrainState, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
         """Returns this replica's micro-batches on the device, and the number of valid labels in the global batch. All
-        ranks call it. Raises InputError if the batch is invalid or differs between ranks (inputs.py)."""
+        ranks call it. Raises InputError if the batch is invalid or differs between ranks (inputs.py), or if the weights
+        are not loaded yet."""
         engine, plan, mesh, objective = state.engine, state.plan, state.mesh, state.engine.objective
         if engine.unfilled:
             name = min(engine.unfilled)

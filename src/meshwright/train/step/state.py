@@ -2,7 +2,7 @@
 derives from it.
 
 Dynamic loss scaling for fp16: the loss is multiplied by a factor, so that small gradients do not become zero. The
-factor starts at 2^16. If a gradient overflows, the update is skipped and the factor is halved. After
+factor starts at 2^16. If a gradient overflows, the update is skipped and the factor is halved, but not below 1. After
 GROWTH_INTERVAL_STEPS steps without an overflow, the factor is doubled (Micikevicius et al., Mixed Precision Training,
 2018). The gradient norm is equal on all ranks, so all ranks make one decision.
 """

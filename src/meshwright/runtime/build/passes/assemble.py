@@ -1,5 +1,5 @@
-"""The last build pass: makes the engine from the results of the other passes. Later code sets no field of the
-engine."""
+"""The last build pass: makes the engine from the results of the other passes. Later code changes the engine only
+through the engine's methods."""
 
 from __future__ import annotations
 

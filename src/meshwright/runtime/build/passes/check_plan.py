@@ -77,7 +77,8 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
-    """Checks that the model has a verified tensor-parallel region or experts to shard."""
+    """Does nothing for one tensor rank. Otherwise checks that the model has a tensor-parallel region or experts to
+    shard, and that the analysis has verified the splits with real values."""
     if plan.tp > 1 and not (graph.regions or graph.experts):
         failed = graph.unsupported.get("run", "")
         reason = failed or graph.unsupported.get("tensors", "")

@@ -16,8 +16,9 @@ def check_shards(build: Build) -> None:
     """Checks sizes, experts, the loss, and the tensors that the optimizer needs as full tensors.
 
     Raises:
-        InputError: A size is not divisible by the tensor-parallel degree, or the plan does not support the loss, an
-            expert module, or the update rule of an expert's parameters.
+        InputError: A size is not divisible by the tensor-parallel degree. Or the plan does not support the loss, an
+            expert module, or the update rule of an expert's parameters. Or the model's router bias or expert capacity
+            is invalid (expert_parallel/load_balancing.py).
     """
     model, graph, context = build.model, build.partition.graph, build.context
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence

@@ -34,8 +34,9 @@ def _tied_groups(
 ) -> dict[tuple[int, ...], CommGroup | None]:
     """Returns the group over which each set of `shared_stages` sums the gradients of its shared parameters.
 
-    For the first and the last stage, the group consists of the ranks of these two stages. For any other set, it
-    consists of all pipeline ranks. It is None if one rank runs all stages of the set.
+    For the set of the first and the last stage, the group consists of the ranks of these two stages, and is None on
+    ranks of other stages. For any other set, the group consists of all pipeline ranks. The group is None if one rank
+    runs all stages of the set.
     """
     plan = base.plan
     first_and_last = (0, plan.stages - 1)

@@ -46,8 +46,8 @@ def _make_shard_table(
     stages: Mapping[str, tuple[int, ...]],
     extra_state: ExtraState,
 ) -> ShardTable:
-    """Returns the table of this rank's shards. Tensor ranks split dense tensors. Expert ranks divide the experts, and
-    may also split each expert's tensors."""
+    """Returns the table of this rank's shards: of all parameters, and of the buffers in the state dict. Tensor ranks
+    split dense tensors. Expert ranks divide the experts, and tensor ranks may split the tensors of each expert."""
     coords, tp = context.coords, context.plan.tp
     params = {}
     for name, parameter in model.named_parameters():

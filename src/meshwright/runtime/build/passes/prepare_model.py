@@ -26,7 +26,8 @@ def prepare_model(build: Build) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """Moves buffers to `device` and disables the key-value cache. A float64 recipe also converts the model to float64.
+    """Moves buffers, except meta tensors, to `device` and disables the key-value cache. A float64 recipe also converts
+    the model to float64.
 
     Parameters are not moved, because the device may lack memory for all of them. Each rank later copies only its shards
     of parameters to its device.

@@ -83,8 +83,9 @@ def wrap_modules(
 def _groups_of_blocks(
     model: nn.Module, paths: Sequence[str], by_layer: Mapping[str, Sequence[FlatParamGroup]], reads: WeightUses
 ) -> list[GatheredGroups]:
-    """Returns for each block the parameter groups that its wrapper all-gathers. Groups that are also read outside of
-    the block are excluded, because they stay gathered during the step."""
+    """Returns for each block the parameter groups that its wrapper all-gathers. The wrapper of a block gathers none if
+    a module outside of the block reads one of the block's parameters. All groups of this block then stay gathered
+    during the step."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
@@ -236,7 +237,8 @@ def hidden_functions(
     """Returns the functions that map the hidden state before blocks and after blocks, each by the index of the block.
 
     Sequence parallelism cuts the hidden state before the first block and joins it after the last block. Context
-    parallelism cuts it too. After the last block it pads the hidden state to full length, if later layers need this.
+    parallelism also cuts it before the first block. If the layers between the blocks and the head need the full length,
+    context parallelism pads the hidden state after the last block.
 
     `stage_blocks`: the number of blocks in all stages.
     """

@@ -118,7 +118,8 @@ def find_param_stages(
     function.
 
     Raises:
-        InputError: A stage reads a parameter of another stage's block, or a value that no earlier stage sends.
+        InputError: A stage reads a parameter of another stage's block, or a value that no earlier stage sends. Or a
+            block needs a mask or integers that are computed from parameters, which stages cannot send.
     """
     if boundary.unsent:
         raise InputError(
@@ -246,7 +247,7 @@ def assign_layers(
 
     The index of a block determines its stage. `holders` determines the stages of other parameters. A parameter that is
     not in `holders` gets its stage from the name of its layer. Each parameter with several stages becomes a separate
-    layer.
+    layer, except the embedding that is tied to the head.
 
     Raises:
         InputError: A tied embedding is read between blocks.
@@ -299,7 +300,7 @@ def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
     """Returns the paths of the modules that the model's own code calls on every stage: the blocks and the embedding.
-    Returns () if stages send only the hidden state."""
+    Returns () if stages send only the hidden state, or if `boundary` is None (one stage)."""
     return (
         (*graph.block_paths, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
     )

@@ -53,11 +53,11 @@ class StagePartition:
     reads: WeightUses
     """For each weight, the modules that read it."""
     idle: frozenset[str]
-    """Names of parameters that got no gradient in the analysis run."""
+    """Names of parameters that got no gradient in the analysis run. Empty for plans with one stage."""
     guard: AnalysisGuard | None
     """Checks later batches against the analysis run; None if the plan does not depend on an analysis run."""
     writers: Mapping[str, int] = field(default_factory=dict)
-    """For each buffer that the forward writes to, the stage that updates it."""
+    """For each buffer that the forward writes to, the stage that updates it. Empty for plans with one stage."""
 
     @property
     def layers(self) -> dict[str, tuple[str, ...]]:
@@ -141,7 +141,8 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
     stacks, and get None if the model does not run.
 
     Raises:
-        InputError: The plan needs the record, and the model does not run or its forward writes to a parameter.
+        InputError: The plan needs the record, and the model does not run. Or the plan has several stages, and the
+            forward writes to a parameter.
     """
     over_stacks = len(graph.stacks) > 1 and graph.embedding is not None
     if graph.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
@@ -193,9 +194,9 @@ def _boundary_spec(
 ) -> BoundarySpec | None:
     """Returns which tensors cross stage boundaries. Returns None if the plan has one stage and the model one stack.
 
-    Also with one stage, the blocks of several stacks are numbered in stage order. So recompute and the cost model refer
-    to the same blocks under every plan. Plans without recompute and ZeRO 3 do not need this order, and get None if it
-    cannot be determined.
+    Even with one stage, the blocks of several stacks are numbered in stage order. So recompute and the cost model refer
+    to the same blocks under every plan. A plan with one stage that uses neither recompute nor ZeRO 3 does not need this
+    order. It gets None if the order cannot be determined.
 
     Raises:
         InputError: The plan needs the boundaries or the order, and the data flow does not determine them.
@@ -256,8 +257,9 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
 
     Raises:
         InputError: A block has a forward hook, and the plan has several stages, which do not call hooks of blocks. Or a
-            parameter has a gradient hook, and a rank computes only a part of the gradient. Then the hook must be
-            linear, and tensor ranks must not shard the parameter.
+            parameter that tensor ranks shard has a gradient hook. Or several tensor ranks, context ranks or stages may
+            each compute a part of a gradient, and the hook of this gradient is not linear or fails with a random
+            gradient.
     """
     for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
         block = model.get_submodule(graph.block(index))

@@ -23,9 +23,9 @@ remains at the end.
 
 [Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
 caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks have set
-`done` for its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS buffers, which is also the number of
-full gradient buffers at ZeRO 2 and 3 (progress.py). A rank that requests one more buffer first finishes its own steps
-of the oldest collective, and then waits for the other ranks. So ranks cannot deadlock.
+`done` for its collective. While a rank fills a buffer, the other ranks read at most MAX_INFLIGHT_BUFFERS of its other
+buffers. A rank that requests one more buffer first finishes its own steps of the oldest collective, and then waits for
+the other ranks. So ranks cannot deadlock.
 
 Guarantees: every rank sums the inputs in order of rank, and 16-bit inputs in float32. So sums are identical on all
 ranks and in every run.

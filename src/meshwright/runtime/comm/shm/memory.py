@@ -179,7 +179,8 @@ class SharedMemory:
         """Waits until field `index` of `rank` has reached `value`.
 
         Raises:
-            ConnectionError: the process of `rank` ended first, or the wait took longer than `timeout` seconds.
+            ConnectionError: the process of `rank` ended first, the wait took longer than `timeout` seconds, or another
+                rank has raised an error (`RemoteRankError`).
         """
         fields = self.fields[rank]
         if fields[index] >= value:
@@ -199,7 +200,8 @@ class SharedMemory:
 
     def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
         """Waits for each (rank, field, value) until the field has reached the value. Stops waiting for a rank whose
-        process has ended, and for all ranks after SHUTDOWN_TIMEOUT_SECONDS or if ranks have diverged."""
+        process has ended. Stops waiting for all ranks after SHUTDOWN_TIMEOUT_SECONDS, or if a rank has left a
+        collective because of another rank's exception."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, index, value in awaited:
             while (
@@ -274,7 +276,8 @@ def _raise_open_file_limit() -> None:
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
     """Returns the shared memory of this rank's host, and the host id of every rank. All ranks of the default process
-    group call it. A rank that cannot share memory gets None and the host id ''."""
+    group call it. A rank that cannot share memory gets None and the host id ''. If one rank of a host cannot map the
+    fields of the others, this applies to all ranks of the host."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None

@@ -11,12 +11,12 @@ collectives.py):
     acquire_ordered  for data that arrive slowly, such as gradients during backward: chooses the buffer by the previous
                      requests, not by the progress of other ranks, so that every run uses the same amount of memory
 
-[Note: in turn] `acquire_ordered` uses three buffers, and never chooses the buffer of the previous request. Of the other
-two it chooses the smallest that is large enough. Of two equal buffers it chooses the one used longer ago. If the last
-three requests fit into the three buffers, no buffer grows. If a rank still reads the chosen buffer, the requesting rank
-waits. So all ranks wait for the same collective at the same request. Each rank first finishes its own steps of this
-collective, so ranks cannot deadlock. With an earlier rule each of the three buffers became as long as the longest
-parameter group.
+[Note: in turn] `acquire_ordered` uses three buffers, and never chooses the buffer of the previous request. If the last
+three requests fit into the three buffers, it chooses the smallest of the other two that is large enough, and no buffer
+grows. Otherwise it chooses the smaller of the other two, which grows if it is too small. Of two equal buffers it
+chooses the one used longer ago. If a rank still reads the chosen buffer, the requesting rank waits. So all ranks wait
+for the same collective at the same request. Each rank first finishes its own steps of this collective, so ranks cannot
+deadlock. With an earlier rule each of the three buffers became as long as the longest parameter group.
 """
 
 from __future__ import annotations
