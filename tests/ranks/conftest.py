@@ -8,6 +8,7 @@ import pytest
 from fault_runs import warm_process
 from network_namespace import joined
 from pool import Pool, warm
+from sample_accounting import check_changed
 from sweep import asked, run
 
 from meshwright.elastic.local_agent import LocalAgent
@@ -54,3 +55,18 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
 def space() -> Iterator[str]:
     """A network namespace behind a link (network_namespace.py)."""
     yield from joined()
+
+
+@pytest.fixture(scope="session")
+def accounts_seen() -> dict[Path, tuple[int, int]]:
+    """The runs whose accounts were checked, and the times of their logs then."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def accounts_checked(request: pytest.FixtureRequest, accounts_seen: dict[Path, tuple[int, int]]) -> Iterator[None]:
+    """After each test, the accounts of every run that it left are compared with its raw files (sample_accounting.py):
+    no test of a fault can leave it out. A test without a folder has no run."""
+    yield
+    if {"tmp_path", "tmp_path_factory"} & set(request.fixturenames):
+        check_changed(request.getfixturevalue("tmp_path_factory").getbasetemp(), accounts_seen)

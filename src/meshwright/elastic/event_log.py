@@ -37,6 +37,10 @@ class EventLog:
     clock: Callable[[], float] = time.monotonic
     last: int = 0
     _decided: float | None = None
+    _heard: float | None = None
+    """When the last message of a completed step, or of the begin of training, arrived."""
+    _unfinished: float = 0.0
+    """Seconds of the step that the fault interrupted, before its detection."""
     _begun: float = 0.0
     _parts: dict[str, float] = field(default_factory=dict)
     _source: str = ""
@@ -69,7 +73,9 @@ class EventLog:
         elif phase:
             cause = Message("{cause} while it was in {phase}", cause=cause, phase=phase)
         self.note(Message("{cause}: {decision}", cause=cause, decision=event.decision))
-        self.decide()
+        if self._decided is not None:  # the recovery in progress contains its detection
+            self.part("detection", event.detection)
+        self.decide(event.detection)
 
     def heed_node(self, event: IpcMessage) -> bool:
         """Records an event of a node: it has joined, is leaving or was lost, or a connection was refused. Returns
@@ -92,9 +98,13 @@ class EventLog:
         line = join_messages("; ", (cause, decision)) if decision else cause
         self.note(line if rank is None else Message("rank {rank}: {line}", rank=rank, line=line))
 
-    def decide(self) -> None:
-        """Starts to time a recovery, unless one is in progress. No step runs from now until the recovery ends."""
-        self._decided = self._decided or self.clock()
+    def decide(self, detection: float = 0.0) -> None:
+        """Starts to time a recovery, unless one is in progress. No step runs from now until the recovery ends.
+        `detection`: the seconds before now that count as the detection of the fault."""
+        if self._decided is None:
+            self._decided = self.clock()
+            since = self._decided - self._heard if self._heard is not None else 0.0
+            self._unfinished = max(0.0, since - detection)
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
         """Records a change of ranks or plan: `after` instead of `before` ranks, a plan that takes less memory, or other
@@ -147,7 +157,13 @@ class EventLog:
             step = message["record"]["step"]
             if self._decided is not None and step > self._from and step > self.last:
                 self._recovered(now)
+            elif self._decided is not None and step == self._from:
+                # the interrupted step had ended, and was not reported before: its seconds are those of its record
+                spent = message["record"]["seconds"] + message["record"].get("between_seconds", 0.0)
+                self._unfinished = max(0.0, self._unfinished - spent)
             self.last = max(self.last, step)
+        if message["kind"] in ("begin", "record"):
+            self._heard = now
         if message["kind"] == "saved":
             self._saved, self._unsaved = message["step"], 0
             self.write(kind="save", step=message["step"], seconds=message.get("waited", 0.0), generation=generation)
@@ -220,6 +236,8 @@ class EventLog:
         seconds = now - self._decided
         parts = {**self._parts, "step": now - self._begun}
         parts["start"] = max(0.0, seconds - sum(parts.values()))
+        if self._unfinished:
+            parts["unfinished"] = self._unfinished
         lost = max(0, self.last - self._from)
         event = self.write(
             kind="recovery",

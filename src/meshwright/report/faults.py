@@ -2,10 +2,15 @@
 kind of lost time. `meshwright report` shows them.
 
 Goodput = useful seconds / all seconds that are accounted for. Useful seconds are the seconds of the last execution of
-each step, without the wait for data. Lost seconds are: the wait for data, skipped steps, repeated steps, saves for
-which training waited, the time until a hang was noticed, and recoveries. A recovery lasts from the decision to the end
-of the next new step. This step and the repeated steps before it count as steps, so only the remaining time of the
-recovery is lost. The table of faults shows both the whole duration and the lost seconds of a recovery.
+each step, without the wait for data. Lost seconds are the wait for data, skipped steps, the time between steps
+(validation, replica checks, in-memory checkpoints), repeated steps, saves for which training waited, the time until a
+hang was noticed, and recoveries. A recovery lasts from the decision to the end of the next new step. This step and the
+repeated steps before it count as steps, so only the remaining time of the recovery is lost. The detection of further
+faults during the recovery counts as detection. The part of the interrupted step before the detection is lost too. The
+table of faults shows both the whole duration and the lost seconds of a recovery.
+
+Guarantees: no second counts twice. From the beginning of the first step to the end of the last one, the terms add up
+to the time on the clock, except for the time between two commands and for a start of ranks that no fault caused.
 
 Source of the definition: Jiang et al., MegaScale, NSDI 2024; ByteRobust (effective training time ratio).
 """
@@ -30,6 +35,7 @@ MAX_FAULTS_SHOWN = 12
 LOST_TIME_TEXTS = {
     "data": mark_msgid("waiting for data {seconds:seconds}"),
     "skipped": mark_msgid("skipped steps {seconds:seconds}"),
+    "between": mark_msgid("between steps {seconds:seconds}"),
     "again": mark_msgid("repeated steps {seconds:seconds}"),
     "saves": mark_msgid("saves {seconds:seconds}"),
     "detection": mark_msgid("detecting hangs {seconds:seconds}"),
@@ -45,6 +51,7 @@ class Goodput(StrictModel):
     useful: float
     data: float = 0.0
     skipped: float = 0.0
+    between: float = 0.0
     again: float = 0.0
     saves: float = 0.0
     detection: float = 0.0
@@ -65,9 +72,10 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
     terms = {
         "data": sum(record.data_seconds for record in steps if not record.skipped),
         "skipped": sum(record.seconds for record in steps if record.skipped),
+        "between": sum(record.between_seconds for record in steps),
         "again": repeated,
         "saves": sum(event.seconds for event in events if event.kind in ("save", "unsaved")),
-        "detection": sum(event.detection for event in events if event.kind == "fault"),
+        "detection": sum(event.detection for event in events if event.kind in ("fault", "verdict")),
         "recovery": sum(lost_seconds(event, steps) for event in events if event.kind == "recovery"),
     }
     useful = sum(record.seconds for record in steps if not record.skipped) - terms["data"]
@@ -76,16 +84,21 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
 
 
 def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
-    """Returns the seconds of a recovery in which no step ran: its duration without the repeated steps and the new step
-    at its end.
+    """Returns the seconds that a recovery has lost: its duration without its new step, the repeated steps and the
+    detection of further faults, and the part of the interrupted step before it.
 
     >>> step = StepRecord(step=1, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0)
     >>> steps = [step.but(step=number) for number in (1, 2, 3, 4)]
     >>> lost_seconds(RunEvent(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
     5.0
     """
-    ran = sum(record.seconds for record in steps if event.step < record.step <= event.step + event.lost + 1)
-    return max(0.0, event.seconds - ran)
+    ran = sum(
+        record.seconds + record.between_seconds
+        for record in steps
+        if event.step < record.step <= event.step + event.lost + 1
+    )
+    unfinished, detection = event.parts.get("unfinished", 0.0), event.parts.get("detection", 0.0)
+    return max(0.0, event.seconds - detection - ran) + unfinished
 
 
 def goodput_text(found: Goodput, language: str = "en") -> str:

@@ -155,7 +155,7 @@ class RunFolder:
     cut: int
     events: tuple[RunEvent, ...] = ()
     again: float = 0.0
-    """The total seconds of the records of steps that were repeated later."""
+    """The total seconds of the records of steps that were repeated later, with the time between steps."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -291,8 +291,13 @@ def read_run(folder: Path | str) -> RunFolder:
         repeated=len(records) - len(by_step),
         cut=cut,
         events=read_events(path / EVENTS_FILE_NAME),
-        again=sum(record.seconds for record in records) - sum(record.seconds for record in by_step.values()),
+        again=sum(map(_spent, records)) - sum(map(_spent, by_step.values())),
     )
+
+
+def _spent(record: StepRecord) -> float:
+    """Returns the seconds of a step and of the time before it."""
+    return record.seconds + record.between_seconds
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:

@@ -68,8 +68,15 @@ class StepRecord(StrictModel):
     tokens: int = Field(description="number of labels in the loss, over all ranks")
     gradient_norm: float
     lr: float
-    seconds: float = Field(description="seconds from the end of the previous step to the end of this step")
+    seconds: float = Field(description="seconds of the step, with the wait for its batch")
     data_seconds: float = Field(default=0.0, description="seconds of waiting for the batch")
+    between_seconds: float = Field(
+        default=0.0,
+        description=(
+            "seconds from the end of the previous step to the beginning of this step, without waits for saves: "
+            "validation loss, replica checks, in-memory checkpoints, agreement; 0 of the first step after a start"
+        ),
+    )
     exposed: dict[str, float] = Field(
         default_factory=dict, description="seconds of waiting for communication, by kind: data, tensor, pipeline, ..."
     )
@@ -239,7 +246,11 @@ class RunEvent(StrictModel):
         ),
     )
     parts: dict[str, float] = Field(
-        default_factory=dict, description="seconds of each part of `seconds`: end, start, join, build, restore, step"
+        default_factory=dict,
+        description=(
+            "seconds of each part of `seconds`: end, start, join, build, restore, step, and the detection of further "
+            "faults; beside them `unfinished`, the seconds of the interrupted step before `seconds` began"
+        ),
     )
     plan: str = ""
     ranks: tuple[int, ...] = Field(

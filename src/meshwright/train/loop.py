@@ -215,6 +215,7 @@ class TrainLoop:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
                 memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)
                 took = {"data_seconds": batches.wait_seconds, "seconds": time.perf_counter() - start}
+                took["between_seconds"] = self.recovery.gap.before(start)
                 record = record.model_copy(update={"memory": memory, "batch": number, **took})
                 if self.trainer.mesh.world is not None and every and self._due(step + 1, every):
                     self.pulse.at(RankPhase.compare)
@@ -225,6 +226,7 @@ class TrainLoop:
                 record, (stop, *flags), phases, by_rank = agree_on_step(record, requested, self.control, read.numbers)
                 record = record.model_copy(update=combine_accounts(by_rank, self.trainer.mesh.grid, step + 1).fields)
                 self.stopping = stop > 0
+                self.recovery.gap.end(start + record.seconds)
                 self.recovery.agreed(record, flags)
                 yield record, phases
 

@@ -247,6 +247,27 @@ def agree_on_step(
     )
 
 
+class StepGap:
+    """Measures the time between steps in one start of the ranks. `blocked`: the total seconds for which saves have
+    blocked training; they do not count."""
+
+    def __init__(self) -> None:
+        self.blocked = 0.0
+        self._ended: tuple[float, float] | None = None
+        """The end of the previous step on the slowest rank, and the value of `blocked` then."""
+
+    def before(self, start: float) -> float:
+        """Returns the seconds from the end of the previous step to `start`. Returns 0 for the first step."""
+        if self._ended is None:
+            return 0.0
+        ended, blocked = self._ended
+        return max(0.0, start - ended - (self.blocked - blocked))
+
+    def end(self, ended: float) -> None:
+        """Records the end of a step."""
+        self._ended = ended, self.blocked
+
+
 class RecordWriter:
     """Writes records.jsonl and, if TensorBoard is installed, events under tb/ in the run folder. Rank 0 uses it.
 

@@ -40,7 +40,7 @@ from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord, parse_events
 from meshwright.train import memory_checkpointer
 from meshwright.train.loss_spike import LossSpikeDetector
-from meshwright.train.metrics import last_reported_step
+from meshwright.train.metrics import StepGap, last_reported_step
 from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_checkpoint import rank_exchange
@@ -76,6 +76,7 @@ class Recovery:
         None."""
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
+        self.gap = StepGap()
         self._steps = (0, 0.0, 0.0)
         """The number of measured steps, their seconds in total, and the seconds that they waited for in-memory
         checkpoints."""
@@ -311,7 +312,12 @@ class Recovery:
                     self.folder, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note
                 )
             rank_exchange(self.trainer.mesh).all_gather("")
-            self._waited += time.perf_counter() - began
+            self._block(time.perf_counter() - began)
+
+    def _block(self, seconds: float) -> None:
+        """Counts seconds for which a save has blocked training."""
+        self._waited += seconds
+        self.gap.blocked += seconds
 
     def _save_here(self, step: int) -> None:
         """Writes the checkpoint in the processes of the ranks, while training waits. All ranks call it. Raises
@@ -322,7 +328,7 @@ class Recovery:
             path = self.trainer.save(self.folder, self.identity)
         finally:
             took = time.perf_counter() - began
-            self._waited += took
+            self._block(took)
         if self.channel.rank == 0:
             self.pulse.write(HeartbeatField.saved, round(took * 1e6))
             self.channel.say("saved", step=step, path=str(path), seconds=took, waited=self._waited)
@@ -340,7 +346,7 @@ class Recovery:
         is_free = (
             rank_exchange(self.trainer.mesh).all_gather(str(not self.pulse.read(HeartbeatField.busy)))[0] == "True"
         )
-        self._waited += time.perf_counter() - began
+        self._block(time.perf_counter() - began)
         return is_free
 
     def _note(self, line: str) -> None:

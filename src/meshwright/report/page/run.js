@@ -118,7 +118,7 @@ function drawDecisions() {
 function drawGoodput() {
   document.getElementById("goodput").hidden = !DATA.goodput
   if (!DATA.goodput) return
-  const words = { useful: say.useful, data: say.data, skipped: say.skipped, again: say.rerun, saves: say.saves, detection: say.detection, recovery: say.recovery }
+  const words = { useful: say.useful, data: say.data, skipped: say.skipped, between: say.between, again: say.rerun, saves: say.saves, detection: say.detection, recovery: say.recovery }
   const kinds = Object.keys(words).filter(kind => DATA.goodput[kind] > 0)
   const whole = kinds.reduce((sum, kind) => sum + DATA.goodput[kind], 0)
   const colour = kind => kind === "data" ? "waiting" : kind
