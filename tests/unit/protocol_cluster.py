@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from protocol_model import NODES, SAVED, Action, State
-from virtual_cluster import START, Cluster, Files, LeaderWaits, Mirror, Ranks
+from virtual_cluster import START, Cluster
+from virtual_machines import Files, LeaderWaits, Mirror, Ranks
 
 from meshwright.cli.leader_file import read_leader
 from meshwright.cli.node_role import (

@@ -12,7 +12,7 @@ from virtual_cluster import Cluster
 LEAST_SHARE = 0.05
 """Of a core, that the leader of 1,024 nodes may take while all is well."""
 
-LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2, "leader": 1}
+LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2, "leader": 1, "leader's link": 2}
 """Steps that a fault may cost: copies of ranks that have ended are where they were, those of a lost node are read from
 its mirror, also by the leader that follows a lost one."""
 
@@ -49,10 +49,23 @@ def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they
 
 def test_leaders_that_are_lost_cost_no_more_than_other_nodes(tmp_path: Path) -> None:
     """One after the other, the second one after nodes and ranks were lost under it; each comes back as a node."""
-    kinds = ("leader", "dies", "node", "leader", "leader", "hangs")
+    kinds = ("leader", "dies", "node", "leader", "leader's link", "leader", "hangs", "leader's link")
     cluster = checked(Cluster(tmp_path, 16, kinds=kinds, step=2.0).train())
     assert tuple(fault.kind for fault in cluster.told) == kinds and cluster.leads != 0
     assert {fault.source for fault in cluster.told} == {"memory"} and kinds_of(tmp_path).count("recovery") == len(kinds)
+
+
+def test_faults_are_drawn_for_the_node_that_leads_too(tmp_path: Path) -> None:
+    """Of three nodes, so that it is drawn often; the first of its losses is followed by others of the next leader."""
+    cluster = checked(Cluster(tmp_path, 3, seed=23, faults=10, step=2.0).train())
+    assert len(cluster.told) == 10 and {"leader", "leader's link", "node"} <= {fault.kind for fault in cluster.told}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_two_hundred_faults_of_three_nodes_cost_what_they_may(tmp_path: Path, seed: int) -> None:
+    cluster = checked(Cluster(tmp_path, 3, seed=seed, faults=200, step=2.0).train())
+    assert len(cluster.told) == 200
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
@@ -62,7 +75,9 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_1024_nodes_train_for_30_days_at_the_published_rate_of_failures(tmp_path: Path) -> None:
-    cluster = checked(Cluster(tmp_path, 1024, hours=30 * 24.0).train())
+    """Of the node that leads too, which is lost in every twentieth fault."""
+    cluster = checked(Cluster(tmp_path, 1024, hours=30 * 24.0, leader_every=20).train())
     assert len(cluster.told) > 60, "116 are expected"
+    assert sum(fault.kind == "leader" for fault in cluster.told) >= 3
     seconds, spent = (sum(values) for values in zip(*cluster.steady, strict=True))
     assert spent <= LEAST_SHARE * seconds

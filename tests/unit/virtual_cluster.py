@@ -2,17 +2,15 @@
 simulated ranks, links and clocks.
 
 What is simulated stands in `Outside` (elastic/local_agent.py) and in the place of the process that forks ranks: lines
-travel LATENCY seconds, ranks make a step
-together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded
-as between machines, so that sizes are
-real. One thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
+travel LATENCY seconds, ranks make a step together every STEP seconds and copy it into their files, mirrors take COPY
+seconds (virtual_machines.py). Every line is encoded and decoded as between machines, so that sizes are real. One
+thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
 
 Faults come at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 for a device and
-hour), by its published causes:
-devices and software that end a rank, hosts that are gone, links and collectives that are silent. Source: The Llama 3
-Herd of Models, 2024, section 3.3.4 and Table 5,
-grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose cost is
-measured beside.
+hour), by its published causes: devices and software that end a rank, hosts that are gone, links and collectives that
+are silent. Any node may be hit, the one that leads as well. Source: The Llama 3 Herd of Models, 2024, section 3.3.4 and
+Table 5, grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose
+cost is measured beside.
 """
 
 from __future__ import annotations
@@ -22,47 +20,32 @@ import itertools
 import mmap
 import random
 import time
-from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.core.ipc import (
-    HEARTBEAT_FIELDS,
-    WAIT_INCREMENT,
-    Heartbeat,
-    HeartbeatField,
-    IpcMessage,
-    RankPhase,
-    parse_message,
-)
-from meshwright.core.secure_channel import encode_message
-from meshwright.core.snapshots import (
-    HEADER_BYTES,
-    HISTORIES_PER_GENERATION,
-    PINNED_STEPS_FIELD,
-    REMOTE_PREFIX,
-    SNAPSHOT_SLOTS_MULTI_NODE,
-    SnapshotHeader,
-)
+from virtual_machines import End, Files, LeaderWaits, Lender, Mirror, Rank, Ranks, address, copy
+
+from meshwright.core.ipc import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.snapshots import REMOTE_PREFIX
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
 from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS
-from meshwright.elastic.local_agent import LocalAgent, SystemInterface
+from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.node import NodeAgent
-from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy, RetainedSnapshots
-from meshwright.elastic.snapshot_replication import ReplicationRequest
 from meshwright.elastic.supervisor import Supervisor
 
-LATENCY, START, COPY, RETURN = 0.001, 3.0, 0.5, 5.0
-"""Seconds: of a line on its way, of a rank until it has joined the others, of a mirror, and until a lost node is
-back."""
+SILENT = 60.0
+"""Seconds within which every node has noticed that its leader is silent."""
+
+START, RETURN = 3.0, 5.0
+"""Seconds of a rank until it has joined the others, and until a lost node is back."""
 
 STEP = 11.9
 """Seconds of a step: 6 x 405e9 parameters x 16e6 tokens on 8,192 devices of 400 TFLOP/s, as Llama 3 reports them."""
@@ -77,260 +60,16 @@ power and chassis take a host;
 switches and cables, and collectives that time out, are silent, here as a rank that hangs or a link that carries
 nothing."""
 
+OF_LEADER = {"node": "leader", "link": "leader's link"}
+"""What a kind is called where it hits the node that leads."""
+
 
 class LeaderLost(BaseException):
     """The process of the leader is gone, wherever it was."""
 
 
-class Files:
-    """In the place of the system, for anonymous files: of one supervisor, numbered over all of them."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.all, self.own, self.most = cluster.files, set[int](), 0
-        self._numbers, self._owners = cluster.numbers, cluster.owners
-
-    def _open(self, file: SimpleNamespace) -> int:
-        number = next(self._numbers)
-        self.all[number] = file
-        self.own.add(number)
-        self._owners[number] = self
-        self.most = max(self.most, len(self.own))
-        return number
-
-    def memfd_create(self, name: str) -> int:
-        return self._open(SimpleNamespace(st_size=0, text=b"", steps=[], pasts={}, kept=(0, 0)))
-
-    def dup(self, number: int) -> int:
-        if number not in self.all:
-            raise OSError("closed")
-        return self._open(self.all[number])
-
-    def fstat(self, number: int) -> SimpleNamespace:
-        return self.all[number]
-
-    def ftruncate(self, number: int, size: int) -> None:
-        self.all[number].st_size = size
-
-    def pwrite(self, number: int, data: bytes, at: int) -> None:
-        if at == PINNED_STEPS_FIELD * 8:
-            self.all[number].kept = tuple(array("Q", data))
-        else:
-            self.all[number].text = data
-
-    def pread(self, number: int, size: int, at: int) -> bytes:
-        """The header of a file of copies, as core/snapshots.py lays it."""
-        file, words = self.all[number], bytearray(HEADER_BYTES)
-        if file.st_size >= HEADER_BYTES:
-            header = SnapshotHeader(memoryview(words).cast("Q"))
-            header.lay(b"", 0, len(file.steps))
-            for slot, step in enumerate(file.steps):
-                header.name(slot, step, 0, 0, file.pasts[step] * HISTORIES_PER_GENERATION)
-        return bytes(words[at : at + size])
-
-    def close(self, number: int) -> None:
-        del self.all[number], self._owners[number]
-        self.own.discard(number)
-
-
-def copy(file: SimpleNamespace, step: int, past: int, slots: int = SNAPSHOT_SLOTS_MULTI_NODE) -> None:
-    """As core/snapshots.py does: over the oldest step that is not kept. `past`: the generation that made the step."""
-    file.st_size, file.pasts[step] = HEADER_BYTES, past
-    file.steps[:] = [each for each in file.steps if each < step]  # others are of before a rollback
-    if len(file.steps) >= slots:
-        file.steps.remove(min(each for each in file.steps if each not in file.kept))
-    file.steps.append(step)
-
-
-def address(number: int) -> str:
-    """Of a node."""
-    return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
-
-
-class End:
-    """One end of a link between the leader and a node."""
-
-    def __init__(self, cluster: Cluster, wake: Callable[[], None], handle: int) -> None:
-        self.cluster, self.wake, self.handle = cluster, wake, handle
-        self.hello: IpcMessage = {}
-        self.other: End
-        self.inbox: deque[bytes] = deque()
-        self.is_closed = self.is_silent = False
-        self.sent = self.largest = 0
-        """Bytes, and those of the longest line."""
-
-    def write(self, line: bytes) -> None:
-        if self.is_closed:
-            raise OSError("closed")
-        self.sent, self.largest = self.sent + len(line), max(self.largest, len(line))
-        if not self.is_silent:
-            self.cluster.at(LATENCY, lambda: self.other.arrive(line))
-
-    def arrive(self, line: bytes) -> None:
-        self.inbox.append(line)
-        self.wake()
-
-    def send(self, message: IpcMessage) -> None:
-        self.write(encode_message(message))
-
-    def read(self) -> tuple[list[IpcMessage], bool]:
-        messages = [parse_message(line) for line in self.inbox]
-        self.inbox.clear()
-        return messages, not self.is_silent and (self.other.is_closed or self.is_closed)
-
-    def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            if not self.is_silent:
-                self.cluster.at(LATENCY, self.other.wake)
-
-
-class LeaderWaits:
-    """The leader waits: the rest of the cluster goes on."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._ends: dict[int, Any] = {}
-        cluster.waiting = self
-        self.ready: dict[int, None] = {}
-        self.is_awake = False
-
-    def add(self, handle: int, what: Any) -> None:
-        self._ends[handle] = what
-
-    def remove(self, handle: int) -> None:
-        del self._ends[handle]
-        self.ready.pop(handle, None)
-
-    def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        cluster = self.cluster
-        cluster.stopwatch(False)
-        cluster.run(cluster.now + timeout, lambda: bool(self.ready) or self.is_awake)
-        if linger and (self.ready or self.is_awake):
-            cluster.run(cluster.now + linger, lambda: False)
-        cluster.stopwatch(True)
-        found = [self._ends[handle] for handle in self.ready if handle in self._ends]
-        self.ready, self.is_awake = {}, False
-        return found
-
-    def close(self) -> None:
-        pass
-
-
-class Lender:
-    def __init__(self, cluster: Cluster, host: str, find: Callable[[str, int], int | None]) -> None:
-        self.address, self.cluster = f"{host}:{next(cluster.numbers)}", cluster
-        cluster.lenders[self.address] = find
-
-    def close(self) -> None:
-        self.cluster.lenders.pop(self.address, None)
-
-
-class Mirror:
-    """Copies what it is told to, COPY seconds after it is there."""
-
-    def __init__(self, cluster: Cluster, files: Files, done: Callable[[int, bool, float], None]) -> None:
-        self.cluster, self.files, self.done, self.latest = cluster, files, done, None
-        self._ranks: deque[Any] = deque(maxlen=2)
-
-    @property
-    def ranks(self) -> set[int]:
-        return {rank for ranks in self._ranks for rank in ranks}
-
-    def order(self, order: ReplicationRequest) -> None:
-        self.latest = order
-        self._ranks.append(order.files.keys())
-        self._look(order)
-
-    def _look(self, order: ReplicationRequest) -> None:
-        steps = [self.cluster.steps_at(f"{REMOTE_PREFIX}{order.address}/{order.key}/{rank}") for rank in order.files]
-        if order is not self.latest or not all(steps):
-            self._end(order, None)
-        elif all(order.step in found for found in steps):
-            self.cluster.at(COPY, lambda: self._end(order, order.step))
-        elif any(max(found) > order.step for found in steps):
-            self._end(order, None)
-        else:
-            self.cluster.at(0.1, lambda: self._look(order))
-
-    def _end(self, order: ReplicationRequest, step: int | None) -> None:
-        whole = step is not None and self.cluster.lenders.get(order.address) is not None
-        places = {rank: f"{REMOTE_PREFIX}{order.address}/{order.key}/{rank}" for rank in order.files}
-        pasts = {rank: dict(map(reversed, self.cluster.versions_at(place))).get(step) for rank, place in places.items()}
-        whole = whole and None not in pasts.values()
-        for rank, number in order.files.items():
-            if whole and order is self.latest:
-                copy(self.files.all[number], order.step, pasts[rank], 2)
-            self.files.close(number)
-        if order is self.latest:
-            self.done(order.number, whole, COPY if whole else 0.0)
-
-    def close(self) -> None:
-        self.latest = None
-
-
-@dataclass
-class Rank:
-    """A simulated rank and the supervisor whose it is."""
-
-    agent: Any
-    start: IpcMessage
-    pid: int
-    is_frozen: bool = False
-    pulse: Any = None
-    file: Any = None
-
-    @property
-    def rank(self) -> int:
-        return int(self.start["rank"])
-
-
-class Ranks(LocalAgent):
-    """In the place of the process that forks ranks."""
-
-    cluster: Cluster
-    wake: Callable[[], None]
-    held: Callable[[str], SharedFileStore]
-    files: Files
-
-    def _open(self) -> None:
-        self.ended, self.inbox = False, deque([{"event": "ready", "port": 1, "secret": "ab"}])
-        self.children: dict[int, Rank] = {}
-
-    def say(self, **event: Any) -> None:
-        self.inbox.append(event)
-        self.wake()
-
-    def command(self, do: str, rank: int, **more: Any) -> None:
-        if do == "start":
-            child = self.children[rank] = Rank(self, {"rank": rank, **more}, next(self.cluster.numbers))
-            self.say(event="started", rank=rank, generation=more["generation"], pid=child.pid)
-            self.cluster.started(child)
-        elif do == "signal" and rank in self.children:
-            self.cluster.at(LATENCY, lambda: self.die(rank, -int(more["signal"])))
-
-    def die(self, rank: int, status: int) -> None:
-        child = self.children.pop(rank, None)
-        if child is not None:
-            self.say(event="ended", rank=rank, generation=child.start["generation"], status=status)
-
-    def events(self, timeout: float) -> list[IpcMessage]:
-        found = list(self.inbox)
-        self.inbox.clear()
-        return found
-
-    @property
-    def handle(self) -> int:
-        return 0
-
-    def signs(self, process: int) -> ProcStats:
-        return ProcStats("S", 0.5, 100.0, 1e6)
-
-    def clear(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self.children.clear()
-        self.ended = True
+class LeaderSilent(LeaderLost):
+    """The leader's links carry nothing: each node notices when it has heard nothing for too long."""
 
 
 @dataclass
@@ -359,6 +98,8 @@ class Cluster:
     hours: float = float("inf")
     faults: int = 10**9
     kinds: tuple[str, ...] = ()
+    leader_every: int = 0
+    """Every so many-th of the faults that are drawn is the loss of the leader: of many nodes chance takes it rarely."""
     step: float = STEP
     """Seconds."""
     now: float = 0.0
@@ -381,7 +122,7 @@ class Cluster:
         self.waiting: LeaderWaits
         self.ranks: dict[int, Rank] = {}
         self.generation, self.done, self.disk, self.healthy = -1, 0, 0, 0
-        self.is_over, self.is_armed = False, False
+        self.is_over, self.is_armed, self.has_leader = False, False, True
         self.next_fault = self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
         self.hosts: dict[int, SimpleNamespace] = {}
         self.counted: Counter[str] = Counter()
@@ -448,7 +189,7 @@ class Cluster:
 
     def lead(self, number: int = 0, retained: RetainedSnapshots | None = None) -> ClusterAgent:
         """The leader, on node `number`. The first one finds all others."""
-        self.leader_files, self.leads = Files(self), number
+        self.leader_files, self.leads, self.has_leader = Files(self), number, True
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
         held = lambda key: self.leader._snapshots.shared[key]
         here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, held))
@@ -459,9 +200,12 @@ class Cluster:
                 self.join(other)
         return self.leader  # type: ignore[no-any-return]
 
-    def _succeed(self) -> ClusterAgent:
-        """The next node leads once all have noticed; the lost one comes back as one of the others."""
-        lost = self.leads
+    def _succeed(self, silent: bool) -> ClusterAgent:
+        """The next node leads once all have noticed; the lost one comes back as one of the others. `silent`: the leader
+        is not gone, but nobody hears it."""
+        lost, self.has_leader = self.leads, False
+        if silent:
+            self.run(self.now + SILENT, lambda: not any(host.is_alive for host in self.hosts.values()))
         self.leader.dissolve()
         self.generation, self.ranks, self.leads = -1, {}, min(number for number in self.hosts if number != lost)
         self.at(RETURN, lambda: self.join(lost))
@@ -511,7 +255,10 @@ class Cluster:
                     self.at(RETURN, lambda: self._return(host))
 
     def _return(self, host: Any) -> None:
-        if host.number != self.leads:
+        """The node comes back, once there is a leader."""
+        if not self.has_leader:
+            self.at(RETURN, lambda: self._return(host))
+        elif host.number != self.leads:
             self.join(host.number, host.node.retained)
 
     def _later(self, host: Any) -> None:
@@ -643,13 +390,21 @@ class Cluster:
             self.at(self.random.uniform(0.0, self.step), self._fault)
 
     def _fault(self) -> None:
+        """Something happens to any node, the one that leads included; kinds that were given name the leader or leave it
+        alone."""
         drawn = self.random.choices([*KINDS], [*KINDS.values()])[0]
         kind = self.kinds[len(self.told)] if self.kinds else drawn
-        victim = self.hosts[self.random.choice([number for number in range(self.nodes) if number != self.leads])]
-        if not victim.is_alive or not victim.node.agent.children:
+        if self.leader_every and (len(self.told) + 1) % self.leader_every == 0:
+            kind = "leader"
+        spared = self.leads if self.kinds else -1
+        number = self.random.choice([number for number in range(self.nodes) if number != spared])
+        if number == self.leads or kind in OF_LEADER.values():
+            number, kind = self.leads, OF_LEADER.get(kind, kind)
+        agent = self._agent_of(number)
+        if agent is None or not agent.children:
             self.at(self.step, self._fault)
             return
-        rank = self.random.choice(sorted(victim.node.agent.children))
+        rank = self.random.choice(sorted(agent.children))
         alone = all(fault.healed for fault in self.told)
         for fault in self.told:
             fault.alone = fault.alone and bool(fault.healed)
@@ -658,19 +413,34 @@ class Cluster:
         self.next_fault = self.calendar + self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
         for host in self.hosts.values():
             host.ours.sent = 0
+        self._happen(kind, number, agent, rank)
+
+    def _agent_of(self, number: int) -> Any:
+        """Whose ranks are those of node `number`; None while the node is gone."""
+        if number == self.leads:
+            return self.leader
+        host = self.hosts[number]
+        return host.node.agent if host.is_alive else None
+
+    def _happen(self, kind: str, number: int, agent: Any, rank: int) -> None:
         if kind == "dies":
-            victim.node.agent.die(rank, -9)
+            agent.die(rank, -9)
         elif kind == "hangs":
-            victim.node.agent.children[rank].is_frozen = True
-        elif kind == "node":
-            self.crash(victim)
-            self.at(RETURN, lambda: self.join(victim.number))
+            agent.children[rank].is_frozen = True
+        elif kind in ("link", "leader's link"):
+            for host in self.hosts.values():
+                if number in (host.number, self.leads):
+                    host.ours.is_silent = host.end.is_silent = True
+            for child in agent.children.values():
+                child.is_frozen = True  # what ranks say to each other takes the same way
+            if number == self.leads:
+                raise LeaderSilent
         elif kind == "leader":
             raise LeaderLost
         else:
-            victim.ours.is_silent = victim.end.is_silent = True
-            for child in victim.node.agent.children.values():
-                child.is_frozen = True  # what ranks say to each other takes the same way
+            victim = self.hosts[number]
+            self.crash(victim)
+            self.at(RETURN, lambda: self.join(victim.number))
 
     def _finish(self) -> None:
         self.is_over = True
@@ -686,8 +456,8 @@ class Cluster:
             try:
                 self._reign(fleet)
                 return self
-            except LeaderLost:
-                fleet = self._succeed()
+            except LeaderLost as loss:
+                fleet = self._succeed(isinstance(loss, LeaderSilent))
 
     def _reign(self, fleet: ClusterAgent) -> None:
         while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
