@@ -5,6 +5,7 @@
 #   make quick       after every edit, in a minute: checks and the most telling tests
 #   make test        checks and tests          make check   lint, format, types, architecture
 #   make soak        the long sweeps (hours)   make bench   speed against plain PyTorch
+#                    PART=faults: one part by name, with its duration in `make soak-parts`
 #                    MESHWRIGHT_SOAK=2/8: the second of eight parts, added to the tables of the others in bench/results
 #   make bench-cluster  regret on emulated clusters (Linux, root)
 #   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
@@ -28,7 +29,7 @@ SIDES  := -n auto --dist loadfile
 QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
          mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
-.PHONY: train quick test check soak bench bench-cluster docs gpu-check lock setup clean
+.PHONY: train quick test check soak soak-parts bench bench-cluster docs gpu-check lock setup clean
 .SILENT:
 
 train: $(READY)
@@ -46,8 +47,19 @@ check: $(READY)
 	$(BIN)/mypy
 	$(PYTEST) tests/unit/test_architecture.py
 
+# `make soak PART=` lists the parts too.
+ifeq ($(origin PART),undefined)
 soak: $(READY)
 	$(PYTEST) -m soak $(ARGS)
+else ifeq ($(PART),)
+soak: soak-parts
+else
+soak: $(READY)
+	files=$$($(BIN)/python tests/soak_parts.py '$(PART)') && $(PYTEST) -m soak $$files $(ARGS)
+endif
+
+soak-parts:
+	$(PYTHON) tests/soak_parts.py
 
 bench-cluster: $(READY)
 	$(BIN)/python -m bench.cluster $(ARGS)

@@ -14,6 +14,8 @@ from collections.abc import Generator, Sequence
 import pytest
 from hypothesis import HealthCheck, settings
 
+from soak_parts import part_of
+
 WORD = re.compile(r"\w+")
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case in cases if len(cases) > 1 else ():
             if case.name not in chosen:
                 case.add_marker(pytest.mark.soak)
+    check_parts(items)
+
+
+def check_parts(items: Sequence[pytest.Item]) -> None:
+    """Every soak test is in a part of `make soak`."""
+    long = {item.path.relative_to(item.config.rootpath).as_posix() for item in items if item.get_closest_marker("soak")}
+    left = sorted(path for path in long if part_of(path) is None)
+    if left:
+        raise pytest.UsageError(f"{', '.join(left)}: has soak tests and is in no part of tests/soak_parts.py")
 
 
 def covering(names: Sequence[str], count: int) -> set[str]:

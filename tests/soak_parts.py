@@ -1,0 +1,140 @@
+"""The parts of `make soak` by name. Each file with a soak test is in exactly one part (unit/test_soak_parts.py).
+
+`python tests/soak_parts.py` lists the parts, one a line; `python tests/soak_parts.py faults` prints the files of one.
+The numbered parts (MESHWRIGHT_SOAK=2/8) divide whatever runs, also one of these.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parent
+HAS_SOAK_TEST = re.compile(r"mark\.soak|mark\.covering")
+
+
+class SoakPart(NamedTuple):
+    """`minutes`: about how long the part takes on two quiet cores. `files`: under a folder of tests, without `test_`
+    and `.py`."""
+
+    minutes: int
+    what: str
+    files: dict[str, str]
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, relative to the repository."""
+        return [f"tests/{folder}/test_{name}.py" for folder, names in self.files.items() for name in names.split()]
+
+
+PARTS = {
+    "numerics": SoakPart(
+        60,
+        "plans, schedules and combinations of choices against one device",
+        {
+            "ranks": "buffers communication compile compression consistency context_parallel custom_optimizers "
+            "deferred_init "
+            "exact_reduction expert_capacity expert_parallel local_sgd optimizers partial_batches pipeline plans "
+            "precision_recipes rank_order shared_weights tensor_parallel trainer trainer_state triples "
+            "uneven_batches uneven_shards vocab_gradients zero3_shared_weights",
+        },
+    ),
+    "families": SoakPart(
+        45,
+        "models of transformers under many plans",
+        {"ranks": "encoder_decoder families families_all families_published huggingface input_kinds"},
+    ),
+    "odd-models": SoakPart(
+        60,
+        "models with unusual code, 2,000 generated ones among them",
+        {
+            "ranks": "aux_loss batch_keys between_blocks buffer_updates chunked_loss code_paths crash_list "
+            "data_dependent_models embedding_and_head "
+            "loss_reads_parameters module_list_experts no_needless_refusals odd_experts odd_jobs parameter_access "
+            "parameters_without_gradient pass_writes row_coupling sequence_mixing single_rank_error soundness_list "
+            "step_guards step_invariants unused_weights writes_between_steps",
+        },
+    ),
+    "proofs": SoakPart(
+        15,
+        "proofs before and during training",
+        {"ranks": "proof proof_faults proof_limit proof_rows split_proofs train_prove train_verify"},
+    ),
+    "memory": SoakPart(
+        30,
+        "offload, recompute, and estimates of memory against measurements",
+        {
+            "ranks": "activation_offload_disk cost_model_states cost_offload_fraction offload offload_device_memory "
+            "offload_limit peak_memory recompute_and_offload",
+            "mesh": "compiled_activations cost_peak model_graph_experts model_profile model_profile_peak",
+        },
+    ),
+    "faults": SoakPart(
+        90,
+        "ranks, supervisors and writers that fail, twenty times each",
+        {
+            "ranks": "faults faults_resize faults_rows faults_soak faults_soak_rows faults_soak_silent faults_spikes "
+            "faults_together fork_server interrupted sdc_recompute supervisor_killed supervisor_survives train_run "
+            "train_supervisor",
+        },
+    ),
+    "nodes": SoakPart(
+        60,
+        "nodes, links and leaders that fail",
+        {
+            "ranks": "cluster_profile emulated_cluster faults_soak_links faults_soak_slow leader_restarts nodes "
+            "nodes_links nodes_several slow_nodes untrusted_connections",
+        },
+    ),
+    "storage": SoakPart(
+        10,
+        "checkpoints that are damaged, saves that end at any call, and disks that fail",
+        {"mesh": "checkpoint_crash checkpoint_damage", "ranks": "storage_runs", "unit": "files"},
+    ),
+    "scale": SoakPart(
+        30,
+        "1,024 nodes for 30 days in virtual time, and every interleaving of the protocol's model",
+        {"unit": "protocol scale"},
+    ),
+    "planner": SoakPart(
+        30,
+        "searches against every plan, and files for schedulers",
+        {"unit": "launch_quoting memory_budget offload_fraction search search_heterogeneous why_not"},
+    ),
+    "fuzz": SoakPart(10, "10,000 job files at random", {"unit": "fuzz"}),
+    "setup": SoakPart(
+        20,
+        "installation in an empty environment, and every command of the documentation",
+        {"unit": "docs setup"},
+    ),
+}
+
+
+def part_of(path: str) -> str | None:
+    """The part of a test file, named relative to the repository."""
+    return next((name for name, part in PARTS.items() if path in part.paths), None)
+
+
+def soak_files() -> list[str]:
+    """Files of tests that hold a soak test, or a list of cases of which the soak runs all."""
+    found = []
+    for path in sorted(TESTS.glob("*/test_*.py")):
+        if HAS_SOAK_TEST.search(path.read_text(encoding="utf-8")):
+            found.append(path.relative_to(TESTS.parent).as_posix())
+    return found
+
+
+def listing() -> str:
+    """One line for each part."""
+    return "\n".join(f"{name:<12}about {part.minutes:>3} min   {part.what}" for name, part in PARTS.items())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        print(listing())
+    elif sys.argv[1] in PARTS:
+        print(*PARTS[sys.argv[1]].paths)
+    else:
+        sys.exit(f"PART {sys.argv[1]!r} is not one of {', '.join(PARTS)}")
