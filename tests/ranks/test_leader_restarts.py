@@ -3,6 +3,7 @@ train."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -14,7 +15,9 @@ from test_train_run import furnished
 
 HUNG = 900.0
 """Seconds after which nodes that make no step count as hung, however slow the machine is."""
-MOMENTS = random.Random(13)
+TIMES = int(os.environ.get("MESHWRIGHT_TIMES", "20"))
+"""How often the soak restarts a leader. `python -m bench.reliability leader` writes a table."""
+MOMENTS = [random.Random(13 + number).uniform(0.5, 12.0) for number in range(TIMES)]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,6 @@ def test_a_leader_that_is_killed_and_started_again_trains_with_the_other_node(pl
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(TIMES))
 def test_a_leader_restarted_at_a_random_moment_trains_with_the_other_node(place: Path, number: int) -> None:
-    restart(place, f"random-{number}", MOMENTS.uniform(0.5, 12.0))
+    restart(place, f"random-{number}", MOMENTS[number])
