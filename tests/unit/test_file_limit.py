@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.cgroup_limits import raise_soft_file_limit
 from meshwright.core.connection_listener import ConnectionListener, InboundConnection
 from meshwright.core.ipc import HeartbeatField, wait_readable, wait_writable
 from meshwright.elastic.attempt import Attempt, RankJob
@@ -46,6 +47,23 @@ def test_the_limit_is_raised_as_far_as_it_may_be(soft: int, hard: int, ranks: in
         [sys.executable, "-c", CHECK, str(soft), str(hard), str(ranks)], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "after"),
+    [
+        ((1024, resource.RLIM_INFINITY), 1 << 20, (1 << 20, resource.RLIM_INFINITY)),
+        ((1024, 4096), 1 << 20, (4096, 4096)),
+    ],
+)
+def test_an_unlimited_hard_limit_lets_the_soft_one_rise_to_what_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], wanted: int, after: tuple[int, int]
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: before)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: made.append(limits))
+    assert raise_soft_file_limit(wanted) == after[0]
+    assert made == [after]
 
 
 def test_a_limit_below_what_ranks_need_is_one_line_with_both_numbers() -> None:

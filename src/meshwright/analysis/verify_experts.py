@@ -132,7 +132,8 @@ def verify_expert_splits(
                     )
             except Exception as error:
                 failed = failed or error
-    assert failed is not None
+    if failed is None:
+        return f"even its smallest copy has more than {MAX_RANDOM_PARAMS:,} elements, too many to verify", None
     raise failed
 
 

@@ -8,6 +8,7 @@ is no memory limit.
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,18 @@ def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
     return 0
 
 
+def raise_soft_file_limit(wanted: int) -> float:
+    """Raises the soft limit of open files to `wanted`, or to the hard limit if that is lower. Returns the soft limit
+    afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return math.inf
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(soft, allowed)
+
+
 def raise_open_file_limit(ranks: int, nodes: int = 0) -> None:
     """Raises the limit of open files for this process and its children as far as the system allows.
 
@@ -88,12 +101,8 @@ def raise_open_file_limit(ranks: int, nodes: int = 0) -> None:
     nodes.
     """
     needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks + nodes
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, max(MAX_OPEN_FILES, needed))
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        soft = allowed
-    if soft != resource.RLIM_INFINITY and soft < needed:
+    soft = raise_soft_file_limit(max(MAX_OPEN_FILES, needed))
+    if soft < needed:
         more = Message(" and {nodes:,} other nodes", nodes=nodes) if nodes else ""
         raise InputError(
             Message(

@@ -22,7 +22,6 @@ import ctypes
 import mmap
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.core.cgroup_limits import MAX_OPEN_FILES, raise_soft_file_limit
 from meshwright.core.ipc import WAIT_INCREMENT
 from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR, gather_objects
@@ -56,10 +56,6 @@ FUTEX_SLEEP_SECONDS = 0.1
 
 SHUTDOWN_TIMEOUT_SECONDS = 30.0
 """Maximum seconds that a rank waits at its end until the other ranks have read its memory."""
-
-MAX_OPEN_FILES = 1 << 16
-"""Limit of open file descriptors that a rank requests. The usual limit of 1,024 is too low: every mapping needs a
-descriptor, and a parameter group has several mappings."""
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _WAKE_ALL = 202, 0, 1, 2**31 - 1
 
@@ -268,18 +264,12 @@ def shm_host_id() -> str:
         return ""
 
 
-def _raise_open_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (most := min(hard, MAX_OPEN_FILES)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
     """Returns the shared memory of this rank's host, and the host id of every rank. All ranks of the default process
     group call it. A rank that cannot share memory gets None and the host id ''. If one rank of a host cannot map the
     fields of the others, this applies to all ranks of the host."""
     rank, own = dist.get_rank(), shm_host_id()
-    _raise_open_file_limit()
+    raise_soft_file_limit(MAX_OPEN_FILES)
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None
     cards = gather_objects((own, os.getpid(), fields.fd if fields else 0))
     host = None
