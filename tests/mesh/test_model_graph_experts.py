@@ -61,6 +61,14 @@ def test_the_sequence_may_be_cut_around_experts_that_work_token_by_token() -> No
     assert "reads batch and sequence as one" in analyze_model(build_mixture("qwen2-moe")).against_sequence
 
 
+def test_experts_whose_smallest_copy_is_too_large_to_verify_are_refused_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshwright.analysis.verify_experts.MAX_RANDOM_PARAMS", 10)
+    anatomy = analyze_model(build_mixture("mixtral"))
+    assert not anatomy.experts and "more than 10 elements, too many to verify" in anatomy.unsupported["experts"]
+
+
 class Crowd(nn.Module):
     """Its experts see how many tokens there are: what one gives is not its part of a sum."""
 
