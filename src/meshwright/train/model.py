@@ -317,7 +317,7 @@ def accepts_packed_documents(model: nn.Module) -> bool:
     A model with real weights is run to test condition 2. A model on the meta device meets it if its code passes
     position ids to a mask function. Otherwise it is run with temporary random weights. If it has more than
     MAX_RANDOM_PARAMS parameters, it is not run, and the result is False. If the result is False, each row of
-    conversation data has one conversation, and data.documents=apart is refused.
+    conversation data has one conversation, and separate documents in a row (data.documents) are refused.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False

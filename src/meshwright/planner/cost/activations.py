@@ -210,8 +210,8 @@ never the peak."""
 
 class ActivationPeak(NamedTuple):
     """The peak bytes of saved activations of a rank. On the device there are two peaks: during the backward of the head
-    (`at_head`, negative on ranks without a head), and during any other backward (`elsewhere`). `on_host` and `in_files`
-    are the offloaded bytes."""
+    (`at_head`, negative on ranks without a head), and during any other backward (the second field). `on_host` and
+    `in_files` are the offloaded bytes."""
 
     at_head: Array
     elsewhere: Array
