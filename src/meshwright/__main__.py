@@ -9,7 +9,7 @@ def main() -> int:
     try:
         from meshwright.cli.main import main as command
     except KeyboardInterrupt:
-        sys.stderr.write("meshwright: interrupted; the same command goes on\n")
+        sys.stderr.write("meshwright: interrupted; run the same command again to continue\n")
         return 75
     return command()
 

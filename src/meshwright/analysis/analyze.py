@@ -42,7 +42,7 @@ from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 
-FORM_CHANGED_REASON = "they change the form of what they are given"
+SHAPE_CHANGED_REASON = "its blocks, or those of a connected list, change the shape of the hidden state"
 SEQUENCE_UNVERIFIED_REASON = "the model was analysed for a plan without sequence parallelism"
 MAX_TRACE_PASSES = 24
 """Maximum number of traces. In each block, a trace finds only the earliest column layers that must stay unsharded."""
@@ -286,11 +286,11 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
     regions, whole = _region_summary(state)
     findings += [*regions, *whole]
     findings += [
-        f"stages begin at no block of {path}: "
+        f"{path} cannot be cut into pipeline stages: "
         + (
-            FORM_CHANGED_REASON
+            SHAPE_CHANGED_REASON
             if is_list_used(path, state.trace)
-            else f"none ran with {describe_inputs(state.example)}"
+            else f"none of its blocks ran with {describe_inputs(state.example)}"
         )
         for path in state.lists
         if path not in state.stacks
@@ -309,8 +309,8 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
     findings += outer_whole
     if state.trace and state.trace.batch_coupling.found:
         findings.append(
-            f"{state.trace.batch_coupling.found} numbers the tokens of all rows together: exact if it drops no "
-            "token, or with the batch in one piece"
+            f"{state.trace.batch_coupling.found} orders tokens across all rows of the batch: exact only if it "
+            "drops no token, or if the batch is not divided"
         )
     return ModelGraph(
         blocks,

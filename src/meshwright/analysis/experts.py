@@ -154,14 +154,12 @@ def _analyze_experts(
         )
         return None
     if why is not None:
-        undivided.append(
-            f"{path}: {count} experts are not sharded: what one computes is not its part of the sum ({why})"
-        )
+        undivided.append(f"{path}: {count} experts are not sharded: the check with simulated ranks failed ({why})")
         return None
     if way is None:
-        known.append(f"{count} experts in {path}, each of them whole on a tensor rank")
+        known.append(f"{count} experts in {path}, each in full on every tensor rank")
         return plain
-    known.append(f"{count} experts in {path}, each shared by its {way.width} inner features")
+    known.append(f"{count} experts in {path}, each sharded along its {way.width} inner features")
     return replace(plain, splits=way.splits, replicated=way.replicated, width=way.width)
 
 

@@ -44,8 +44,7 @@ from meshwright.analysis.recompute_min_cut import (
 )
 
 OWN_CHECKPOINT_REASON = (
-    "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan "
-    "recompute: rc-full)"
+    "is recomputed in backward by the model's own activation checkpointing (turn it off and use rc-full in the plan)"
 )
 
 

@@ -208,7 +208,7 @@ def compare_comm_points(
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
             (missing, _), *_ = sorted(record.contributed.keys() ^ known.contributed.keys())
-            return f"{part} {missing} is not computed as often as on the whole (rank {number})"
+            return f"{part} {missing} is not computed as often as in the full run (rank {number})"
     for key, (there, _) in known.contributed.items():
         if (
             why := _describe_difference([record.contributed[key] for record in ranks], there, 0.0, is_meta)
@@ -242,7 +242,7 @@ def _describe_difference(
             return (
                 f"differs by {off:.1e}"
                 if here[0][1] is not None
-                else f"does not sum to the whole: it differs by {off:.1e}"
+                else f"differs from the full run by {off:.1e} when summed over ranks"
             )
     return None
 

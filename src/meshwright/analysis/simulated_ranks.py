@@ -185,7 +185,7 @@ class SimulatedBlockRuns:
                 continue
             there = shard_view(after[name].detach(), splits[name], rank, case.ranks)
             if relative_difference(mine.written.get(name, tensor.detach()), there) is not None:
-                return f"its forward writes to {name}, on a share otherwise than on the whole"
+                return f"its forward writes other values to {name} on a rank than in the full block"
         for name in dict.fromkeys([*mine.written, *known.written]):
             before, now = (record.written.get(name, self.large.get(name)) for record in (known, mine))
             if (
@@ -194,8 +194,8 @@ class SimulatedBlockRuns:
                 and now is not None
                 and relative_difference(now, before) is not None
             ):
-                part = "a slice of the sequence" if case.sequence else "a share"
-                return f"its forward writes to {name}, on {part} otherwise than on the whole"
+                part = "for a part of the sequence" if case.sequence else "on a rank"
+                return f"its forward writes other values to {name} {part} than in the full block"
         return None
 
     # --- one run

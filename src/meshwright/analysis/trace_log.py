@@ -203,11 +203,15 @@ class VocabularyTracker:
             if weight is None or tensor.ndim < 2:
                 continue
             if id(tensor) not in own or call.name not in ("linear", "embedding"):
-                self.problems.setdefault(weight, f"it is read past its layer ({call.name})")
+                self.problems.setdefault(
+                    weight, f"it is read outside of a plain linear or embedding layer ({call.name})"
+                )
             elif call.name == "linear":
                 self.logits.update({id(output): weight for output in outputs})
             elif any(getattr(layer, name) for name in TABLE_WIDE_OPTIONS):
-                self.problems.setdefault(weight, "its rows are scaled by all that were read")
+                self.problems.setdefault(
+                    weight, "its layer scales rows or their gradients (max_norm or scale_grad_by_freq)"
+                )
         logits_weight = next((self.logits[id(tensor)] for tensor in given if id(tensor) in self.logits), None)
         if logits_weight is not None:
             self._met(call, logits_weight, given, outputs, names)
@@ -250,7 +254,7 @@ class VocabularyTracker:
         if is_elementwise:
             self.logits.update({id(output): logits_weight for output in outputs})
         else:
-            self.problems.setdefault(logits_weight, f"what it gives goes through {call.name}")
+            self.problems.setdefault(logits_weight, f"its output goes through {call.name}")
 
 
 class ParamDependence(TorchFunctionMode):
@@ -462,7 +466,8 @@ class TraceLog:
         """
         if no_grad_block := self.obstacles.get("no_grad"):
             return Message(
-                "{no_grad_block} runs where torch records no gradient, in a function with a backward of its own",
+                "{no_grad_block} runs inside a custom autograd function or torch.no_grad, where torch records no "
+                "gradients",
                 no_grad_block=no_grad_block,
             )
         if again := self.obstacles.get("again"):

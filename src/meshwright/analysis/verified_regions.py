@@ -95,19 +95,19 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
             )
         except Exception as error:
             why = (
-                f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that "
-                "nothing is proven"
+                f"the model does not run with real values ({(str(error).splitlines() or [''])[0][:100]}), so no split "
+                "is verified"
             )
             if state.trace is None:  # only the planner may use an unverified Hugging Face plan
-                state.unverified_reason = f"the plan that the model carries is not proven: {why}"
+                state.unverified_reason = f"base_model_tp_plan of the model is not verified: {why}"
             objection = why if state.trace is not None else None
             answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
             state.sequence_error = why
         else:
             if check.is_meta:
                 state.unverified_reason = (
-                    "tensor-parallel regions were checked by their shapes only: the model has no values here, and a "
-                    "run verifies them with values"
+                    "tensor-parallel regions were checked by their shapes only: the model is on the meta device "
+                    "here; a run checks them with real tensors"
                 )
                 state.findings.append(state.unverified_reason)
             answers = _verify_blocks(state, check, patterns, outer)

@@ -287,15 +287,15 @@ class ExpertCheck:
         """Returns why the experts cannot be distributed over expert-parallel ranks, None if they can."""
         count = self.experts.count
         if self.draws_random:
-            return "it draws random numbers beside dropout"
+            return "it uses random numbers other than dropout"
         if not any(bool(found.tensors[OUTPUT_KEY].any()) for found in self.whole):
-            return "it gives nothing but zeros"
+            return "its output is zero"
         ranks = next(n for n in range(2, count + 1) if count % n == 0)
         for case in dict.fromkeys((ExpertSplitCase(ranks), ExpertSplitCase(count))):
             if (why := self.first_error(case)) is not None:
                 return why
         passes_by = not self.experts.by_rows and self._adds_skipped_tokens()
-        return "for a number beyond all experts it gives the token itself" if passes_by else None
+        return "for an expert index out of range it returns the token itself" if passes_by else None
 
     def tensor_parallel_works(self, way: ExpertTpSplit) -> bool:
         """Returns whether tensor ranks that shard every expert by `way` compute the same values and gradients as the
@@ -316,7 +316,7 @@ class ExpertCheck:
                 return f"it does not run when divided: {(str(error).splitlines() or [type(error).__name__])[0][:100]}"
             for here in found.writes:
                 if (name := _first_difference(here, whole.writes[0])) is not None:
-                    return f"its forward writes to {name}, as a rank otherwise than as the whole"
+                    return f"its forward writes other values to {name} on a rank than in the full run"
             scale = max(
                 (float(tensor.norm()) for name, tensor in whole.tensors.items() if name != OUTPUT_KEY), default=0.0
             )

@@ -301,17 +301,17 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
                 Message(" of {intervals}", intervals=[list(interval) for interval in intervals]) if intervals else ""
             )
             return Message(
-                "no piece holds element {missing}{where} of {local}", missing=missing, where=where, local=local
+                "no shard contains element {missing}{where} of {local}", missing=missing, where=where, local=local
             )
         covered += intervals
     if entry.split is None:
-        return None if runs else Message("has no pieces")
+        return None if runs else Message("has no shards")
     missing = first_gap(covered, entry.shape[entry.split])
     return (
         None
         if missing is None
         else Message(
-            "no piece holds index {missing} of dimension {split} ({shape})",
+            "no shard contains index {missing} of dimension {split} ({shape})",
             missing=missing,
             split=entry.split,
             shape=entry.shape[entry.split],

@@ -322,7 +322,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
     if place.startswith(LOST_LOCATION):
-        raise OSError("these copies were lost with their node")
+        raise OSError("this in-memory checkpoint was lost with its node")
     return MemorySnapshot(place)
 
 
@@ -365,5 +365,5 @@ class LazyBytes:
     def __getitem__(self, part: slice) -> torch.Tensor:
         found = self._memory.fetch(self._begin + part.start, part.stop - part.start)
         if len(found) < part.stop - part.start:
-            raise ConnectionResetError("the node that lends these copies no longer has them")
+            raise ConnectionResetError("the node with this in-memory checkpoint no longer has it")
         return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)

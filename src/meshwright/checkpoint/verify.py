@@ -121,7 +121,7 @@ class CheckpointReader:
             )
         if said["rank"].isdigit() and len(said["rank"]) < 10 and shard_name(int(said["rank"])) != file:
             return Message(
-                "holds the pieces of rank {rank}: files are swapped{lost}",
+                "contains the shards of rank {rank}: files are swapped{lost}",
                 rank=said["rank"],
                 lost=self._lost_tensors(file, 0),
             )

@@ -161,7 +161,10 @@ def launch(
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": f"{secret}bash"}[on]
     words = f"{first} {shell_word(str(save / LAUNCH_FILES[on]))}"
     remark(
-        Message("next: {words} NUMBER FIRST", words=words)
+        Message(
+            "next, on each machine: {words} NUMBER FIRST (NUMBER: its index from 0, FIRST: host name of machine 0)",
+            words=words,
+        )
         if on == "torchrun" and start.is_several
         else Message("next: {words}", words=words)
     )

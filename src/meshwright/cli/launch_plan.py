@@ -410,7 +410,8 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         if other:
             raise InputError(
                 Message(
-                    "run {folder!r} holds another job: {other}; choose another --run, or give the same job",
+                    "run {folder!r} belongs to another job: {other}; choose another --run, or repeat the options of "
+                    "that job",
                     folder=str(folder),
                     other=other,
                 )

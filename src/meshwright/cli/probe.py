@@ -233,9 +233,9 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
         row = {each.size: each.seconds for each in found.timings if (each.kind, each.ranks, each.stride) == key}
         name = f"{key[0]} {key[1]}" + (f" by {key[2]}" if key[2] > 1 else "")
         yield f"  {name:19}" + "".join(f"{show_seconds(row[size]) if size in row else '':>12}" for size in sizes)
-    yield from (Message("odd: {line}", line=line) for line in result.odd)
+    yield from (Message("anomaly: {line}", line=line) for line in result.odd)
     if not result.odd:
-        yield Message("nothing is odd")
+        yield Message("no anomalies found")
 
 
 def _link_line(link: Link) -> str:

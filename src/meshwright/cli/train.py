@@ -445,7 +445,9 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
     screen.note(
         Message(
-            "next: {join}    or prove the plan: {proof}", join=join(["meshwright", "report", str(folder)]), proof=proof
+            "next: {join}    or compare the plan with one device: {proof}",
+            join=join(["meshwright", "report", str(folder)]),
+            proof=proof,
         )
     )
     if json:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.train.rank_main import ProcessGroups, RankControl
 
 TRIALS_MODULE = "meshwright.cli.trials"
-INTERRUPTED_TEXT = Message("during trials, of which nothing is kept")
+INTERRUPTED_TEXT = Message("during trials, whose results are not saved")
 
 
 def run_trials(

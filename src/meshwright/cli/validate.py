@@ -104,7 +104,9 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
             f"{format_percent(found.worst_regret)} in the worst"
         )
     if found.out_of_memory:
-        parts.append(f"memory: {found.false_fits} of {found.out_of_memory} plans that ran out of memory are let run")
+        parts.append(
+            f"memory: {found.false_fits} of {found.out_of_memory} plans that ran out of memory are predicted to fit"
+        )
     left = sum(count for _, _, count in found.left)
     parts.append(f"{left} rows are not predicted; --json says why")
     return "\n".join(parts)

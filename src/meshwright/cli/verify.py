@@ -214,7 +214,7 @@ def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
         if finding["equal"]
         else Message("{precision} {plan} differs from one device: ", precision=name, plan=plan.name)
     )
-    yield Message("loss {loss}", loss=f"{finding['loss']:.1e}")
+    yield Message("largest relative differences: loss {loss}", loss=f"{finding['loss']:.1e}")
     yield Message(", gradients {gradient} at {where}", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
     yield Message(
         ", weights after {steps} steps {weight} at {where}",

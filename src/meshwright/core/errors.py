@@ -115,26 +115,28 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
     >>> translate_system_error(error, ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
     >>> translate_system_error(OSError(28, "No space left on device"), [])
-    MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
+    MeshwrightError('the disk is full (No space left on device): make room, then run the same command again')
     >>> translate_system_error(OSError(24, "Too many open files"), [])  # doctest: +ELLIPSIS
     MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), ...')
     """
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted(Message("interrupted; the same command goes on"))
+        return Interrupted(Message("interrupted; run the same command again to continue"))
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MeshwrightError(
-            Message("the disk is full ({path}): make room, then the same command goes on", path=path or error.strerror)
+            Message(
+                "the disk is full ({path}): make room, then run the same command again", path=path or error.strerror
+            )
         )
     if error.errno in STORAGE_FAILURE_ERRNOS and path:
         return MeshwrightError(describe_disk_error(error, path))
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return MeshwrightError(
             Message(
-                "no more files can be opened ({strerror}): raise the limit (`ulimit -n`), then the same command goes "
-                "on",
+                "no more files can be opened ({strerror}): raise the limit (`ulimit -n`), then run the same command "
+                "again",
                 strerror=error.strerror,
             )
         )

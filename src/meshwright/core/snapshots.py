@@ -250,7 +250,7 @@ class SnapshotClient:
         Raises: OSError if the file ends before `out` is full, or the node does not answer.
         """
         if self._ask(begin, len(out)) != len(out):
-            raise ConnectionResetError("the node that lends these copies no longer has them")
+            raise ConnectionResetError("the node with this in-memory checkpoint no longer has it")
         self._read(out)
 
     def _ask(self, begin: int, size: int) -> int:
@@ -258,7 +258,7 @@ class SnapshotClient:
         self._end.sendall(json.dumps(requested).encode() + b"\n")
         answer = self._lines.readline(MAX_UNAUTHENTICATED_BYTES)
         if not answer:
-            raise ConnectionResetError("the node that lends these copies is gone")
+            raise ConnectionResetError("the node with this in-memory checkpoint closed the connection")
         return int(parse_message(answer)["size"])
 
     def _read(self, out: memoryview) -> None:
@@ -266,5 +266,5 @@ class SnapshotClient:
         while got < len(out):
             read = self._lines.readinto(out[got:])  # type: ignore[attr-defined]
             if not read:
-                raise ConnectionResetError("the node that lends these copies is gone")
+                raise ConnectionResetError("the node with this in-memory checkpoint closed the connection")
             got += read

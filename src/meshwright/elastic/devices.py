@@ -282,7 +282,8 @@ class DeviceExclusion:
             )
             self.journal.note(
                 Message(
-                    "step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted",
+                    "step {step}: {words}: steps are {found:.2f} times as fast as before (predicted: {predicted:.2f} "
+                    "times)",
                     step=step,
                     words=words,
                     found=found,
@@ -423,7 +424,7 @@ class DeviceExclusion:
         )
         self.journal.note(
             Message(
-                "step {last}: {words} comes back: {why}; {now:.2f} times as fast predicted",
+                "step {last}: {words} is used again: {why}; steps are predicted to be {now:.2f} times as fast as now",
                 last=self.journal.last,
                 words=words,
                 why=why,

@@ -114,8 +114,8 @@ class MutatedBuffers:
         if delayed is not None:
             raise InputError(
                 Message(
-                    "the buffer {delayed} of a block changes in some passes but did not change in the first one, so "
-                    "recompute would read a wrong value: leave recompute out",
+                    "the buffer {delayed} of a block changes in a later forward but did not change in the first "
+                    "forward, so recompute would read a wrong value: leave recompute out",
                     delayed=delayed,
                 )
             )
@@ -300,7 +300,7 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
         if not core.met:
             raise InputError(
                 Message(
-                    "recompute selective: this block does not call scaled_dot_product_attention, so its attention "
+                    "rc-attn: this block does not call scaled_dot_product_attention, so its attention "
                     'cannot be recomputed; build the model with attn_implementation="sdpa", or use rc-full'
                 )
             )

@@ -294,7 +294,13 @@ class DeferredInit(TorchDispatchMode):
             self.notes.untouched.pop(_storage_key(tensor), None)
             known = self.notes.given.get(_storage_key(tensor))
             if known is not None and not known[2].expired():
-                raise InputError(Message("{func} writes to the tensor that a parameter was made from", func=func))
+                raise InputError(
+                    Message(
+                        "{func} writes to the memory of a deferred parameter, so the write would be lost: write to the "
+                        "parameter itself",
+                        func=func,
+                    )
+                )
         result = func(*args, **kwargs)
         if func._schema.name in EMPTY_OPS:
             self.notes.untouched[_storage_key(result)] = StorageWeakRef(result.untyped_storage())

@@ -278,8 +278,8 @@ class StageExecutor:
         if block is not None and (plan.zero == 3 or plan.stages > 1):
             raise InputError(
                 Message(
-                    "plan {plan}: {block} runs in some passes and not in others (layers dropped at random?), but "
-                    "ZeRO 3 and pipelines need every block of a stage in every pass: turn layer dropping off "
+                    "plan {plan}: {block} runs in some forwards and not in others (layers dropped at random?), but "
+                    "ZeRO 3 and pipelines need every block of a stage in every forward: turn layer dropping off "
                     "(layerdrop 0) or use z2 at most on pp1",
                     plan=plan.name,
                     block=self.anatomy.block(block),

@@ -95,7 +95,10 @@ class ErrorRecord(NamedTuple):
         """
         line = f"rank {self.rank}: {self.message}" if self.kind else f"rank {self.rank} raised {self.message}"
         if is_earlier:
-            line = f"the ranks have parted in an earlier call, and cannot go on together ({line}): start them again"
+            line = (
+                "an error in an earlier call left the ranks in different collectives, so they cannot continue "
+                f"({line}): restart all ranks"
+            )
         made = (MeshwrightError if is_earlier else PROPAGATED_ERROR_CLASSES.get(self.kind, MeshwrightError))(line)
         made.exit_code, made.raised_by = self.exit_code, self.rank
         return made

@@ -46,7 +46,11 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
             continue
         found = backend_of(device).compute_capability(device)
         if found is None or found < least:
-            here = f"this CUDA device is of {found[0]}.{found[1]}" if found else f"this rank's device is {device.type}"
+            here = (
+                f"this CUDA device has compute capability {found[0]}.{found[1]}"
+                if found
+                else f"this rank's device is {device.type}"
+            )
             other = "fp32" if kind == "tf32" else "bf16"
             raise InputError(
                 Message(

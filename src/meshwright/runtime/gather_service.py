@@ -179,7 +179,7 @@ class GatherService:
                 said = f": {failure}" if failure else ""
                 raise InputError(
                     Message(
-                        "{failed} of {world} ranks cannot give their parts of {ranges}{reason}",
+                        "{failed} of {world} ranks failed to send their shards of {ranges}{reason}",
                         failed=failed,
                         world=self.engine.mesh.plan.world,
                         ranges=ranges[window.spans[0].tensor].name,

@@ -452,7 +452,7 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
             rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[misc]
         )
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        why = str(error).partition("\n")[0] if rule else "it says no rule"
+        why = str(error).partition("\n")[0] if rule else "the model has no function that shifts labels"
         raise InputError(
             Message(
                 "the batch has no 'decoder_input_ids' and {type} cannot compute them from 'labels' ({why}): add them "

@@ -358,11 +358,11 @@ class ProofResult(StrictModel):
         elif said:
             said[0] += f" (tolerance {loss_limit:.1g})"
         if self.labels[0] != self.labels[1]:
-            said.append(f"{self.labels[1]} labels for {self.labels[0]}")
-        for names, where in ((self.missing, "one device"), (self.extra, "the plan")):
+            said.append(f"{self.labels[1]} valid labels under the plan, {self.labels[0]} on one device")
+        for names, where in ((self.missing, "on one device"), (self.extra, "under the plan")):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                said.append(f"a loss reaches {names[0]}{more} under {where} alone")
+                said.append(f"{names[0]}{more} {'get' if more else 'gets'} a gradient only {where}")
         return "; ".join(filter(None, (", ".join(said), self.first)))
 
 

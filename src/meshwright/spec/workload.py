@@ -231,9 +231,11 @@ class Workload(StrictModel):
         chosen = self.recipe
         if self.compression is not None and (self.exact or self.precision == "fp16"):
             what = (
-                Message("exact sums allow no loss")
+                Message("exact sums do not allow lossy compression")
                 if self.exact
-                else Message("the error carried to the next step would have another loss scale with fp16")
+                else Message(
+                    "with fp16 the loss scale can change between steps, so the saved compression error cannot be added"
+                )
             )
             raise ValueError(
                 Message(

@@ -63,7 +63,7 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
         for name, there in (
             ("ep", plan.ep > 1),
             ("ga", plan.shares),
-            ("mb of unlike sizes", plan.micro_batch_sizes),
+            ("unequal micro-batch sizes (mb)", plan.micro_batch_sizes),
             *((f"off-{what}", True) for what in offloaded_state_names(plan)),
             ("z0 with cp", plan.cp > 1 and not plan.zero),
         )

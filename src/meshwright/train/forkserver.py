@@ -329,8 +329,7 @@ def main() -> NoReturn:
 
     if why := fork_obstacle(open_file_paths(), bool(initialized_accelerators())):
         sys.exit(
-            f"the process that ranks are forked from has started an accelerator ({why}), which none of them could "
-            "use then"
+            f"the fork server has initialized an accelerator ({why}), so the ranks that it forks could not use one"
         )
     ForkServer(commands, events).run()
 

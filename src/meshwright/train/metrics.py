@@ -114,8 +114,8 @@ def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: i
                 other = next(other for other in ranks if lines[other] == usual)
                 raise MeshwrightError(
                     Message(
-                        "step {step}: rank {rank} and rank {other} share their rows and read different bytes: a data "
-                        "file, its cache or the memory of one of them is damaged",
+                        "step {step}: rank {rank} and rank {other} must read identical rows, but read different bytes: "
+                        "a data file, its cache or the memory of one of them is damaged",
                         step=step,
                         rank=rank,
                         other=other,

@@ -67,7 +67,7 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
             raise
         raise InputError(
             Message(
-                "{what} {name!r}: there is no module {error!r} here or installed",
+                "{what} {name!r}: module {error!r} is neither in the current folder nor installed",
                 what=what,
                 name=name,
                 error=error.name,
@@ -106,7 +106,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
         if target.rpartition(".")[2] not in known:
             raise InputError(
                 Message(
-                    "lora.target {target!r} is no layer of this model{hint}; it has {known}",
+                    "lora.target {target!r} is not a linear layer of this model{hint}; its linear layers are {known}",
                     target=target,
                     hint=did_you_mean(target, known),
                     known=", ".join(sorted(known)),

@@ -275,8 +275,8 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
     if world > 1 and "MASTER_ADDR" not in environment:
         raise InputError(
             Message(
-                "{names} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port "
-                "there)",
+                "{names} is {world} but MASTER_ADDR is not set: set it to the host of rank 0, and MASTER_PORT to a "
+                "free port there",
                 names=names[1],
                 world=world,
             )

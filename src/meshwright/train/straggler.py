@@ -75,8 +75,12 @@ EXCLUSION_DELAY_STEPS = 20
 WARMUP_STEPS = 2
 """The first steps of a launch are not measured, since they allocate buffers and fill caches."""
 
-MEASURED_GAIN_TEXT = mark_msgid("step {step}: {plan} made steps {found:.2f} times as fast, {times:.2f} predicted")
-CHANGED_PLAN_TEXT = mark_msgid("step {step}: the run uses {plan} from here on, {times:.2f} times as fast predicted")
+MEASURED_GAIN_TEXT = mark_msgid(
+    "step {step}: {plan}: steps are {found:.2f} times as fast as before (predicted: {times:.2f} times)"
+)
+CHANGED_PLAN_TEXT = mark_msgid(
+    "step {step}: the run changes to {plan}; steps are predicted to be {times:.2f} times as fast as now"
+)
 ALL_HEALTHY_TEXT = Message("no rank delays the others any more")
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 TERMS: dict[str, dict[str, str]] = {
     "wait": {
-        "the stage before": "the stage before",
-        "the stage behind": "the stage behind",
+        "the stage before": "the previous stage",
+        "the stage behind": "the next stage",
         "weights": "weights",
         "reductions": "reductions",
         "other ranks": "other ranks",
         "its host": "its host",
-        "the end": "the end",
+        "the end": "the slowest rank at the end of the step",
     },
     "wait column": {
         "rank": "rank",

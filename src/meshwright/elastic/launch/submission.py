@@ -256,7 +256,7 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
     if host:
         found.append(
             EnvironmentSetting(
-                "OMP_NUM_THREADS", "1", "a rank is a core: threads beside it would take the other ranks' turns"
+                "OMP_NUM_THREADS", "1", "each rank has one core: more threads would take CPU time from other ranks"
             )
         )
     if nodes > 1:
@@ -279,15 +279,12 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
 
 def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[EnvironmentSetting]:
     found, network = [], cluster.network
-    by_node = (
-        "left to each node, which takes the network device of its route to the one that leads; "
-        "--interface NAME sets another"
-    )
+    by_node = "unset: each node uses the interface of its route to the first node; --interface NAME sets another"
     why = "else gloo takes the device that the host's own name resolves to, often loopback, and nodes never meet"
     found.append(EnvironmentSetting("GLOO_SOCKET_IFNAME", interface, why if interface else by_node))
     if host:
         return found
-    why = "NCCL's ranks meet there, and nowhere else (=); it would take the first device that is up"
+    why = "NCCL uses exactly this interface (=); without it, NCCL uses the first interface that is up"
     found.append(EnvironmentSetting("NCCL_SOCKET_IFNAME", interface and f"={interface}", why if interface else by_node))
     ethernet, rate = "ethernet" in network.name.lower(), is_rate_name(network.name)
     if ethernet:

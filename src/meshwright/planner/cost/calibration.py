@@ -182,7 +182,7 @@ def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile
     for device in devices:
         if measured.busy <= MAX_BUSY_PROCESSORS and device.own and device.share < STRAGGLER_SPEED_FRACTION * device.own:
             yield Message(
-                "rank {rank} got {share:.0f} % of a processor instead of its share of {own:.0f} %",
+                "rank {rank} got {share:.0f} % of a processor instead of the expected {own:.0f} %",
                 rank=device.rank,
                 share=100 * device.share,
                 own=100 * device.own,
@@ -225,7 +225,7 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
     middle = median(map(_device_speed, ranks))
     return [
         Message(
-            "the device of rank {rank} reaches {device_speed:.0f} % of the speed of its neighbours",
+            "the device of rank {rank} reaches {device_speed:.0f} % of the median speed of its device group",
             rank=rank.rank,
             device_speed=100 * _device_speed(rank) / middle,
         )

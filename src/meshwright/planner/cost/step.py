@@ -182,7 +182,7 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
     rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
     less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
     if rooms and min(rooms.values()) >= 1:
-        said = Message("{deficit}: {less} is the largest fraction that fits", deficit=said, less=less)
+        said = Message("{deficit}: the offload fits at most with {less} in the plan name", deficit=said, less=less)
     return (said,)
 
 

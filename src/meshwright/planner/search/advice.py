@@ -333,7 +333,9 @@ def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: boo
         return Message("{axis} {degree} has no plan that fits", axis=axis, degree=degree)
     share = _signed_percent(best.seconds / step - 1.0)
     return Message(
-        "{axis} {degree} takes {share} but is tight" if best.tight else "{axis} {degree} takes {share}",
+        "with {axis} {degree} the step time changes by {share}, but memory is tight"
+        if best.tight
+        else "with {axis} {degree} the step time changes by {share}",
         axis=axis,
         degree=degree,
         share=share,

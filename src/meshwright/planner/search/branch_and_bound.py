@@ -121,7 +121,7 @@ class PlanSearch:
             self.space.reject(DOES_NOT_FIT, self.unfit, rejection)
         if self.ranking.best:
             shown = Message(
-                "slower than {plan}, by time or by a lower bound of it", plan=self.ranking.best[-1].plan.name
+                "slower than {plan} (estimated time or its lower bound)", plan=self.ranking.best[-1].plan.name
             )
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 

@@ -92,9 +92,9 @@ def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
         )
         plans = tuple(plan for plan in case_plans(row, system) if not any(plan_violations(job, plan)))
     except (InputError, ValueError, ArithmeticError) as error:
-        return f"not a plan of ours: {str(error).splitlines()[0][:90]}"
+        return f"Meshwright cannot run this plan: {str(error).splitlines()[0][:90]}"
     if not plans:
-        return "no plan of ours with these degrees"
+        return "Meshwright has no legal plan with these degrees"
     meter = memory_meter(row)
     memory = row.number("mem_gb")
     seconds = row.number("step_time_s")

@@ -62,12 +62,19 @@ class SdpaCall:
         """Returns why context ranks cannot compute this call as self-attention over a sequence of `length` positions,
         '' if they can."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
-        if self.query.ndim != 4 or here != seen:
-            return f"attention from {here} positions to {seen} others is not of one sequence over itself"
+        if self.query.ndim != 4:
+            return (
+                f"attention of queries with {self.query.ndim} dimensions instead of 4 does not run over context ranks"
+            )
+        if here != seen:
+            return f"attention of {here} queries to {seen} keys is not self-attention over one sequence"
         if self.mask is not None and self.mask.requires_grad:
             return "attention with a learnt bias (a mask that needs a gradient) does not run over context ranks"
         if self.mask is not None and not all(size in (1, length) for size in self.mask.shape[-2:]):
-            return f"a mask of {list(self.mask.shape[-2:])} is not one of the whole sequence ({length})"
+            return (
+                f"the last two dimensions of the mask are {list(self.mask.shape[-2:])}, but must be 1 or the sequence "
+                f"length {length}"
+            )
         return ""
 
     def check(self, length: int) -> None:

@@ -257,7 +257,8 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
         ):
             raise CannotCutSequence(
                 Message(
-                    "block {key} gets shape {shape} for {length} positions and {after} for {other_length}",
+                    "an argument of block {key} has shape {shape} for {length} positions but {after} for "
+                    "{other_length}: only dimensions of the sequence length may change",
                     key=key[0],
                     shape=list(shape),
                     length=noted.length,

@@ -177,15 +177,15 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         except Exception as error:
             raise InputError(
                 Message(
-                    "the optimizer must update each tensor separately, but it needs all at once ({first_line})",
+                    "the optimizer must also run with a single tensor, but it fails then ({first_line})",
                     first_line=first_line(error),
                 )
             ) from error
         if not _is_close(start[one], whole[one], single):
             raise InputError(
                 Message(
-                    "the optimizer's update of one tensor depends on other tensors, of which a rank holds a part: use "
-                    "one that updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately"
+                    "the optimizer's update of one tensor depends on other tensors, but a rank stores only some of "
+                    "them: use one that updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately"
                 )
             )
     for rule in (ELEMENTWISE, UpdateRule(True, False), UpdateRule(False, True)):
@@ -245,9 +245,9 @@ def _probe_foreign_rule(
     raise InputError(
         Message(
             "the optimizer's update of one tensor depends on other tensors, on the number of tensors in a step, or "
-            "on their values when the optimizer is created, but a rank holds only a part of them: {steps} steps with "
-            "one tensor at a time differ from {steps} steps with all tensors at once: use an optimizer that updates "
-            "each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately",
+            "on their values when the optimizer is created, but a rank stores only some of the tensors: {steps} "
+            "steps with one tensor at a time differ from {steps} steps with all tensors at once: use an optimizer that "
+            "updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately",
             steps=steps,
         )
     )

@@ -153,8 +153,8 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
             if any(isinstance(part, ShardParam) for part in parts):
                 raise InputError(
                     Message(
-                        "{names} got no gradient, and {type} keeps parameters in {key} besides those in its "
-                        "param_groups, so it cannot skip {names} as torch's optimizers do: read param_groups in its "
+                        "{names} got no gradient, and {type} also stores parameters in its attribute {key}, outside "
+                        "of param_groups, so it cannot skip {names} as torch's optimizers do: read param_groups in its "
                         "step, or freeze {names} before parallelize",
                         names=min(names),
                         type=type(inner).__name__,

@@ -117,7 +117,7 @@ def _check_rows_independent(
             continue
         together, separate, gradient = found
         why = (
-            Message("{counts} numbers the tokens of all rows together", counts=counts)
+            Message("{counts} orders tokens across all rows of the batch", counts=counts)
             if counts
             else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )

@@ -204,14 +204,14 @@ class AnalysisGuard:
         needs, stored = derived
         if needs is not None and self.boundary is not None:
             if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
-                return "its blocks are given other things that are made of parameters"
+                return "other arguments of its blocks depend on parameters, or a block returns another number of values"
             if not needs.overwritten <= self.boundary.overwritten:
-                return "a block overwrites what it is given"
+                return "a block overwrites one of its arguments in place"
         astray = next(
             (name for name, stages in stored.items() if not set(stages) <= set(self.stages.get(name, ()))), None
         )
         if astray is not None:
-            return f"{astray} is read on a stage that does not hold it"
+            return f"{astray} is read on a pipeline stage that does not store it"
         return next(
             (f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), ""
         )
@@ -332,8 +332,7 @@ def _try_stage(
     except Exception as error:
         reason = reason_of(error)
         line = Message(
-            "plan {plan}: stage {stage} of this model does not run without the layers of the others ({reason}): use "
-            "pp1",
+            "plan {plan}: stage {stage} of this model cannot run without layers of other stages ({reason}): use pp1",
             plan=mesh.plan.name,
             stage=stage,
             reason=reason,

@@ -194,8 +194,8 @@ class ForwardAccessGuard:
 def sharded_weight_message(plan: str) -> AccessErrorMessage:
     """Returns the message for sharded weights that are accessed outside of the forward of their module."""
     return lambda name, shape: (
-        f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a "
-        "shard of it alone: "
+        f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank stores "
+        "only a shard of it: "
         "read or change it inside `with trainer.full_parameters(write=...)`, or use z2 at most"
     )
 
@@ -203,8 +203,8 @@ def sharded_weight_message(plan: str) -> AccessErrorMessage:
 def read_by_loss_message(plan: str) -> AccessErrorMessage:
     """Returns the message for weights that a user's loss reads although no rank stores all of them."""
     return lambda name, shape: (
-        f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no "
-        "rank holds the whole of all parameters: "
+        f"plan {plan}: the loss reads the parameter {name} {tuple(shape)}, but under this plan no rank stores all "
+        "parameters in full: "
         "give the optimizer a weight_decay in place of a penalty, or use data parallelism with z2 at most"
     )
 
@@ -212,7 +212,6 @@ def read_by_loss_message(plan: str) -> AccessErrorMessage:
 def stale_parameter_message(plan: str) -> AccessErrorMessage:
     """Returns the message for parameters from before `parallelize` that no longer belong to the model."""
     return lambda name, shape: (
-        f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards "
-        "in its place or laid it on another "
-        "stage: take it from `with trainer.full_parameters(write=...)`"
+        f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has replaced it "
+        "by a shard or moved it to another pipeline stage: take it from `with trainer.full_parameters(write=...)`"
     )

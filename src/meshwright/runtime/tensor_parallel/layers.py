@@ -218,7 +218,8 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
     if not is_linear_like(module):
         raise InputError(
             Message(
-                "tp({size}): {type} has a custom forward and too few key-value heads to shard: choose a smaller tp",
+                "tp({size}): {type} has a custom forward, and tp({size}) is larger than its number of key-value heads: "
+                "choose a smaller tp",
                 size=group.size,
                 type=type(module).__name__,
             )

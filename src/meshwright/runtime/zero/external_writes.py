@@ -165,8 +165,9 @@ class ExternalWrites:
             raise InputError(
                 Message(
                     "plan {plan}: {name} was written to through .data or in another way that torch's version "
-                    "counters do not see, so its {master} master weights lack the change and the update would undo "
-                    "it: write to the parameter itself under torch.no_grad(), or {full_parameters_hint}",
+                    "counters do not see, so its {master} main weights do not contain the change, and the next "
+                    "update would undo it: write to the parameter itself under torch.no_grad(), or "
+                    "{full_parameters_hint}",
                     plan=plan.name,
                     name=name,
                     master=engine.recipe.master,

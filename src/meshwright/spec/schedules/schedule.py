@@ -136,7 +136,8 @@ class Schedule:
             remedy = Message("use schedule interleaved") if own == 1 else Message("use that many")
             raise InputError(
                 Message(
-                    "schedule {name} holds {own:count stage} a rank, the plan has {virtual_stages}; {remedy}",
+                    "schedule {name} needs {own:count stage} per pipeline rank, the plan has {virtual_stages}; "
+                    "{remedy}",
                     name=self.name,
                     own=own,
                     virtual_stages=virtual_stages,

@@ -50,7 +50,7 @@ from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
-WHOLE = "{}: one device's side stored all weights"
+WHOLE = "{}: rank 0 stored all weights for the comparison with one device"
 """The note of a proof whose reference stored all weights on rank 0. The field is the reason."""
 
 
@@ -222,7 +222,9 @@ class ReferenceSide:
 
 RANDOMNESS_TOLERANCE = 1e-9
 """If two reference losses with different seeds differ by more than this fraction, the model uses random numbers."""
-NOTHING_PROVEN_TEXT = mark_msgid("plan {plan}: the proof run proves nothing with this batch: {note}: use another batch")
+NOTHING_PROVEN_TEXT = mark_msgid(
+    "plan {plan}: this batch cannot be compared with one device ({note}): use another batch"
+)
 ONE_DEVICE_FAILED_TEXT = mark_msgid(
     "plan {plan}: the proof run cannot run the model on one device ({problem}): train without it with prove='never'"
 )
@@ -377,7 +379,7 @@ class ProofRun:
         if abs(again - loss) <= RANDOMNESS_TOLERANCE * abs(loss):
             return False
         self.side.trains = False
-        self.side.notes.append("the model draws random numbers beside dropout: compared in eval mode")
+        self.side.notes.append("the model uses random numbers other than dropout, so the proof compares in eval mode")
         return True
 
     # --- under the plan ---------------------------------------------------------------------------

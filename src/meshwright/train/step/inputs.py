@@ -136,7 +136,8 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
         Message(
-            "give every rank the whole batch, of which it takes its part, or a LocalBatch with the rows of its replica"
+            "pass the global batch on every rank (each rank uses its own rows), or a LocalBatch with the rows of its "
+            "replica"
         )
         if whole
         else Message("give all ranks of a replica the same rows")

@@ -53,7 +53,7 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
         raise InputError(
             Message(
                 "plan {plan}: the forward writes to {written}, and ZeRO 3 would lose the write, because it "
-                "all-gathers the weights for each forward: use z2 at most, or turn that off",
+                "all-gathers the weights for each forward: use z2 at most, or do not write to {written} in forward",
                 plan=plan.name,
                 written=written,
             )

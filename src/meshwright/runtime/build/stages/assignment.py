@@ -37,8 +37,8 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
         what, block = record.obstacle
         reasons: dict[Obstacle, str] = {
             "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
-            "no_grad": "runs where torch records no gradient, in a function with a backward of its own",
-            "random": "runs in some passes and not in others (layers dropped at random?)",
+            "no_grad": "runs inside a custom autograd function or torch.no_grad, where torch records no gradients",
+            "random": "runs in some forwards and not in others (layers dropped at random?)",
         }
         raise InputError(
             Message(
@@ -72,7 +72,9 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if earlier is not None and len(graph.stacks) > 1:
         raise InputError(
             Message(
-                "blocks of several lists alternate ({earlier} runs after a block of a later list): use pp1",
+                "plan {plan}: blocks of several lists alternate ({earlier} runs after a block of a later list): use "
+                "pp1",
+                plan=plan.name,
                 earlier=earlier,
             )
         )
