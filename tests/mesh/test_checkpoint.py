@@ -170,9 +170,9 @@ def test_one_rank_that_cannot_load_is_an_error_on_all(tmp_path):
     ("pieces", "sentence"),
     [
         ([ShardMetadata("model/w", (8,), "float32", 0, ((0, 3),), 0, 3),
-                ShardMetadata("model/w", (8,), "float32", 0, ((4, 8),), 0, 4)], "no piece holds index 3"),
+                ShardMetadata("model/w", (8,), "float32", 0, ((4, 8),), 0, 4)], "no shard contains index 3"),
         ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 3),
-                ShardMetadata("model/w", (8,), "float32", None, (), 4, 8)], "no piece holds element 3"),
+                ShardMetadata("model/w", (8,), "float32", None, (), 4, 8)], "no shard contains element 3"),
         ([ShardMetadata("model/w", (8,), "float32", None, (), 0, 8),
                 ShardMetadata("model/w", (8, 1), "float32", None, (), 0, 8)], "ranks disagree"),
     ],

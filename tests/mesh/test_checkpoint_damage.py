@@ -161,7 +161,7 @@ def test_1000_more_damages_are_all_found_named_and_passed_over(saved):
     ("kind", "sentence"),
     [
         (_stale, "is stale: it belongs to step 100, but this checkpoint is of step 200; it holds "),
-        (_swap, "holds the pieces of rank "),
+        (_swap, "contains the shards of rank "),
         (_missing, "is missing"),
     ],
 )
@@ -247,7 +247,7 @@ def _shift(part, by):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda tree: _entry(tree)["pieces"].pop(), "no piece holds"),
+        (lambda tree: _entry(tree)["pieces"].pop(), "no shard contains"),
         (lambda tree: _entry(tree)["pieces"].clear(), "embedding.weight: "),
         (
             lambda tree: _entry(tree)["pieces"][0].update(offset=_entry(tree)["pieces"][0]["offset"] + 4),

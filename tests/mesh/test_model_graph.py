@@ -259,7 +259,7 @@ def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_wh
     model.model.forward = by_shapes_alone
     found = analysis.analyze_model(model)
     assert found.regions == () and found.count == 2
-    assert any("the model does not run with numbers (no numbers here)" in line for line in found.findings)
+    assert any("the model does not run with real values (no numbers here)" in line for line in found.findings)
 
 
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
@@ -267,7 +267,7 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     wanted = analysis.analyze_model(model)
     model.model.forward = None  # cannot run
     found = analysis.analyze_model(model)
-    assert any("plan that the model carries" in line for line in found.findings)
+    assert any("base_model_tp_plan of the model is not verified" in line for line in found.findings)
     assert [(one.module, one.columns, one.rows) for one in found.regions] == [
         (one.module, one.columns, one.rows) for one in wanted.regions
     ]

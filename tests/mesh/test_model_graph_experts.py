@@ -90,7 +90,7 @@ def test_experts_that_mix_their_tokens_stay_whole_and_it_is_said() -> None:
     assert not found.experts
     (line,) = found.findings
     assert line.startswith(
-        "layers.0: 4 experts are not sharded: what one computes is not its part of the sum (the output differs by "
+        "layers.0: 4 experts are not sharded: the check with simulated ranks failed (the output differs by "
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.analyze import SHAPE_CHANGED_REASON, analyze_model
 from meshwright.analysis.block_lists import params_by_layer
 from meshwright.analysis.run_conditions import group_identical_blocks
 
@@ -64,7 +64,7 @@ def test_blocks_are_the_shape_preserving_modules_however_wide_others_are() -> No
     model = Hearing()
     found = analyze_model(model, example={"x": torch.zeros(2, 1, 64)})
     assert found.stacks == (("layers", 4),) and (found.blocks, found.count) == ("layers", 4)
-    assert "stages begin at no block of convs: they change the form of what they are given" in found.findings
+    assert f"convs cannot be cut into pipeline stages: {SHAPE_CHANGED_REASON}" in found.findings
     placed = dict(params_by_layer(model, found))
     assert {"convs.0.conv.weight", "project.weight"} <= set(placed["front"]) and placed["back"] == [
         "head.weight",

@@ -220,9 +220,9 @@ REFUSED = {
     "sum of all": "compute but do not send", "list of all": "compute but do not send",
     "unet": "compute but do not send", "again": "layers.1 runs more than once",
     "reversed": "runs after a later block", "left out": "layers.2 did not run",
-    "random": "runs in some passes and not in others", "random of torch": "runs in some passes and not in others",
-    "checkpoint": "inside a checkpoint of the model's own", "twice, with numbers": "layers.1 runs more than once",
-    "no gradient": "records no gradient",
+    "random": "runs in some forwards and not in others", "random of torch": "runs in some forwards and not in others",
+    "checkpoint": "by the model's own activation checkpointing", "twice, with numbers": "layers.1 runs more than once",
+    "no gradient": "records no gradients",
 }  # fmt: skip
 
 

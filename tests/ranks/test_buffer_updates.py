@@ -124,16 +124,18 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
             "between blocks: use pp1"
         )
     for said in ranks.run(2, gradients, "around", "pp2.mb2"):
-        assert said.startswith("plan pp2.mb2: layers.0 runs inside a checkpoint of the model's own")
+        assert said.startswith(
+            "plan pp2.mb2: layers.0 is recomputed in backward by the model's own activation checkpointing"
+        )
 
 
 @pytest.mark.parametrize("kind", ["around-trained", "around-old"])
 def test_stages_are_refused_where_a_model_recomputes_its_blocks_in_training_only(ranks: Any, kind: str) -> None:
     """The analysis runs in training mode."""
     where = (
-        "runs where torch records no gradient"
+        "runs inside a custom autograd function or torch.no_grad"
         if kind == "around-old"
-        else "runs inside a checkpoint of the model's own"
+        else "is recomputed in backward by the model's own activation checkpointing"
     )
     for said in ranks.run(2, said_in_training, kind):
         assert said.startswith(f"plan pp2.mb4: layers.0 {where}"), said
@@ -217,6 +219,6 @@ def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
     assert next(found) == []
     with pytest.raises(
         InputError,
-        match="the buffer num_batches_tracked of a block changes in some passes but did not change in the first one",
+        match="the buffer num_batches_tracked of a block changes in a later forward but did not change in the first",
     ):
         next(found)

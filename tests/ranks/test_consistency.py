@@ -63,7 +63,7 @@ def refused(what: str) -> str:
         ("model", "ranks disagree on the model: "),
         ("weights", "ranks disagree on the weights: those of rank 1"),
         ("lengths", "rank 0 was given input_ids [8, 16], labels [8, 16], rank 1 input_ids [8, 12], labels [8, 12]"),
-        ("names", "rank 1 extra [8, 16], input_ids [8, 16], labels [8, 16]; give every rank the whole batch"),
+        ("names", "rank 1 extra [8, 16], input_ids [8, 16], labels [8, 16]; pass the global batch on every rank"),
         ("numbers", "rank 1 was given other values than rank 0"),
         ("later", "rank 1 was given other values than rank 0"),
         ("order", "rank 1 was given other values than rank 0"),

@@ -421,7 +421,7 @@ def test_a_block_that_stands_twice_in_a_list_is_refused_in_one_line() -> None:
 
 
 def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_hang(ranks: Any) -> None:
-    assert "layers.1 runs in some passes and not in others" in ranks.run(1, under, "dropping", "z3.mb1")[0]
+    assert "layers.1 runs in some forwards and not in others" in ranks.run(1, under, "dropping", "z3.mb1")[0]
     assert not isinstance(ranks.run(1, under, "dropping", "dp1.mb1")[0], str)
 
 

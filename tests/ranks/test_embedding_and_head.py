@@ -159,7 +159,7 @@ def test_images_that_do_not_come_stand_with_what_begins_the_model() -> None:
     model = Seeing()
     found = analyze_model(model, example={"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     assert found.stacks == (("layers", 2),)
-    assert "stages begin at no block of sight: none ran with input_ids (2, 8)" in found.findings
+    assert "sight cannot be cut into pipeline stages: none of its blocks ran with input_ids (2, 8)" in found.findings
     assert [name for name in dict(params_by_layer(model, found))["front"] if name.startswith("sight.")] == [
         name for name, _ in model.named_parameters() if name.startswith("sight.")
     ]

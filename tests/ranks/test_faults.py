@@ -131,7 +131,7 @@ def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names
 ) -> None:
     work = launch(text, tmp_path / "run", "tp2.dp2.mb2")
     with pytest.raises(
-        MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"
+        MeshwrightError, match=r"step 6: rank [23] and rank [23] must read identical rows, but read different bytes"
     ):
         train(agent, work, [], poison=[5], poisoned=3)
     assert max(losses(tmp_path / "run")) == 5

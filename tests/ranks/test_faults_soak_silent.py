@@ -273,8 +273,8 @@ def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_
         code, _, err = launched(place, run, *drift(name, value))
         if name in REFUSED:
             words = (
-                rf"meshwright: run 'runs/{run}' holds another job: {re.escape(name)} is \S+ there and \S+ here; "
-                r"choose another --run, or give the same job\n"
+                rf"meshwright: run 'runs/{run}' belongs to another job: {re.escape(name)} is \S+ there and \S+ here; "
+                r"choose another --run, or repeat the options of that job\n"
             )
             right = (
                 code == 2

@@ -456,7 +456,9 @@ def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alon
 
 def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_line(folders: dict[str, Path]) -> None:
     model = start(str(folders["llama"]))
-    with pytest.raises(InputError, match=r"lora.target 'q_porj' is no layer of this model; did you mean 'q_proj'"):
+    with pytest.raises(
+        InputError, match=r"lora.target 'q_porj' is not a linear layer of this model; did you mean 'q_proj'"
+    ):
         attach_lora(model, LoraConfig(target=("q_porj",)), seed=1)
     attach_lora(model, LoraConfig(target=("q_proj", "lm_head")), seed=1)
     with pytest.raises(InputError, match=r"adapters on the vocabulary \(lm_head\) are not supported"):

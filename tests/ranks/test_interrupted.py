@@ -192,7 +192,7 @@ def test_a_stop_before_the_first_step_is_one_line_that_states_its_cost(
     process.send_signal(request_)
     code, lines = ended(place, process)
     early = {"probe": "before all was measured", "verify": "before all was compared"}.get(
-        command, "during trials, of which nothing is kept"
+        command, "during trials, whose results are not saved"
     )
     assert (code, lines[-1]) == (75, f"meshwright: stopped by {request_.name} {early}; the same command starts again")
     assert not (place / "best.json").exists() and not (place / "runs").exists()
@@ -213,7 +213,7 @@ def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: 
     wait_for_hold(place, "measure", process)
     process.send_signal(signal.SIGINT)
     code, lines = ended(place, process)
-    early = "before all was measured" if command[0] == "probe" else "during trials, of which nothing is kept"
+    early = "before all was measured" if command[0] == "probe" else "during trials, whose results are not saved"
     assert (code, lines[-1]) == (75, f"meshwright: stopped by SIGINT {early}; the same command starts again")
     assert sum(line.startswith("meshwright:") for line in lines) == 1
     assert not (place / "best.json").exists()
@@ -230,5 +230,5 @@ def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(
     wait_until(lambda: len(children(process.pid)) > 1 or os.cpu_count() == 1, process)
     (os.killpg if request_ == signal.SIGINT else os.kill)(process.pid, request_)
     code, lines = ended(place, process)
-    assert (code, lines) == (75, ["meshwright: interrupted; the same command goes on"])
+    assert (code, lines) == (75, ["meshwright: interrupted; run the same command again to continue"])
     assert not (place / "page.html").exists()

@@ -266,5 +266,6 @@ def around(plan: str) -> tuple[list[float], Any]:
 
 def test_an_optimizer_with_a_private_list_is_refused_and_a_wrapper_is_not(ranks: Any) -> None:
     for line in ranks.run(2, told, "dp2.z1"):
-        assert "Listing keeps parameters in all besides" in line and "idle" in line and "\n" not in line
+        assert "Listing also stores parameters in its attribute all, outside of" in line and "idle" in line
+        assert "\n" not in line
     check(ranks.run(2, around, "dp2.z1")[0], "adamw")

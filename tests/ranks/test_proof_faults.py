@@ -235,7 +235,7 @@ def parted(plant: Plant, plan: str) -> ProofResult:
 
 PARTED_FAULTS: tuple[tuple[Plant, str, str], ...] = (
     (other_running_mean, "dp2", "first at norm:"),
-    (unreached_expert, "dp2.z1", "a loss reaches experts.1."),
+    (unreached_expert, "dp2.z1", "experts.1.weight and 1 more get a gradient only on one device"),
 )
 
 

@@ -137,4 +137,4 @@ def broken() -> str:
 
 def test_a_request_that_one_rank_cannot_answer_fails_on_all_ranks(ranks: Any) -> None:
     line = ranks.run(2, broken)[0]
-    assert line.startswith("1 of 2 ranks cannot give their parts of model.layers.1."), line
+    assert line.startswith("1 of 2 ranks failed to send their shards of model.layers.1."), line

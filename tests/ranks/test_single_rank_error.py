@@ -184,11 +184,15 @@ def test_ranks_go_on_after_what_all_refuse_and_not_after_what_one_refuses(ranks:
     assert other[1] == bad[1] == other[4] == bad[4]
     assert (other[2], bad[2]) == (f"rank 1: {refused}", refused)
     parted = (
-        f"the ranks have parted in an earlier call, and cannot go on together (rank 1: {refused}): start them again"
+        "an error in an earlier call left the ranks in different collectives, so they cannot continue "
+        f"(rank 1: {refused}): restart all ranks"
     )
     assert other[3] == bad[3] == parted
 
 
 def test_process_groups_that_were_left_are_not_used_again(ranks: Any) -> None:
     other, bad = ranks.run(2, gone_on, False, timeout=120.0)
-    assert all("have parted in an earlier call" in line for said in (other, bad) for line in said[3:]), (other, bad)
+    assert all("left the ranks in different collectives" in line for said in (other, bad) for line in said[3:]), (
+        other,
+        bad,
+    )

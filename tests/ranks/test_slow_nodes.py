@@ -88,7 +88,7 @@ def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back
     out, fewer, _, back, again, _ = decided
     assert (out.ranks, out.slots, fewer.plan, back.slots, again.plan) == ((2,), (2,), PLANS[3], (2,), PLANS[4])
     assert any("goes on without device 0 of node b" in line for line in said) and any(
-        "device 0 of node b comes back" in line for line in said
+        "device 0 of node b is used again" in line for line in said
     )
     assert not any(event.lost for event in found)
     whole = launch(text, tmp_path / "whole", "dp1.mb12", steps, {"batch": 12, "precision": "fp64"})

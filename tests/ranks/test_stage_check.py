@@ -64,9 +64,7 @@ def test_what_fails_on_one_stage_alone_is_the_same_line_on_every_rank(ranks: Any
     for ahead in (True, False):
         first, second = ranks.run(2, refused, ahead)
         assert first == second and "\n" not in first
-        assert first.startswith("plan pp2.mb2: stage 0 of this model does not run without the layers of the others"), (
-            first
-        )
+        assert first.startswith("plan pp2.mb2: stage 0 of this model cannot run without layers of other stages"), first
 
 
 def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:

@@ -116,7 +116,7 @@ def test_another_plan_adopts_the_snapshots_and_another_job_is_refused(whole: Pat
     process.communicate(timeout=900)
     assert process.returncode == -signal.SIGKILL
     code, _, err = train(whole, "other", "--batch", "16")
-    assert code == 2 and "holds another job: workload.batch is 8 there and 16 here" in err
+    assert code == 2 and "belongs to another job: workload.batch is 8 there and 16 here" in err
     code, _, err = train(whole, "other", "--plan", "tp2")
     assert code == 0 and "a new supervisor adopts its snapshots" in err and "0 steps lost" in err, err
     mine, all_ = losses(whole, "other"), losses(whole, "whole")

@@ -82,7 +82,7 @@ def test_a_rule_that_is_wrong_is_one_line() -> None:
         (
             ruled("up", "down", mixes=True),
             r"model.rules\[0\]: layers.0.up cannot be sharded in this way: on 2 tensor ranks the output of "
-            r"layers.0.down does not sum to the whole: it differs by 6.9e-02; leave",
+            r"layers.0.down differs from the full run by 6.9e-02 when summed over ranks; leave",
         ),
     ):
         with pytest.raises(InputError, match=words) as caught:

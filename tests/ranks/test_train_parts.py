@@ -165,7 +165,10 @@ def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(
     assert isinstance(made, torch.optim.NAdam)
     for name, line in (
         ("own_rules:mak", "optimizer 'own_rules:mak': module 'own_rules' has no 'mak'; did you mean 'make'"),
-        ("no_rules:make", "optimizer 'no_rules:make': there is no module 'no_rules' here or installed"),
+        (
+            "no_rules:make",
+            "optimizer 'no_rules:make': module 'no_rules' is neither in the current folder nor installed",
+        ),
     ):
         with pytest.raises(InputError, match=line):
             optimizer_factory(OptimizerConfig(name=name))
@@ -309,7 +312,7 @@ def test_live_code_is_called_and_what_is_wrong_with_it_is_one_line(
     for module, words in (
         ("mine:nte", "module 'mine' has no 'nte'; did you mean 'net'?"),
         ("mine:wrong", "returned a int, not a torch.nn.Module"),
-        ("nobody.here:net", "there is no module 'nobody' here or installed"),
+        ("nobody.here:net", "module 'nobody' is neither in the current folder nor installed"),
     ):
         with pytest.raises(InputError) as caught:
             build_model(ModelSource(name="a", module=module), 1)

@@ -211,8 +211,8 @@ def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path,
     code, _, err = train(place, "whole", "--batch", "16")
     assert code == 2
     assert err.strip() == (
-        "meshwright: run 'runs/whole' holds another job: workload.batch is 8 there and 16 here; choose another "
-        "--run, or give the same job"
+        "meshwright: run 'runs/whole' belongs to another job: workload.batch is 8 there and 16 here; choose another "
+        "--run, or repeat the options of that job"
     )
 
 

@@ -142,7 +142,7 @@ def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> N
 @pytest.mark.parametrize(
     ("plan", "precision", "how", "reason"),
     [
-        ("dp2.z3", "bf16", "clamp", "each rank holds a shard"),
+        ("dp2.z3", "bf16", "clamp", "each rank stores only a shard"),
         ("tp2", "fp64", "clamp", "no rank holds the whole model"),
         ("tp2", "bf16", "clamp", "no rank holds the whole model"),
         ("pp2.mb2", "fp64", "clamp", "no rank holds the whole model"),

@@ -158,7 +158,7 @@ def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said
     assert found.cluster.groups[0].device.peak["fp32"] == 50e9
     assert len(found.odd) == 1 and found.odd[0].startswith("other programs kept 1.6 processors busy")
     alone = calibrate(disturbed.but(busy=0.0), parse_cluster("1x2:cpu"))
-    assert "rank 0 got 11 % of a processor instead of its share of 50 %" in alone.odd
+    assert "rank 0 got 11 % of a processor instead of the expected 50 %" in alone.odd
 
 
 def test_local_is_what_was_measured_here_unless_that_is_switched_off(

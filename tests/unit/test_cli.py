@@ -164,7 +164,7 @@ def test_an_interrupt_is_exit_code_75(capsys: pytest.CaptureFixture[str], monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command_line, "run_command", stop)
-    assert called(capsys, "plan") == (75, "", "meshwright: interrupted; the same command goes on\n")
+    assert called(capsys, "plan") == (75, "", "meshwright: interrupted; run the same command again to continue\n")
 
 
 def test_plan_prints_json_in_the_promised_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +377,7 @@ def test_a_ctrl_c_is_one_line_and_its_own_exit_code(
 
     monkeypatch.setattr("meshwright.report.run.read_run", interrupted)
     assert main(["report", "anything"]) == 75
-    assert capsys.readouterr().err == "meshwright: interrupted; the same command goes on\n"
+    assert capsys.readouterr().err == "meshwright: interrupted; run the same command again to continue\n"
 
 
 def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

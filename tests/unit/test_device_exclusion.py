@@ -85,7 +85,7 @@ def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(t
     case.begin("dp3.z2", 1.0)
     case.steps(WARMUP_STEPS + GAIN_STEPS, 1.25)
     assert case.events()[-1].kind == "rebalance_result" and case.events()[-1].measured == pytest.approx(1.6)
-    assert "1.60 times as fast, 1.50 predicted" in case.notes[-1]
+    assert "1.60 times as fast as before (predicted: 1.50 times)" in case.notes[-1]
     assert [row.measured for row in list_decisions(case.events())] == [pytest.approx(1.6)]
 
 

@@ -247,7 +247,7 @@ def test_a_run_is_extended_with_a_note_and_an_event_but_not_shortened(tmp_path: 
     )
     assert begin({"steps": 9}) == ""
     for more in ({"steps": 8}, {"steps": 10, "seed": 2}):
-        with pytest.raises(InputError, match="holds another job"):
+        with pytest.raises(InputError, match="belongs to another job"):
             begin(more)
     assert [event.kind for event in read_events(tmp_path / EVENTS_FILE_NAME)] == ["run_extended"]
     assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS_FILE_NAME))

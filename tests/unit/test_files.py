@@ -47,14 +47,14 @@ def test_on_a_full_disk_a_file_is_the_one_before_or_none(
     full: Path, command: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, str(full / name)]) == 1
-    assert said(capsys) == [f"meshwright: the disk is full ({full / name}): make room, then the same command goes on"]
+    assert said(capsys) == [f"meshwright: the disk is full ({full / name}): make room, then run the same command again"]
     assert [path.name for path in full.iterdir()] == ["old"] and (full / "old").read_bytes() == b"o" * 4096
 
 
 def test_on_a_full_disk_no_script_is_left_without_its_job(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LAUNCH, "--save", str(full / "files")]) == 1
     assert said(capsys) == [
-        f"meshwright: the disk is full ({full / 'files' / 'job.json'}): make room, then the same command goes on"
+        f"meshwright: the disk is full ({full / 'files' / 'job.json'}): make room, then run the same command again"
     ]
     assert not list((full / "files").iterdir())
 
@@ -64,7 +64,7 @@ def test_what_is_no_plain_file_is_written_to_and_never_replaced(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "/dev/full"]) == 1
-    assert said(capsys) == ["meshwright: the disk is full (/dev/full): make room, then the same command goes on"]
+    assert said(capsys) == ["meshwright: the disk is full (/dev/full): make room, then run the same command again"]
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 

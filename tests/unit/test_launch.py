@@ -99,10 +99,7 @@ def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: st
     more = {"pods": KubernetesOptions(image="mesh:1", claim="shared")} if on == "kubernetes" else {}
     left, given = (written(tmp_path / name, on, nodes=NodeOptions(interface=name), **more) for name in ("", "eth1"))
     for name, value in (("GLOO_SOCKET_IFNAME", "eth1"), ("NCCL_SOCKET_IFNAME", "=eth1")):
-        assert (
-            f"# {name}: left to each node, which takes the network device of its route" in left
-            and f"{name}=" not in left
-        )
+        assert f"# {name}: unset: each node uses the interface of its route" in left and f"{name}=" not in left
         assert f"{name}={value}" in given and f"{name}: left" not in given
     assert "# NCCL_ALGO: left to NCCL, which chooses" in left and "# NCCL_IB_DISABLE: left to NCCL: where" in left
 

@@ -49,7 +49,8 @@ def test_one_sample_in_place_of_another_does_not_balance() -> None:
     found = check_sample_balance([record(1, 0, wrong.text)], ROWS, [])
     assert (
         found is not None
-        and sample_balance_text(found) == "DOES NOT BALANCE: step 1 read 8 samples that are not the 8 of batch 0"
+        and sample_balance_text(found)
+        == "samples were missed or read twice: step 1 read 8 samples that are not the 8 of batch 0"
     )
 
 

@@ -151,8 +151,8 @@ def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_
 @pytest.mark.parametrize(
     ("schedule", "virtual", "m", "words"),
     [
-        ("zbh1", 2, 4, "zbh1 holds 1 stage a rank, the plan has 2"),
-        ("zbv", 1, 4, "zbv holds 2 stages a rank, the plan has 1"),
+        ("zbh1", 2, 4, "zbh1 needs 1 stage per pipeline rank, the plan has 2"),
+        ("zbv", 1, 4, "zbv needs 2 stages per pipeline rank, the plan has 1"),
         ("dualpipev", 2, 5, r"at least 2 \* pp\(4\) = 8 micro-batches, the batch gives 5; use schedule zbv"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
 
 
 def test_virtual_stages_without_interleaving_are_refused() -> None:
-    with pytest.raises(InputError, match="holds 1 stage a rank"):
+    with pytest.raises(InputError, match="needs 1 stage per pipeline rank"):
         schedule_orders("gpipe", 2, 2, 2)
 
 

@@ -181,7 +181,7 @@ def test_balance_states_its_action_and_ranks_in_lockstep_keep_their_micro_batche
         "as its peers"
     )
     assert said[1].startswith(
-        f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: the run uses dp4.z1.ga"
+        f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: the run changes to dp4.z1.ga"
     )
     assert len(said) == 3
 
@@ -203,7 +203,8 @@ def test_the_gain_of_rebalancing_is_reported_and_a_rank_that_slows_further_gets_
             plan = watch.heed(PhaseSeconds(busy, (0.0,) * 4, tuple(end - each for each in busy)), step, balance=True)
             plans += [plan.shares] if plan is not None else []
     assert plans[0][3] == 4 and plans[1][3] < plans[0][3] and plans[-1] == ()
-    gains = [re.search(r"made steps ([0-9.]+) times as fast, ([0-9.]+) predicted", line) for line in said]
+    pattern = r"steps are ([0-9.]+) times as fast as before \(predicted: ([0-9.]+) times\)"
+    gains = [re.search(pattern, line) for line in said]
     measured = [(float(match[1]), float(match[2])) for match in gains if match]
     assert len(measured) == len(plans) and all(
         found == pytest.approx(promised, rel=0.05) for found, promised in measured

@@ -146,8 +146,8 @@ def test_an_unknown_framework_is_taken_for_plain_modules_of_torch() -> None:
         ({"task": "q-lora"}, "adapters or single layers are not modelled"),
         ({"layers": ""}, "the source does not state the model"),
         ({"micro_batch": "", "global_batch": ""}, "the source states no batch"),
-        ({"gpu": "TPUx"}, "not a plan of ours: device tpux with 80 GB is not in the catalog"),
-        ({"dp": "3"}, "no plan of ours with these degrees"),
+        ({"gpu": "TPUx"}, "Meshwright cannot run this plan: device tpux with 80 GB is not in the catalog"),
+        ({"dp": "3"}, "Meshwright has no legal plan with these degrees"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_says_why(change: dict[str, str], reason: str) -> None:
