@@ -274,7 +274,7 @@ def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_
         if name in REFUSED:
             words = (
                 rf"meshwright: run 'runs/{run}' belongs to another job: {re.escape(name)} is \S+ there and \S+ here; "
-                r"choose another --run, or repeat the options of that job\n"
+                r"choose another --run, or repeat its options\n"
             )
             right = (
                 code == 2

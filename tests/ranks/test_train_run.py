@@ -212,7 +212,7 @@ def test_a_run_folder_of_another_job_is_refused_with_the_difference(place: Path,
     assert code == 2
     assert err.strip() == (
         "meshwright: run 'runs/whole' belongs to another job: workload.batch is 8 there and 16 here; choose another "
-        "--run, or repeat the options of that job"
+        "--run, or repeat its options"
     )
 
 

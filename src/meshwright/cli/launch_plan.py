@@ -410,8 +410,7 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         if other:
             raise InputError(
                 Message(
-                    "run {folder!r} belongs to another job: {other}; choose another --run, or repeat the options of "
-                    "that job",
+                    "run {folder!r} belongs to another job: {other}; choose another --run, or repeat its options",
                     folder=str(folder),
                     other=other,
                 )

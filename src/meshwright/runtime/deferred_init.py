@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.core.errors import InputError
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.backend import backend_of
 
 EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -69,6 +69,9 @@ stored. Also the minimum number of bytes of temporary memory that is allocated o
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
 """Attribute of a module for its `DeferredInit`; attribute of a parameter for the `TensorRef` of its local shard."""
 
+LOST_WRITE_TEXT = mark_msgid(
+    "{func} writes to the memory of a deferred parameter, so the write would be lost: write to the parameter itself"
+)
 ReplayMemo = dict[int, torch.Tensor]
 """The contents of the storages that were already replayed, by the id of their recipe."""
 
@@ -288,27 +291,18 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _on_real(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """Runs an operation on real tensors. Raises if it writes to a parameter that a meta tensor replaces, because
-        the write would be lost."""
+        """Runs an operation on real tensors. Raises if it writes to a parameter that a meta tensor replaces."""
         for tensor in written:
             self.notes.untouched.pop(_storage_key(tensor), None)
-            known = self.notes.given.get(_storage_key(tensor))
-            if known is not None and not known[2].expired():
-                raise InputError(
-                    Message(
-                        "{func} writes to the memory of a deferred parameter, so the write would be lost: write to the "
-                        "parameter itself",
-                        func=func,
-                    )
-                )
+            if (known := self.notes.given.get(_storage_key(tensor))) is not None and not known[2].expired():
+                raise InputError(Message(LOST_WRITE_TEXT, func=func))
         result = func(*args, **kwargs)
         if func._schema.name in EMPTY_OPS:
             self.notes.untouched[_storage_key(result)] = StorageWeakRef(result.untyped_storage())
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Returns the generator's state before `func`. Then runs `func` on temporary memory, so that the generator
-        advances."""
+        """Returns the generator's state before `func`. Runs `func` on temporary memory to advance the generator."""
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
         if not backend_of(generator.device).memory_is_host:

@@ -69,20 +69,13 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
             )
         )
     earlier = next((paths[after] for before, after in pairwise(record.calls) if after < before), None)
-    if earlier is not None and len(graph.stacks) > 1:
-        raise InputError(
-            Message(
-                "plan {plan}: blocks of several lists alternate ({earlier} runs after a block of a later list): use "
-                "pp1",
-                plan=plan.name,
-                earlier=earlier,
-            )
-        )
     if earlier is not None:
         raise InputError(
             Message(
-                "{where} {earlier} runs after a later block of its list, but stages run blocks in the"
-                " order of the list: use pp1",
+                "{where} blocks of several lists alternate ({earlier} runs after a block of a later list): use pp1"
+                if len(graph.stacks) > 1
+                else "{where} {earlier} runs after a later block of its list, but stages run blocks in the order of "
+                "the list: use pp1",
                 where=where,
                 earlier=earlier,
             )
