@@ -148,7 +148,8 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     if after.shape == before.shape:
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
-    # A dimension of size 1 may be that of a single head, except the leading one, which is that of a single row.
+    # The features may begin at a dimension of size 1: the head dimension of a single head. A leading dimension of size
+    # 1 is skipped, because it is the batch dimension of a single row.
     first = next((dim for dim in begins if dim or after.shape[0] > 1), None)
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)

@@ -57,8 +57,11 @@ def overlapped(communication: Array, compute: Array) -> Array:
 
 
 def concurrent_seconds(*seconds: float) -> float:
-    """Returns the seconds in which concurrent tasks of `seconds` each are complete. The longest task determines the
-    result, and each other task slows it (see `overlapped`).
+    """Returns the seconds until all of several concurrent tasks are complete. `seconds`: the duration of each task when
+    it runs alone.
+
+    The longest task determines the result. Every further task adds OVERLAP_SLOWDOWN times its own duration (see
+    `overlapped`).
 
     >>> concurrent_seconds(2.0, 1.0, 1.0)
     2.26

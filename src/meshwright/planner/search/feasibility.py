@@ -141,7 +141,7 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
         raise InputError(
             Message(
                 "pins offload_share={offload_share} and offload={offload}: offload_share needs "
-                "offload of optimizer states: pin optimizer or optimizer-disk in off too",
+                "offload of optimizer states: add optimizer or optimizer-disk to the pin offload",
                 offload_share=pins["offload_share"],
                 offload=[str(what) for what in offload],
             )
@@ -150,7 +150,7 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
         raise InputError(
             Message(
                 "pins weights_share={weights_share} and offload={offload}: weights_share needs "
-                "offload of weights: pin parameters or parameters-disk in off too",
+                "offload of weights: add parameters or parameters-disk to the pin offload",
                 weights_share=pins["weights_share"],
                 offload=[str(what) for what in offload],
             )
