@@ -1,6 +1,7 @@
 """The fixtures `ranks`, a pool of warm ranks for the whole session (pool.py), and `sweep`, many pairs and their table
 (sweep.py)."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from sweep import asked, run
 from meshwright.elastic.local_agent import LocalAgent
 
 warm()
+
+BEGAN = pytest.StashKey[int]()
+"""When the test began, in nanoseconds."""
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +61,12 @@ def space() -> Iterator[str]:
     yield from joined()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Runs before every fixture of the test."""
+    item.stash[BEGAN] = time.time_ns()
+
+
 @pytest.fixture(scope="session")
 def accounts_seen() -> dict[Path, tuple[int, int]]:
     """The runs whose accounts were checked, and the times of their logs then."""
@@ -69,4 +79,5 @@ def accounts_checked(request: pytest.FixtureRequest, accounts_seen: dict[Path, t
     no test of a fault can leave it out. A test without a folder has no run."""
     yield
     if {"tmp_path", "tmp_path_factory"} & set(request.fixturenames):
-        check_changed(request.getfixturevalue("tmp_path_factory").getbasetemp(), accounts_seen)
+        folder = request.getfixturevalue("tmp_path_factory").getbasetemp()
+        check_changed(folder, accounts_seen, request.node.stash[BEGAN])

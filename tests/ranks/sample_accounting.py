@@ -260,13 +260,14 @@ def run_folders(folder: Path) -> Iterator[Path]:
             yield Path(path)
 
 
-def check_changed(folder: Path, seen: dict[Path, tuple[int, int]]) -> list[Path]:
-    """Checks the runs below `folder` whose log has changed since it was `seen`, but for those that still run. Returns
-    those that it has checked."""
+def check_changed(folder: Path, seen: dict[Path, tuple[int, int]], since: int = 0) -> list[Path]:
+    """Checks the runs below `folder` whose log has changed since it was `seen`, but for those that still run, and those
+    that were last written before `since` (nanoseconds): they are forged runs of other tests. Returns those that it has
+    checked."""
     checked = []
     for run in run_folders(folder):
         stamp = (run / "records.jsonl").stat().st_mtime_ns, (run / "events.jsonl").stat().st_mtime_ns
-        if seen.get(run) == stamp:
+        if seen.get(run) == stamp or max(stamp) < since:
             continue
         with suppress(MeshwrightError):
             if is_locked(run):

@@ -289,4 +289,7 @@ def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str)
         and crowded.crowded == pytest.approx(crowded.offloaded - 1e6 / PINNED_MEMORY_OVERHEAD)
         and crowded.spare == roomy.spare
     )
-    assert "to its host, but the host has only 678.2 KiB for each device: off-optimizer" in crowded.notes[-1]
+    assert (
+        "to its host, but the host has only 678.2 KiB for each device: the offload fits at most with off-optimizer"
+        in crowded.notes[-1]
+    )
