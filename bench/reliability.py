@@ -1,12 +1,12 @@
-"""Faults many times over, for hours without anybody: how many of them heal, and what a flood costs.
+"""Repeats faults unattended for hours, and tables how many of them heal and what a flood of connections costs.
 
     python -m bench.reliability defects --times 20     # each test of rows 35 to 52 of tests/ranks/FAULTS.md
-    python -m bench.reliability leader --times 200     # the leader killed and started again at random moments
+    python -m bench.reliability leader --times 200     # kills and restarts the leader at random steps
     python -m bench.reliability flood --rounds 5 --seconds 60
 
-Each result is added to its table in bench/results/ as soon as it is there (defects.md, leader_restarts.md, flood.md). A
-command that was ended goes on where it stopped; --fresh begins a table anew. What runs is what the tests run, on real
-processes of this machine.
+Each result is added to its table in bench/results/ at once (defects.md, leader_restarts.md, flood.md). An interrupted
+command continues where it stopped; --fresh starts a new table. The commands run the tests themselves, on real processes
+of this machine.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Row = dict[str, Any]
 
 
 class ResultTable:
-    """Rows by key in bench/results/NAME.json, and the table NAME.md that `show` makes of them. Both are written after
-    each row."""
+    """The rows of bench/results/NAME.json by key, and the table NAME.md that `show` makes of them. Both files are
+    written after each row."""
 
     def __init__(self, name: str, show: Callable[[dict[str, Row]], str], fresh: bool) -> None:
         self.file, self.show = RESULTS / f"{name}.json", show
@@ -62,7 +62,7 @@ class ResultTable:
 
 
 def here() -> str:
-    """The machine, in words."""
+    """Returns a description of the machine."""
     found = machine()
     return f"{found['cores']} cores of {found['processor']}, torch {found['torch']}"
 
@@ -71,7 +71,7 @@ def here() -> str:
 
 
 def tests_of_defects() -> dict[str, list[int]]:
-    """Each test that FAULTS.md names for a defect, with its rows."""
+    """Returns each test that FAULTS.md names for a defect, with its rows."""
     found: dict[str, list[int]] = {}
     for row, _, tests in re.findall(r"^\| (\d+) \| (.+?) \| (.+) \|$", (RANKS / "FAULTS.md").read_text(), re.MULTILINE):
         for test in re.findall(r"`([^`]+)`", tests) if int(row) in DEFECTS else ():
@@ -80,7 +80,7 @@ def tests_of_defects() -> dict[str, list[int]]:
 
 
 def defects(times: int, fresh: bool) -> None:
-    """Round after round, so that an early end leaves something of each test."""
+    """Runs every test once per round, so that an early end leaves results of each test."""
     table = ResultTable("defects", show_defects, fresh)
     tests = tests_of_defects()
     for number in range(1, times + 1):
@@ -124,7 +124,7 @@ def show_defects(rows: dict[str, Row]) -> str:
 
 @contextlib.contextmanager
 def place_of(every: int) -> Iterator[Path]:
-    """A folder with the job of the tests on two nodes, which saves `every` so many steps."""
+    """Creates a folder with the job of the two-node tests. The job saves every `every` steps."""
     from test_nodes import JOB
     from test_train_run import furnished
 
@@ -184,7 +184,7 @@ def show_leader(rows: dict[str, Row]) -> str:
 
 
 def flooded(rounds: int, seconds: float, fresh: bool) -> None:
-    """Quiet and flooded runs take turns; the order changes with each round."""
+    """Alternates quiet and flooded runs. The order changes with each round."""
     table = ResultTable("flood", show_flood, fresh)
     with place_of(10**6) as place:
         for number in range(1, rounds + 1):
@@ -201,7 +201,7 @@ def flooded(rounds: int, seconds: float, fresh: bool) -> None:
 
 
 def speed(place: Path, run: str, seconds: float, is_flooded: bool) -> Row:
-    """Of a run of two nodes for so many seconds: the median step, their number, and the losses."""
+    """Trains on two nodes for `seconds`. Returns the median step time, the number of steps, and the losses."""
     from test_untrusted_connections import Limited, flood, scan
 
     nodes = Limited(place, run, endless=True)

@@ -16,8 +16,8 @@ HAS_SOAK_TEST = re.compile(r"mark\.soak|mark\.covering")
 
 
 class SoakPart(NamedTuple):
-    """`minutes`: about how long the part takes on two quiet cores. `files`: under a folder of tests, without `test_`
-    and `.py`."""
+    """A part of the soak. `minutes`: the estimated duration on two quiet cores. `files`: paths below tests/, without
+    `test_` and `.py`."""
 
     minutes: int
     what: str
@@ -25,7 +25,7 @@ class SoakPart(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """The files, relative to the repository."""
+        """Returns the files of a part, relative to the repository."""
         return [f"tests/{folder}/test_{name}.py" for folder, names in self.files.items() for name in names.split()]
 
 
@@ -113,12 +113,12 @@ PARTS = {
 
 
 def part_of(path: str) -> str | None:
-    """The part of a test file, named relative to the repository."""
+    """Returns the part of a test file, given relative to the repository."""
     return next((name for name, part in PARTS.items() if path in part.paths), None)
 
 
 def soak_files() -> list[str]:
-    """Files of tests that hold a soak test, or a list of cases of which the soak runs all."""
+    """Returns the files with a soak test, or with a list of cases that only the soak runs in full."""
     found = []
     for path in sorted(TESTS.glob("*/test_*.py")):
         if HAS_SOAK_TEST.search(path.read_text(encoding="utf-8")):
@@ -127,7 +127,7 @@ def soak_files() -> list[str]:
 
 
 def listing() -> str:
-    """One line for each part."""
+    """Yields one line for each part."""
     return "\n".join(f"{name:<12}about {part.minutes:>3} min   {part.what}" for name, part in PARTS.items())
 
 

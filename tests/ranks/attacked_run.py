@@ -1,9 +1,10 @@
-"""`meshwright` whose disk, checkpoint writer and ranks fail once each, at given steps. `python -m attacked_run` stands
-in the place of the command, and of the process that it forks ranks from.
+"""`meshwright` with a disk, a checkpoint writer and a rank that each fail once, at given steps. `python -m
+attacked_run` replaces the command and its fork server.
 
-The file that FAILS names is JSON: {"eio": 8, "stopped": 16, "killed": 30}: the write of the checkpoint of step 8 meets
-EIO, the process that writes the one of step 16 is stopped until somebody continues it, and rank 1 is killed in the
-backward of step 30. What has happened has left a file beside it, with the process id.
+The environment variable FAILS names a JSON file, for example {"eio": 8, "stopped": 16, "killed": 30}: the write of the
+checkpoint of step 8 fails with EIO, the process that writes the checkpoint of step 16 is stopped until a test continues
+it, and rank 1 is killed in the backward of step 30. Each failure leaves a file with the process id beside the JSON
+file.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import paced_steps
+from fork_server import run_command
 
 from meshwright.core import storage
 from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
@@ -27,7 +28,7 @@ WRITE_FILE = storage.write_file
 
 
 def is_due(kind: str, step: int) -> bool:
-    """Whether this is the first time that anybody comes to `step`, where `kind` is to happen."""
+    """Returns whether this is the first process that reaches `step`, where the failure `kind` must occur."""
     file = Path(os.environ[FAILS])
     if json.loads(file.read_text()).get(kind) != step:
         return False
@@ -55,14 +56,9 @@ def at(pulse: Heartbeat, phase: RankPhase, step: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def patch() -> None:
+    Heartbeat.at, storage.write_file = at, write_file  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        from meshwright.train import forkserver
-
-        Heartbeat.at, storage.write_file = at, write_file  # type: ignore[method-assign]
-        forkserver.main()
-    from meshwright.cli.main import main
-    from meshwright.elastic import local_agent
-
-    local_agent.FORK_SERVER_MODULE = "attacked_run"
-    sys.exit(main())
+    run_command("attacked_run", patch)

@@ -1,10 +1,12 @@
-"""Finds and kills the process that forks the ranks of a run."""
+"""Finds and kills the process that forks the ranks of a run, and starts commands whose ranks behave otherwise."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -35,3 +37,18 @@ def kill(process: subprocess.Popen, times: int) -> set[int]:
         killed.add(found.pid)
         found.kill()
     return killed
+
+
+def run_command(module: str, patch: Callable[[], None]) -> None:
+    """The main program of test module `module`: the command line of meshwright, whose fork server is this module again.
+    The fork server calls `patch` before it forks ranks."""
+    if sys.argv[1].isdigit():
+        from meshwright.train import forkserver
+
+        patch()
+        forkserver.main()
+    from meshwright.cli.main import main
+    from meshwright.elastic import local_agent
+
+    local_agent.FORK_SERVER_MODULE = module
+    sys.exit(main())

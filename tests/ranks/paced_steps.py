@@ -5,10 +5,11 @@ the process that it forks ranks from."""
 from __future__ import annotations
 
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from fork_server import run_command
 
 from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 
@@ -32,14 +33,9 @@ def is_held(step: int) -> bool:
     return False
 
 
+def patch() -> None:
+    Heartbeat.at = at  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        from meshwright.train import forkserver
-
-        Heartbeat.at = at  # type: ignore[method-assign]
-        forkserver.main()
-    from meshwright.cli.main import main
-    from meshwright.elastic import local_agent
-
-    local_agent.FORK_SERVER_MODULE = "paced_steps"
-    sys.exit(main())
+    run_command("paced_steps", patch)

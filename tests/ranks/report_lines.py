@@ -1,5 +1,5 @@
-"""Every line that `meshwright report RUN` must print, from the raw files of the run. Shares the formats of numbers and
-the names of rows with the report, and no figure."""
+"""Computes every line that `meshwright report RUN` must print from the raw files of the run. It shares the formats of
+numbers and the names of rows with the report, but no figure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ LOST = {
 
 
 def cells(text: str) -> list[Cells]:
-    """The lines of a text that are not empty, each as its cells."""
+    """Returns the lines of a text that are not empty, each as a list of its cells."""
     return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
 
 
 def expected(folder: Path, name: str, plan: str) -> list[Cells]:
-    """The lines of the report on the run in `folder`, which the command calls `name`, under the plan of that name."""
+    """Returns the lines of the report on the run in `folder`. `name`: the run folder as the command names it. `plan`:
+    the name of its plan."""
     files = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("estimate", "launch", "plan")}
     records, events = raw(folder / "records.jsonl"), raw(folder / "events.jsonl")
     every = [record for record in records if record["tokens"] or record.get("skipped")]
@@ -114,7 +115,7 @@ def spent(every: list[Line], events: list[Line]) -> str:
 
 
 def faults(events: list[Line], last: dict[int, Line]) -> list[Cells]:
-    """A row for each fault and each checkpoint that was not written."""
+    """Returns a row for each fault and for each checkpoint that was not written."""
     rows: list[Cells] = []
     healed: dict[int, Cells] = {}
     fault = 0

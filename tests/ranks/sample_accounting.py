@@ -1,9 +1,9 @@
-"""The accounts of a run, computed once more from its raw files: what a report says must be what they say. Shares no
-code with the report.
+"""Recomputes the accounts of a run from its raw files, and compares them with those of the report. It shares no code
+with the report.
 
-`check(folder)` compares goodput, causes and the ledger of samples with the raw lines, and holds the goodput against the
-clock (`clock`). `check_changed(folder, seen)` does so for every run below a folder that has changed and has ended:
-conftest.py calls it after each test, so that no test of a fault leaves it out.
+`check(folder)` compares goodput, causes and the ledger of samples with the raw lines, and the goodput with the clock
+(`clock`). `check_changed(folder, seen)` does so for every run below a folder that has changed and ended. conftest.py
+calls it after each test, so that no fault test can leave it out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHERS = ("checkpoints", "logs", "tb", "cache")
 
 
 def raw(path: Path) -> list[Line]:
-    """Whole lines of JSON."""
+    """Returns the complete JSON lines of a file."""
     found = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with suppress(ValueError):
@@ -73,7 +73,7 @@ def check(folder: Path) -> dict[str, float]:
 
 
 def goodput(every: list[Line], events: list[Line]) -> tuple[dict[str, float], float]:
-    """The seconds of each kind of lost time, and the useful ones."""
+    """Returns the seconds of each kind of lost time, and the useful seconds."""
     last = {record["step"]: record for record in every}
 
     def lost(event: Line) -> float:
@@ -94,13 +94,13 @@ def goodput(every: list[Line], events: list[Line]) -> tuple[dict[str, float], fl
 
 
 def spent(record: Line) -> float:
-    """Seconds of a step and of the time before it."""
+    """Returns the seconds of a step and of the gap before it."""
     return float(record["seconds"] + record.get("between_seconds", 0.0))
 
 
 def causes(folder: Path, events: list[Line], rows: list[Any]) -> None:
-    """Each event that is a row of the table of faults is one row, with its step, rank and cause, and the recovery that
-    followed."""
+    """Asserts that each fault event has one row in the table of faults, with its step, rank and cause, and with the
+    recovery that followed."""
     told, step = Counter[tuple[str, str]](), 0
     for event in events:
         step = event.get("step") or step
@@ -121,8 +121,8 @@ def causes(folder: Path, events: list[Line], rows: list[Any]) -> None:
 
 
 def overwritten(events: list[Line]) -> Iterator[Line]:
-    """Recoveries after which another one follows without a fault between them: the table shows the last one of them.
-    There is none of them unless a supervisor was killed."""
+    """Yields the recoveries that are followed by another recovery without a fault between them. The table shows only
+    the later one. This happens only if a supervisor was killed."""
     before = None
     for event in events:
         if event["kind"] in ("fault", "resize", "verdict"):
@@ -134,8 +134,8 @@ def overwritten(events: list[Line]) -> Iterator[Line]:
 
 
 def ledger(folder: Path, last: dict[int, Line], events: list[Line], said: Any, end: int) -> None:
-    """The numbers of the samples of each step, squared and added, against those of its batch; and its batch against the
-    one that follows in the data, without those that were left out."""
+    """Compares the numbers of samples of each step, and the sums of their squares, with those of its batch. Compares
+    the batch with the next batch of the data, without skipped batches."""
     rows = json.loads((folder / "launch.json").read_text())["workload"]["batch"]
     steps = {step: record for step, record in last.items() if record.get("batch") is not None}
     if not steps:
@@ -164,9 +164,12 @@ def ledger(folder: Path, last: dict[int, Line], events: list[Line], said: Any, e
 
 
 def clock(folder: Path, records: list[Line], events: list[Line]) -> int:
-    """Asserts that the seconds of the goodput are those of the clock: between a fault and the end of its recovery,
-    between two recoveries of a command, and between the last one and the last checkpoint, which ranks write themselves.
-    Time between two commands is in no account, and is left out. Returns how many times were compared."""
+    """Asserts that the seconds of the goodput agree with the clock. The compared spans are: from a fault to the end of
+    its recovery, between two recoveries of one command, and from the last recovery to the last checkpoint that ranks
+    write themselves.
+
+    The time between two commands is in no account and is left out. Returns the number of compared spans.
+    """
     once(folder, records, events)
     compared = decided(folder, events)
     places = anchors(records, events)
@@ -189,8 +192,8 @@ def clock(folder: Path, records: list[Line], events: list[Line]) -> int:
 
 
 def once(folder: Path, records: list[Line], events: list[Line]) -> None:
-    """A step is recorded again only after a start of ranks or a loss spike. After a start, the record of the step that
-    ranks resumed from may come again too."""
+    """Asserts that a step is recorded twice only after a start of ranks or a loss spike. After a start, the record of
+    the step from which the ranks resumed may also be recorded twice."""
     begins = [not record.get("between_seconds") for record in records] + [True]
     back = {event["step"] - event.get("lost", 0) + 1 for event in events if event["kind"] == "spike"}
     for at in range(1, len(records)):
@@ -207,7 +210,8 @@ def hold(folder: Path, where: str, seconds: float, elapsed: float) -> None:
 
 
 def decided(folder: Path, events: list[Line]) -> int:
-    """A recovery lasts from the first fault after the one before it. Returns how many were compared."""
+    """Asserts that a recovery lasts from the first fault after the previous recovery. Returns the number of compared
+    recoveries."""
     begun: Line | None = None
     count = 0
     for event in events:
@@ -225,8 +229,8 @@ def decided(folder: Path, events: list[Line]) -> int:
 
 
 def anchors(records: list[Line], events: list[Line]) -> list[tuple[int, int]]:
-    """Events whose place among the records is known, each with the record that it came after: recoveries, which end
-    with a new step, and the last checkpoint."""
+    """Returns the events whose position among the records is known, as pairs of an index of an event and the index of
+    the record before it. These events are recoveries, which end with a new step, and the last checkpoint."""
     found: list[tuple[int, int]] = []
     index = -1
     for at, event in enumerate(events):
@@ -244,8 +248,8 @@ def anchors(records: list[Line], events: list[Line]) -> list[tuple[int, int]]:
 
 
 def is_one_command(steps: list[Line], events: list[Line]) -> bool:
-    """Whether `steps` follow one another without a start of ranks, and no other supervisor wrote one of the `events`
-    between them."""
+    """Returns whether the records `steps` follow one another without a start of ranks, and no other supervisor wrote
+    one of the `events` between them."""
     if any(event.get("cause") in TAKEN_OVER or event["kind"] in ("verdict", "run_extended") for event in events):
         return False
     whole = all(after["step"] == before["step"] + 1 for before, after in itertools.pairwise(steps))
@@ -253,7 +257,7 @@ def is_one_command(steps: list[Line], events: list[Line]) -> bool:
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
-    """Folders below `folder` in which a run was recorded."""
+    """Yields the folders below `folder` in which a run was recorded."""
     for path, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in OTHERS and not name.startswith((".", "step-"))]
         if {"records.jsonl", "events.jsonl"} <= set(files):
@@ -261,9 +265,11 @@ def run_folders(folder: Path) -> Iterator[Path]:
 
 
 def check_changed(folder: Path, seen: dict[Path, tuple[int, int]], since: int = 0) -> list[Path]:
-    """Checks the runs below `folder` whose log has changed since it was `seen`, but for those that still run, and those
-    that were last written before `since` (nanoseconds): they are forged runs of other tests. Returns those that it has
-    checked."""
+    """Checks the runs below `folder` whose log differs from its state in `seen`. Returns the checked folders.
+
+    Runs that have not ended are left out, and also runs that were last written before `since` (in nanoseconds): other
+    tests forged them.
+    """
     checked = []
     for run in run_folders(folder):
         stamp = (run / "records.jsonl").stat().st_mtime_ns, (run / "events.jsonl").stat().st_mtime_ns

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import psutil
+from fork_server import run_command
 
 from meshwright.core.ipc import Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.snapshots import SnapshotHeader
@@ -56,14 +56,9 @@ def come(phase: str, step: int) -> None:
                 signal.pause()
 
 
+def patch() -> None:
+    Heartbeat.at, SnapshotHeader.name = at, name  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        from meshwright.train import forkserver
-
-        Heartbeat.at, SnapshotHeader.name = at, name  # type: ignore[method-assign]
-        forkserver.main()
-    from meshwright.cli.main import main
-    from meshwright.elastic import local_agent
-
-    local_agent.FORK_SERVER_MODULE = "supervisor_killer"
-    sys.exit(main())
+    run_command("supervisor_killer", patch)

@@ -1,5 +1,5 @@
-"""The checker of accounts (sample_accounting.py) rejects what is wrong: a report with other figures than the raw lines,
-a step that is counted twice, a wait that no event has."""
+"""Tests that the account checker (sample_accounting.py) rejects wrong accounts: a report whose figures differ from the
+raw lines, a step that is counted twice, a wait without an event."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def records() -> list[Line]:
 
 
 def events() -> list[Line]:
-    """Rank 1 hangs half a second after step 3, which is noticed after 2 s and heals in 3 s. In step 8 it is killed, and
-    step 7 runs again. After step 9 training waits 2 s for a checkpoint. The last checkpoint takes 1 s."""
+    """Events of a forged run. Rank 1 hangs half a second after step 3; this is detected after 2 s and recovered in 3 s.
+    It is killed in step 8, and step 7 runs again. After step 9 training waits 2 s for a checkpoint. The last checkpoint
+    takes 1 s."""
     killed = "killed by SIGKILL: by someone's kill -9"
     made = [
         RunEvent(kind="fault", at=5.7, rank=1, cause="hung: no sign of life", step=4, detection=2.0),
@@ -58,7 +59,7 @@ def write(folder: Path, lines: list[Line], name: str) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, text: Path) -> Path:
-    """Above the folder that conftest.py looks through, there is none: what a test forges, it mends."""
+    """Returns a forged run. conftest.py checks it after each test, so a test restores the lines that it changes."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "launch.json").write_text(launch(text, folder, "dp2.z1", STEPS).to_json())
@@ -87,7 +88,7 @@ def test_true_accounts_pass_and_are_held_against_the_clock(run: Path) -> None:
     ids=["a step twice", "a wait without event", "a detection of nothing", "a longer recovery", "a longer step"],
 )
 def test_forged_lines_are_rejected(run: Path, name: str, forge: Callable[[list[Line]], list[Line]], said: str) -> None:
-    """The report believes them: the clock does not."""
+    """The report accepts these lines; the clock does not."""
     true = raw(run / f"{name}.jsonl")
     write(run, forge(true), name)
     with pytest.raises(AssertionError, match=said):

@@ -1,6 +1,6 @@
-"""A run whose ports are scanned and flooded, one of whose saves meets EIO, whose checkpoint writer is stopped for some
-seconds and one of whose ranks is killed: the losses are those of a quiet run, and every line of the report is what the
-raw files say."""
+"""Tests a run whose ports are scanned and flooded, while one save fails with EIO, the checkpoint writer is stopped for
+some seconds and one rank is killed. The losses must equal those of a quiet run, and every line of the report must agree
+with the raw files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 def start(place: Path, run: str, faults: dict[str, int]) -> subprocess.Popen[str]:
-    """A run that is held at its second step."""
+    """Starts a run that waits at its second step."""
     (place / "faults.json").write_text(json.dumps(faults))
     there = {**environment(place), **held(place, run, 2), FAILS: str(place / "faults.json")}
     command = [sys.executable, "-m", "attacked_run", "train", "job.yaml", "--folder", f"runs/{run}"]
@@ -43,7 +43,7 @@ def start(place: Path, run: str, faults: dict[str, int]) -> subprocess.Popen[str
 
 
 def ports(process: subprocess.Popen[str]) -> list[int]:
-    """Those on which the processes of a run listen, but for ranks: theirs are gloo's."""
+    """Returns the ports on which the processes of a run listen, except those of ranks, which are gloo's."""
     found = set()
     for member in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
         if not member.name().startswith("mesh-rank"):
@@ -52,7 +52,7 @@ def ports(process: subprocess.Popen[str]) -> list[int]:
 
 
 def stopped_writer(place: Path, process: subprocess.Popen[str]) -> psutil.Process:
-    """The process that writes a checkpoint, once it is stopped."""
+    """Returns the process that writes a checkpoint, once it is stopped."""
     mark = place / "faults.json.stopped"
     while not (mark.exists() and mark.read_text()):
         assert process.poll() is None, process.communicate()
@@ -64,7 +64,7 @@ def stopped_writer(place: Path, process: subprocess.Popen[str]) -> psutil.Proces
 
 
 def attack(place: Path, run: str) -> str:
-    """Trains through all of it; what was said."""
+    """Trains under all attacks. Returns the output of the command."""
     process = start(place, run, FAULTS)
     wait_for_step(place, run, 1, process)
     listening = ports(process)

@@ -240,15 +240,18 @@ def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update
     assert found.makespan == pytest.approx(priced.compute + priced.bubble + priced.pipeline, rel=0.15)
 
 
-def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> None:
+def job_of_two_groups() -> Job:
+    """A node of two fast devices and one of two slow devices with a quarter of the memory."""
     first = cluster(1, 2, 64e6).groups[0]
     slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
-    job = small_job(
-        decoder(((4, 512),), hidden=256, heads=4),
-        cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))),
-        16,
-        sequence=512,
+    groups = (first, first.but(device=slow))
+    return small_job(
+        decoder(((4, 512),), hidden=256, heads=4), cluster(1, 2, 64e6).but(groups=groups), 16, sequence=512
     )
+
+
+def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> None:
+    job = job_of_two_groups()
     found, data = page_of(job, (1, 1, 1, 1))
     answer, shown = search_plans(job, MAX_PLANS_PER_POINT), data["points"][0]
     ranked = shown["standings"][0]["ranked"]
@@ -266,14 +269,7 @@ def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> N
 
 
 def test_each_memory_value_has_its_own_fit_status_of_plans_with_unequal_ranks() -> None:
-    first = cluster(1, 2, 64e6).groups[0]
-    slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
-    job = small_job(
-        decoder(((4, 512),), hidden=256, heads=4),
-        cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))),
-        16,
-        sequence=512,
-    )
+    job = job_of_two_groups()
     found = search_top_plans(job, MAX_PLANS_PER_POINT)
     entries, _ = rank_plans(job, found, MAX_PLANS_PER_POINT)
     placed = [entry for entry in entries if entry.plan.placement]

@@ -50,7 +50,7 @@ def test_one_sample_in_place_of_another_does_not_balance() -> None:
     assert (
         found is not None
         and sample_balance_text(found)
-        == "samples were missed or read twice: step 1 read 8 samples that are not the 8 of batch 0"
+        == "steps read the wrong samples: step 1 read 8 samples that are not the 8 of batch 0"
     )
 
 

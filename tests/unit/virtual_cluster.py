@@ -1,16 +1,16 @@
-"""A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on
-simulated ranks, links and clocks.
+"""A simulated cluster in virtual time: the real leader, nodes, generations, hang detector, snapshot locations and
+mirrors run on simulated ranks, links and clocks.
 
-What is simulated stands in `Outside` (elastic/local_agent.py) and in the place of the process that forks ranks: lines
-travel LATENCY seconds, ranks make a step together every STEP seconds and copy it into their files, mirrors take COPY
-seconds (virtual_machines.py). Every line is encoded and decoded as between machines, so that sizes are real. One
-thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
+The simulated parts replace `SystemInterface` (elastic/local_agent.py) and the fork server. A line takes LATENCY
+seconds, all ranks complete a step every STEP seconds and copy it into their files, and a mirror takes COPY seconds
+(virtual_machines.py). Every line is encoded and decoded as between machines, so that its size is real. There is one
+thread and one queue of future events, so the same seed gives the same run. Nothing sleeps.
 
-Faults come at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 for a device and
-hour), by its published causes: devices and software that end a rank, hosts that are gone, links and collectives that
-are silent. Any node may be hit, the one that leads as well. Source: The Llama 3 Herd of Models, 2024, section 3.3.4 and
-Table 5, grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose
-cost is measured beside.
+Faults occur at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 per device
+and hour), with its published causes: devices and software that end a rank, lost hosts, silent links and collectives.
+A fault may hit any node, also the leader. Source: The Llama 3 Herd of Models, 2024, section 3.3.4 and Table 5,
+grouped as in KINDS. Hours without faults are skipped: only heartbeats arrive in them, and their cost is measured
+separately.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ OF_LEADER = {"node": "leader", "link": "leader's link"}
 
 
 class LeaderLost(BaseException):
-    """The process of the leader is gone, wherever it was."""
+    """The leader process is lost, wherever it was."""
 
 
 class LeaderSilent(LeaderLost):
-    """The leader's links carry nothing: each node notices when it has heard nothing for too long."""
+    """The leader's links deliver nothing. Each node notices this after its limit of silence."""
 
 
 @dataclass
 class Told:
-    """A fault and what became of it."""
+    """A fault and its outcome."""
 
     kind: str
     step: int
@@ -88,8 +88,8 @@ class Told:
 
 @dataclass
 class Cluster:
-    """`nodes` of `each` devices in a run that ends after `hours`, or after as many `faults`, whose `kinds` are drawn
-    where they are not given."""
+    """A run on `nodes` nodes with `each` devices. It ends after `hours`, or after `faults` faults. `kinds`: the kinds
+    of the faults; if not given, they are drawn."""
 
     folder: Path
     nodes: int
@@ -140,8 +140,8 @@ class Cluster:
             self.now = until
 
     def stopwatch(self, works: bool) -> None:
-        """The leader works from here on, or the rest of the cluster. Counted while nothing else happens alone: reading
-        the clock takes its time."""
+        """Notes that the leader starts to run (`works`) or stops, and adds its CPU time to `spent`. Only some healthy
+        steps are measured, because reading the clock takes time."""
         if 3 <= self.healthy < 5:
             now = time.process_time()
             self.spent += 0.0 if works or not self.resumed else now - self.resumed
@@ -188,7 +188,7 @@ class Cluster:
         return {"cluster": self, "outside": self.outside(files), "files": files, **parts}
 
     def lead(self, number: int = 0, retained: RetainedSnapshots | None = None) -> ClusterAgent:
-        """The leader, on node `number`. The first one finds all others."""
+        """Starts the leader on node `number`. The first leader finds all other nodes."""
         self.leader_files, self.leads, self.has_leader = Files(self), number, True
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
         held = lambda key: self.leader._snapshots.shared[key]
@@ -201,8 +201,8 @@ class Cluster:
         return self.leader  # type: ignore[no-any-return]
 
     def _succeed(self, silent: bool) -> ClusterAgent:
-        """The next node leads once all have noticed; the lost one comes back as one of the others. `silent`: the leader
-        is not gone, but nobody hears it."""
+        """Lets the next node lead after all nodes have noticed the loss. The lost node returns as a follower. `silent`:
+        the leader still runs, but no node receives its lines."""
         lost, self.has_leader = self.leads, False
         if silent:
             self.run(self.now + SILENT, lambda: not any(host.is_alive for host in self.hosts.values()))
@@ -216,7 +216,7 @@ class Cluster:
         self.waiting.is_awake = True
 
     def join(self, number: int, retained: RetainedSnapshots | None = None) -> None:
-        """Node `number` comes, or comes back with what it has retained."""
+        """Lets node `number` join, or return with the snapshots that it has retained."""
         files, handle = Files(self), next(self.numbers)
         host = SimpleNamespace(is_alive=True, is_due=False, files=files, most=0)
         ours = End(self, lambda: self.waiting.ready.setdefault(handle), handle)
@@ -255,14 +255,14 @@ class Cluster:
                     self.at(RETURN, lambda: self._return(host))
 
     def _return(self, host: Any) -> None:
-        """The node comes back, once there is a leader."""
+        """Lets the node return once there is a leader."""
         if not self.has_leader:
             self.at(RETURN, lambda: self._return(host))
         elif host.number != self.leads:
             self.join(host.number, host.node.retained)
 
     def _later(self, host: Any) -> None:
-        """Its own ticks; what arrives wakes it besides."""
+        """Schedules the regular ticks of a node. Arriving lines also wake it."""
         if host.is_alive:
             self.wake(host)
             self.at(host.node.every, lambda: self._later(host))
@@ -272,7 +272,7 @@ class Cluster:
         host.node.end((75, ""))
 
     def crash(self, host: Any) -> None:
-        """The node is gone with all of its memory."""
+        """Ends a node with all of its memory."""
         if host.is_alive:
             self.leave(host)
         if host.node.retained is not None:
@@ -301,11 +301,11 @@ class Cluster:
         )
 
     def steps_at(self, place: str) -> list[int]:
-        """Of which there are copies, as a rank sees it that reads there."""
+        """Returns the steps with a snapshot, as a rank that reads there sees them."""
         return [step for _, step in self.versions_at(place)]
 
     def versions_at(self, place: str) -> list[tuple[int, int]]:
-        """The same, each step after the generation that made it."""
+        """Returns the steps of `steps_at`, each after the generation that computed it."""
         file = None
         if place.startswith("/proc/"):
             file = self.files.get(int(place.rpartition("/")[2]))
@@ -318,7 +318,8 @@ class Cluster:
         return [(file.pasts[step], step) for step in file.steps] if file else []
 
     def _resume(self, generation: int) -> None:
-        """All ranks have joined: they go on from the newest step that all of them have a copy of, or from disk."""
+        """All ranks have joined. They resume from the newest step of which all of them have a snapshot, or else from
+        disk."""
         if not self._is_whole(generation):
             return
         common: set[tuple[int, int]] | None = None
@@ -375,7 +376,7 @@ class Cluster:
     # ---------------------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """After a healthy step: measures one, then skips the time until the next fault."""
+        """Measures one healthy step, then skips the time until the next fault."""
         if self.healthy == 3:
             self._mark, self.resumed = (self.now, self.spent), 0.0
         if self.healthy < 5:
@@ -390,8 +391,7 @@ class Cluster:
             self.at(self.random.uniform(0.0, self.step), self._fault)
 
     def _fault(self) -> None:
-        """Something happens to any node, the one that leads included; kinds that were given name the leader or leave it
-        alone."""
+        """Applies a fault to any node, also the leader. Given `kinds` state whether they concern the leader."""
         drawn = self.random.choices([*KINDS], [*KINDS.values()])[0]
         kind = self.kinds[len(self.told)] if self.kinds else drawn
         if self.leader_every and (len(self.told) + 1) % self.leader_every == 0:
@@ -416,7 +416,7 @@ class Cluster:
         self._happen(kind, number, agent, rank)
 
     def _agent_of(self, number: int) -> Any:
-        """Whose ranks are those of node `number`; None while the node is gone."""
+        """Returns the supervisor of the ranks of node `number`, or None while the node is lost."""
         if number == self.leads:
             return self.leader
         host = self.hosts[number]
@@ -450,7 +450,7 @@ class Cluster:
     # --- a run --------------------------------------------------------------------------------------------------------
 
     def train(self) -> Cluster:
-        """From the start to the end of the run; every note of the supervisor is in `notes`."""
+        """Runs from the start to the end. `notes` has every note of the supervisor."""
         fleet = self.lead()
         while True:
             try:

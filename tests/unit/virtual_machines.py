@@ -1,5 +1,5 @@
-"""The machines of a cluster in memory (virtual_cluster.py): anonymous files, links, the waiting of the leader, lenders,
-mirrors, and ranks in the place of the process that forks them."""
+"""The simulated machines of virtual_cluster.py: anonymous files, links, the leader's waiting, snapshot servers,
+mirrors, and ranks in place of the fork server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LATENCY, COPY = 0.001, 0.5
 
 
 class Files:
-    """In the place of the system, for anonymous files: of one supervisor, numbered over all of them."""
+    """Replaces the system's anonymous files of one supervisor. Numbers are unique over all supervisors."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.all, self.own, self.most = cluster.files, set[int](), 0
@@ -68,7 +68,7 @@ class Files:
             self.all[number].text = data
 
     def pread(self, number: int, size: int, at: int) -> bytes:
-        """The header of a file of copies, as core/snapshots.py lays it."""
+        """Returns the header of a snapshot file, in the layout of core/snapshots.py."""
         file, words = self.all[number], bytearray(HEADER_BYTES)
         if file.st_size >= HEADER_BYTES:
             header = SnapshotHeader(memoryview(words).cast("Q"))
@@ -83,7 +83,8 @@ class Files:
 
 
 def copy(file: SimpleNamespace, step: int, past: int, slots: int = SNAPSHOT_SLOTS_MULTI_NODE) -> None:
-    """As core/snapshots.py does: over the oldest step that is not kept. `past`: the generation that made the step."""
+    """Writes a snapshot over the oldest step that is not retained, as core/snapshots.py does. `past`: the generation
+    that computed the step."""
     file.st_size, file.pasts[step] = HEADER_BYTES, past
     file.steps[:] = [each for each in file.steps if each < step]  # others are of before a rollback
     if len(file.steps) >= slots:
@@ -92,7 +93,7 @@ def copy(file: SimpleNamespace, step: int, past: int, slots: int = SNAPSHOT_SLOT
 
 
 def address(number: int) -> str:
-    """Of a node."""
+    """Returns the address of a node."""
     return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}"
 
 
@@ -135,7 +136,7 @@ class End:
 
 
 class LeaderWaits:
-    """The leader waits: the rest of the cluster goes on."""
+    """Replaces the leader's waiting for lines: while the leader waits, the rest of the cluster continues."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -176,7 +177,7 @@ class Lender:
 
 
 class Mirror:
-    """Copies what it is told to, COPY seconds after it is there."""
+    """Copies the requested snapshots. A copy takes COPY seconds."""
 
     def __init__(self, cluster: Cluster, files: Files, done: Callable[[int, bool, float], None]) -> None:
         self.cluster, self.files, self.done, self.latest = cluster, files, done, None
@@ -220,7 +221,7 @@ class Mirror:
 
 @dataclass
 class Rank:
-    """A simulated rank and the supervisor whose it is."""
+    """A simulated rank and its supervisor."""
 
     agent: Any
     start: IpcMessage
@@ -235,7 +236,7 @@ class Rank:
 
 
 class Ranks(LocalAgent):
-    """In the place of the process that forks ranks."""
+    """Replaces the fork server."""
 
     cluster: Cluster
     wake: Callable[[], None]

@@ -109,16 +109,16 @@ def sample_balance_text(found: SampleBalance) -> str:
     '80 samples in 10 steps, each once; proven for 9 of them; 4 batches left out'
     >>> problems = ("step 4 read batch 2 again, not batch 3",)
     >>> sample_balance_text(SampleBalance(steps=10, proven=10, samples=80, problems=problems))
-    'samples were missed or read twice: step 4 read batch 2 again, not batch 3'
+    'steps read the wrong samples: step 4 read batch 2 again, not batch 3'
     >>> sample_balance_text(SampleBalance(steps=25, proven=25, samples=200, missing=35))
     '200 samples in 25 steps, each once; 35 more steps have no record of the samples that they read'
     """
     if found.problems:
         more = len(found.problems) - 1
         return Message(
-            "samples were missed or read twice: {problem} (and {more} more)"
+            "steps read the wrong samples: {problem} (and {more} more)"
             if more
-            else "samples were missed or read twice: {problem}",
+            else "steps read the wrong samples: {problem}",
             problem=found.problems[0],
             more=more,
         )

@@ -36,7 +36,7 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if record.obstacle is not None:
         what, block = record.obstacle
         reasons: dict[Obstacle, str] = {
-            "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
+            "again": OWN_CHECKPOINT_REASON,
             "no_grad": "runs inside a custom autograd function or torch.no_grad, where torch records no gradients",
             "random": "runs in some forwards and not in others (layers dropped at random?)",
         }
