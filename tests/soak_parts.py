@@ -76,8 +76,8 @@ PARTS = {
         "ranks, supervisors and writers that fail, twenty times each",
         {
             "ranks": "faults faults_resize faults_rows faults_soak faults_soak_rows faults_soak_silent faults_spikes "
-            "faults_together fork_server interrupted sdc_recompute supervisor_killed supervisor_survives train_run "
-            "train_supervisor",
+            "faults_together fork_server interrupted sdc_recompute slow_devices supervisor_killed supervisor_survives "
+            "train_run train_supervisor",
         },
     ),
     "nodes": SoakPart(

@@ -312,6 +312,7 @@ def equal(ranks: Any, kind: str, plan: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp2.z3.mb4", "dp2.z3.mb1.rc-full", "dp2.z2.mb2"])
+@pytest.mark.covering(1)
 def test_experts_that_only_some_ranks_choose_are_reduced_in_one_order_on_all(ranks: Any, plan: str) -> None:
     equal(ranks, "chosen", plan, 2)
 
@@ -325,11 +326,13 @@ def test_a_sum_with_an_earlier_block_of_the_same_stage_is_made_by_the_stage_befo
 
 
 @pytest.mark.parametrize("plan", ["dp1.mb4", "dp2.mb2", "pp2.mb4"])
+@pytest.mark.covering(1)
 def test_a_block_that_takes_weight_gradients_in_its_forward_is_analysed(ranks: Any, plan: str) -> None:
     equal(ranks, "sloped", plan, 1 if plan == "dp1.mb4" else 2)
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 64])
+@pytest.mark.covering(2)
 def test_a_place_among_all_tokens_is_seen_with_an_example_of_any_length(length: int) -> None:
     example = {"input_ids": torch.zeros(3, length, dtype=torch.long)}
     for kind in ("capacity", "favourites"):
@@ -451,12 +454,14 @@ def test_instance_norm_with_running_statistics_is_refused_for_split_batches(rank
 
 
 @pytest.mark.parametrize("plan", [f"tp2.mb{ROWS}", "pp2.mb4", "dp2.z3.mb2"])
+@pytest.mark.covering(1)
 def test_a_model_that_asks_for_numbers_of_its_data_is_understood(ranks: Any, plan: str) -> None:
     assert len(analyze_model(made("asking")).regions) == 3
     equal(ranks, "asking", plan, 2)
 
 
 @pytest.mark.parametrize("plan", [f"tp2.mb{ROWS}", "dp2.z1.mb4"])
+@pytest.mark.covering(1)
 def test_a_model_that_writes_to_its_own_weights_is_read_without_being_changed(ranks: Any, plan: str) -> None:
     model = made("rescaling")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

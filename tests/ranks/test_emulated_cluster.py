@@ -107,6 +107,7 @@ def test_emulated_nodes_have_the_requested_links_and_cpu_quotas() -> None:
     assert all(0.5 * WIRE < rate < 1.2 * WIRE for rate in rates)
 
 
+@pytest.mark.soak
 def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
     """Through the relay: what one rank sends is with the other no sooner."""
     need_networks()
@@ -228,10 +229,10 @@ def test_ctrl_c_keeps_the_network_of_an_emulated_cluster_until_ranks_have_saved(
     assert said.count("eth0") == 2 and process.returncode == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "launcher", [(), ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable)], ids=["own", "other"]
 )
-@pytest.mark.covering(1)
 def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
     tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:

@@ -19,8 +19,8 @@ from meshwright.elastic.local_agent import LocalAgent
 PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3", "dp4.z3"]
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[2:])])
-@pytest.mark.covering(1)
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", PLANS)
 def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(
     agent: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
@@ -36,6 +36,7 @@ def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
+@pytest.mark.soak
 def test_all_ranks_killed_at_once_lose_nothing_either(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp4.z3")
     train(agent, work, [{"rank": rank, "step": 6, "phase": "backward", "how": "SIGKILL"} for rank in range(4)])
@@ -54,6 +55,7 @@ def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(
     assert [event.kind for event in events(tmp_path / "run")] == ["fault", "verdict"]
 
 
+@pytest.mark.soak
 def test_async_checkpoints_equal_those_of_the_ranks_themselves(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in
     memory then."""
@@ -82,6 +84,7 @@ def test_async_checkpoints_equal_those_of_the_ranks_themselves(agent: LocalAgent
     assert not [name for name in os.listdir(tmp_path / "beside" / "checkpoints") if name.startswith(".")]
 
 
+@pytest.mark.soak
 def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
@@ -95,6 +98,7 @@ def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
+@pytest.mark.soak
 def test_copies_are_never_compared_where_nobody_asked_for_it(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Nor at the end."""
     train(

@@ -19,18 +19,39 @@ def contents(folder: Path) -> dict[int, str]:
     return {record.batch: record.content for record in read_run(folder).steps if record.batch is not None}
 
 
+@pytest.mark.parametrize(
+    ("even", "first", "world", "plans", "resized"),
+    [
+        pytest.param("dp2.mb2", "dp2.z2.mb2", 2, {1: "dp1", 2: "pp2.z1.mb2"}, ["dp1", "pp2.z1.mb2", "dp1"], id="two"),
+        pytest.param(
+            "dp4.mb2",
+            "dp2x2.z2.mb2",
+            4,
+            {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"},
+            ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"],
+            id="four",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
 def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(
-    agent: LocalAgent, tmp_path: Path, text: Path
+    agent: LocalAgent,
+    tmp_path: Path,
+    text: Path,
+    even: str,
+    first: str,
+    world: int,
+    plans: dict[int, str],
+    resized: list[str],
 ) -> None:
-    """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
-    whole = launch(text, tmp_path / "whole", "dp4.mb2")
+    """`world` ranks, half of them by request, all again by request, then fewer because one fails again and again."""
+    whole = launch(text, tmp_path / "whole", even)
     train(agent, whole, [])
-    broken = launch(text, tmp_path / "broken", "dp2x2.z2.mb2", min_ranks=2)
-    faults = [{"rank": 3, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
-    plans = {2: "pp2.z1.mb2", 3: "dp1", 4: "tp2.dp2.z1"}
-    train(agent, broken, faults, plans=plans, asks={2: 2, 6: 4})
+    broken = launch(text, tmp_path / "broken", first, min_ranks=world // 2)
+    faults = [{"rank": world - 1, "step": step, "phase": "backward", "how": "SIGKILL"} for step in (12, 13, 14)]
+    train(agent, broken, faults, plans=plans, asks={2: world // 2, 6: world})
     found = events(tmp_path / "broken")
-    assert [event.plan for event in found if event.kind == "resize"] == ["pp2.z1.mb2", "dp2.tp2.z1", "dp1"]
+    assert [event.plan for event in found if event.kind == "resize"] == resized
     expected = losses(tmp_path / "whole")
     assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "broken").items())
     assert sorted(losses(tmp_path / "broken")) == list(range(STEPS + 1))

@@ -24,7 +24,8 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Three batches of noise; and a rank is killed while the steps behind the checkpoint are run again."""
-    clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **RUN) for name in ("clean", "hurt"))
+    run = {**RUN, "checkpoint_every": 24}
+    clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **run) for name in ("clean", "hurt"))
     faults = [{"rank": 1, "step": 50, "phase": "backward", "how": "SIGKILL", "times": 2}]
     train(agent, hurt, faults, poison=POISON)
     found = events(tmp_path / "hurt")

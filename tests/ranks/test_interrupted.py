@@ -121,6 +121,7 @@ def hidden(place: Path) -> list[Path]:
     return list((place / "runs/mine").rglob(".*"))
 
 
+@pytest.mark.soak
 def test_ctrl_c_during_an_async_checkpoint_waits_for_it_and_saves_its_own_step(
     place: Path,
 ) -> None:
@@ -175,7 +176,7 @@ def test_a_second_ctrl_c_ends_a_save_at_once_and_keeps_the_previous_checkpoint(
 
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("command", ["train", "plan", "probe", "verify"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_stop_before_the_first_step_is_one_line_that_states_its_cost(
     place: Path, command: str, request_: signal.Signals
 ) -> None:
@@ -206,7 +207,7 @@ def test_a_stop_before_the_first_step_is_one_line_that_states_its_cost(
         pytest.param(("plan", "--cluster", "local:2", "--trials", "3", "--save", "best.json"), id="plan"),
     ],
 )
-@pytest.mark.covering(1)
+@pytest.mark.soak
 def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: Path, command: tuple[str, ...]) -> None:
     need_networks()
     process = start(place, *EMULATE, *command, hold="measure")

@@ -69,8 +69,8 @@ def is_whole(nodes: Nodes) -> bool:
     return all(nodes.processes[number].poll() is None and len(nodes.ranks(number)) == 2 for number in (0, 1))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seconds", [0.5, 4.0])
-@pytest.mark.covering(1)
 def test_a_leader_that_is_killed_and_started_again_trains_with_the_other_node(place: Path, seconds: float) -> None:
     restart(place, f"after-{seconds}", seconds)
 

@@ -246,6 +246,7 @@ def test_a_lost_node_costs_the_steps_since_a_checkpoint_and_its_ranks_return(pla
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())
 
 
+@pytest.mark.soak
 def test_a_killed_node_costs_the_steps_since_the_last_replication_round(place: Path) -> None:
     """Its copies went with it; the mirror that the other node kept of them is read instead."""
     calm = JOB.replace("batch: 8, steps: 60", "batch: 128, steps: 14")

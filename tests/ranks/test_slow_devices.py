@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fault_runs import FIRST, SCRIBE, events, launch, losses
 
 from meshwright.elastic.attempt import RankJob
@@ -73,6 +74,7 @@ def trained(folder: Path) -> dict[int, dict[int, bool]]:
     return {step: by_device for step, (_, by_device) in found.items()}
 
 
+@pytest.mark.soak
 def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(
     agent: LocalAgent, tmp_path: Path, text: Path
 ) -> None:

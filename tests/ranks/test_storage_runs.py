@@ -34,6 +34,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in list_checkpoints(folder / "checkpoints"))
 
 
+@pytest.mark.soak
 def test_a_misbehaving_checkpoint_writer_costs_at_most_that_checkpoint(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:

@@ -91,6 +91,7 @@ def check(place: Path, run: str, kills: list[dict[str, Any]]) -> None:
     assert gone(place) and not (place / "runs" / run / SOCKET_NAME_FILE).exists()
 
 
+@pytest.mark.soak
 def test_a_supervisor_that_is_killed_at_random_moments_costs_no_step(whole: Path) -> None:
     check(whole, "three", moments(1, 3))
 
@@ -125,6 +126,7 @@ def test_another_plan_adopts_the_snapshots_and_another_job_is_refused(whole: Pat
     assert gone(whole)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_interrupted_leaves_no_process_that_holds_snapshots(whole: Path) -> None:
     process = start(whole, "interrupted", until=6)
     wait_for_step(whole, "interrupted", 4, process)

@@ -91,6 +91,7 @@ def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
     }  # before the second step too where that is cheap
 
 
+@pytest.mark.soak
 def test_a_hugging_face_folder_is_proven(tmp_path: Path, text: Path) -> None:
     place = furnished(tmp_path, text, JOB.format(model="{path: model}", plan="tp2", run=""))
     config = transformers.LlamaConfig(

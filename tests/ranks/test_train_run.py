@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fork_server import kill
 from paced_steps import PACED
 from ports import reserved
 from safetensors import safe_open
@@ -22,6 +23,8 @@ from test_train_supervisor import gone
 from meshwright.checkpoint.manifest import parse_step
 from meshwright.checkpoint.retention import newest_checkpoint
 from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE
+from meshwright.report.faults import read_events
+from meshwright.spec.record import EVENTS_FILE_NAME
 from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.optimizer import learning_rate
 
@@ -151,6 +154,7 @@ def words_of(process: psutil.Process) -> list[str]:
     return []
 
 
+@pytest.mark.soak
 def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(
     place: Path, whole: tuple[int, str, str]
 ) -> None:
@@ -194,6 +198,7 @@ def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(
     assert weights(place, run, 40) == weights(place, "whole", 40)
 
 
+@pytest.mark.soak
 def test_a_run_is_trained_on_by_asking_for_more_steps(place: Path, whole: tuple[int, str, str]) -> None:
     shutil.copytree(place / "runs" / "whole", place / "runs" / "longer")
     code, _, err = train(place, "longer", "--steps", "44")
@@ -232,6 +237,7 @@ def test_a_run_folder_of_another_version_is_refused_in_one_line(place: Path, who
         assert re.fullmatch(words, err), err
 
 
+@pytest.mark.soak
 def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Path) -> None:
     first = start(place, "twice", until=2)
     while first.poll() is None and not (place / "runs" / "twice" / "launch.json").exists():
@@ -274,6 +280,7 @@ def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Pat
     assert gone(place)
 
 
+@pytest.mark.soak
 def test_without_retries_a_killed_rank_ends_the_run_with_few_lines_that_name_it(place: Path) -> None:
     process = start(place, "rank-killed", "--set", "run.retries=0", until=20)
     kill_rank(place, "rank-killed", process)
@@ -294,6 +301,28 @@ def _name(pid: int) -> str:
 
 def _belongs(pid: int, place: Path) -> bool:
     return Path(f"/proc/{pid}/fd/1").resolve().is_relative_to(place)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(5, marks=pytest.mark.soak)])
+def test_a_fork_server_killed_again_while_it_loads_costs_no_step(
+    place: Path, whole: tuple[int, str, str], times: int
+) -> None:
+    """The process that forks ranks, and the one that takes its place: both count as failures of the run."""
+    run = f"fork-{times}"
+    process = start(place, run, until=20)
+    wait_for_step(place, run, 10, process)
+    assert len(kill(process, times)) == times
+    let_go(place, run)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert losses(place, run) == losses(place, "whole") and weights(place, run, 40) == weights(place, "whole", 40) != {}
+    faults = [event for event in read_events(place / "runs" / run / EVENTS_FILE_NAME) if event.kind == "fault"]
+    assert len(faults) == times and all(
+        "the process that starts ranks died (signal 9)" in event.cause for event in faults
+    )
+    recoveries = [event for event in read_events(place / "runs" / run / EVENTS_FILE_NAME) if event.kind == "recovery"]
+    assert [(event.lost, event.source) for event in recoveries] == [(0, "memory")]
+    assert gone(place)
 
 
 def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tuple[int, str, str]) -> None:
@@ -324,8 +353,12 @@ def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tup
     ("change", "words"),
     [
         (("--set", "workload.stesp=3"), "$.workload: Workload has no field 'stesp'; did you mean 'steps'?"),
-        (("--plan", "dp3.tp2"), "plan dp3.tp2: dp(3) * tp(2) * pp(1) = 6 but the cluster has 2 devices"),
-        (("--set", "data.source=nowhere.txt"), "nowhere.txt"),
+        pytest.param(
+            ("--plan", "dp3.tp2"),
+            "plan dp3.tp2: dp(3) * tp(2) * pp(1) = 6 but the cluster has 2 devices",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(("--set", "data.source=nowhere.txt"), "nowhere.txt", marks=pytest.mark.soak),
         (("--set", "data.source=empty.txt"), "empty.txt"),
         (("--batch", "7"), "7"),
     ],

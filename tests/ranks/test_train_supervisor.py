@@ -55,6 +55,7 @@ def gone(folder: Path, seconds: float = 300.0) -> bool:
     return not processes_of(folder)
 
 
+@pytest.mark.soak
 def test_the_world_that_was_asked_for_is_the_world_that_runs(tmp_path: Path) -> None:
     heard = supervise(tmp_path, "say_sum", 3, {"given": "x"}, generation=2)
     assert sorted(rank for rank, _ in heard) == [0, 1, 2]
@@ -68,6 +69,7 @@ def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: P
         assert [message["number"] for of, message in heard if of == rank] == list(range(50))
 
 
+@pytest.mark.soak
 def test_the_rank_that_raised_is_reported_first_and_other_ranks_are_counted(
     tmp_path: Path,
 ) -> None:
@@ -87,7 +89,7 @@ def test_the_rank_that_raised_is_reported_first_and_other_ranks_are_counted(
 @pytest.mark.parametrize(
     ("how", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV"), ("exit", "exit status 9")]
 )
-@pytest.mark.covering(1)
+@pytest.mark.soak
 def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(
     tmp_path: Path, how: str, words: str
 ) -> None:
@@ -123,12 +125,14 @@ def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_
     assert gone(tmp_path)
 
 
+@pytest.mark.soak
 def test_what_a_person_wrote_wrong_is_one_line_with_its_own_exit_code(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         supervise(tmp_path, "fail", 2, {"victim": 0, "how": "input"})
     assert str(caught.value) == "data file 'x.txt' is empty"
 
 
+@pytest.mark.soak
 def test_a_request_to_stop_lets_every_rank_end_by_itself(tmp_path: Path) -> None:
     there: set[int] = set()
 
@@ -185,6 +189,7 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert gone(tmp_path)
 
 
+@pytest.mark.soak
 def test_no_rank_outlives_a_killed_fork_server_and_the_parent_says_so(tmp_path: Path) -> None:
     parent, ranks = start_parent(tmp_path)
     fork_server = psutil.Process(ranks[0]).ppid()

@@ -140,11 +140,13 @@ def test_the_module_with_the_fault_is_named(ranks: Pool, plan: str, fault: str, 
 
 
 @pytest.mark.parametrize("plan", ["dp2.z3", "tp2.sp", "pp2"])
+@pytest.mark.covering(1)
 def test_of_a_right_plan_no_module_differs(ranks: Pool, plan: str) -> None:
     assert ranks.run(2, locate_spoiled, question(plan), "")[0].startswith("no module differs")
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.covering(1)
 def test_rules_that_need_whole_tensors_are_compared_with_torchs_own(ranks: Pool, name: str) -> None:
     given = question("tp2").but(optimizer=OptimizerConfig(name=name, lr=1e-3))
     found = compare_results(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
@@ -162,6 +164,7 @@ def test_a_finding_survives_json(asked: VerifyRequest, ours: dict[str, Any]) -> 
     assert VerifyResult.model_validate_json(found.model_dump_json()) == found
 
 
+@pytest.mark.soak
 def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -232,9 +235,13 @@ def speech(folder: Path) -> ModelSource:
 
 
 @pytest.mark.parametrize(
-    ("what", "plan"), [("speech", "tp2"), ("speech", "pp2.mb2"), ("sensors", "tp2"), ("sensors", "dp2.z3")]
+    ("what", "plan"),
+    [
+        *(pytest.param("speech", plan, marks=pytest.mark.soak) for plan in ("tp2", "pp2.mb2")),
+        pytest.param("sensors", "tp2", marks=pytest.mark.soak),
+        ("sensors", "dp2.z3"),
+    ],
 )
-@pytest.mark.covering(2)
 def test_a_model_with_other_inputs_is_compared_in_the_form_of_its_example(
     ranks: Pool, tmp_path: Path, what: str, plan: str
 ) -> None:

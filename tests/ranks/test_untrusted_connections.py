@@ -133,6 +133,7 @@ def test_keys_that_somebody_writes_do_not_end_the_run_at_its_next_recovery(place
     assert_equal(nodes, whole)
 
 
+@pytest.mark.soak
 def test_scans_and_floods_of_every_port_change_neither_run_nor_recovery(place: Path, whole: Nodes) -> None:
     nodes = Limited(place, "flooded", until=40)
     nodes.wait_for(10)
