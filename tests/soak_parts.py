@@ -60,7 +60,10 @@ PARTS = {
     "proofs": SoakPart(
         15,
         "proofs before and during training",
-        {"ranks": "proof proof_faults proof_limit proof_rows split_proofs train_prove train_verify"},
+        {
+            "ranks": "proof proof_faults proof_limit proof_models proof_repeated proof_rows split_proofs "
+            "train_prove train_verify"
+        },
     ),
     "memory": SoakPart(
         30,

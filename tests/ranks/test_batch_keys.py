@@ -143,25 +143,28 @@ def trained(
     return found
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3.mb2"])
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.covering(2)
+@pytest.mark.parametrize("plan", ["pp2.mb2", pytest.param("dp2.z3.mb2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind", ["Llama", *(pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES if name != "Llama")]
+)
 def test_usual_models_run_with_positions_and_masks_that_no_example_had(ranks: Any, kind: str, plan: str) -> None:
     keys = (("position_ids",), ("attention_mask", "position_ids"), ())
     for losses in ranks.run(2, trained, kind, plan, keys, "never"):
         assert losses == pytest.approx(alone(kind, keys), rel=1e-10)
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3.mb2"])
-@pytest.mark.parametrize("kind", ["plain", "replaced", "wrapped"])
-@pytest.mark.covering(3)
+@pytest.mark.parametrize("plan", [pytest.param("pp2.mb2", marks=pytest.mark.soak), "dp2.z3.mb2"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.soak), "replaced", "wrapped"])
 def test_copies_of_models_with_replaced_forwards_are_analysed_with_a_new_key(ranks: Any, kind: str, plan: str) -> None:
     keys = ((), ("gain",), ())
     for losses in ranks.run(2, trained, kind, plan, keys, "never"):
         assert losses == pytest.approx(alone(kind, keys), rel=1e-10)
 
 
-@pytest.mark.parametrize("keys", [(("gain",),), ((), ("gain",))], ids=["first", "later"])
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param((("gain",),), id="first", marks=pytest.mark.soak), pytest.param(((), ("gain",)), id="later")],
+)
 def test_without_a_copy_that_runs_by_itself_a_new_key_is_refused_before_the_step(ranks: Any, keys: Any) -> None:
     for found in ranks.run(2, trained, "outside", "dp2.z3.mb2", keys, "never"):
         *losses, line = found

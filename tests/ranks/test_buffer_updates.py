@@ -88,9 +88,10 @@ def gradients(kind: str, plan: str, times: int = 1) -> dict[str, torch.Tensor] |
     return None if found is None else found | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-@pytest.mark.parametrize("around", ["dp1.mb4", "pp2.mb2", "dp2.z3.mb2"])
-@pytest.mark.parametrize("kind", ["moved", "set", "hidden"])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    "around", ["dp1.mb4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp2.mb2", "dp2.z3.mb2"))]
+)
+@pytest.mark.parametrize("kind", [pytest.param("moved", marks=pytest.mark.soak), "set", "hidden"])
 def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, kind: str, around: str) -> None:
     world = 1 if around.startswith("dp1") else 2
     plain = ranks.once(world, gradients, kind, around)[0]
@@ -99,7 +100,7 @@ def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, k
         assert plain.keys() == kept.keys() and all(torch.equal(plain[name], kept[name]) for name in plain), way
 
 
-@pytest.mark.parametrize("way", ["rc-full", "rc-sac"])
+@pytest.mark.parametrize("way", ["rc-full", pytest.param("rc-sac", marks=pytest.mark.soak)])
 def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, way: str) -> None:
     plain, kept = (
         ranks.once(1, gradients, "moved", "dp1.mb4", 2)[0],
@@ -154,7 +155,7 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["forces", "slopes"])
+@pytest.mark.parametrize("kind", ["forces", pytest.param("slopes", marks=pytest.mark.soak)])
 def test_gradients_taken_in_a_forward_are_not_deferred_weight_gradients(ranks: Any, kind: str) -> None:
     plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
@@ -162,7 +163,7 @@ def test_gradients_taken_in_a_forward_are_not_deferred_weight_gradients(ranks: A
     assert "computes gradients inside its forward" in ranks.run(2, said_in_training, kind, "pp2.mb4.zbh1")[0]
 
 
-@pytest.mark.parametrize("way", ["rc-full", "rc-sac", "off-activations"])
+@pytest.mark.parametrize("way", ["rc-full", pytest.param("rc-sac", marks=pytest.mark.soak), "off-activations"])
 def test_torch_func_gradients_in_a_block_are_refused_under_recompute_and_offload(ranks: Any, way: str) -> None:
     assert isinstance(ranks.once(1, gradients, "func", "dp1.mb4")[0], dict)
     assert ranks.run(1, gradients, "func", f"dp1.mb4.{way}")[0].startswith(
@@ -197,7 +198,7 @@ def modes() -> list[bool]:
     return [module.training for module in (model, *model.layers)]
 
 
-@pytest.mark.parametrize("kind", ["inside", "inside-old"])
+@pytest.mark.parametrize("kind", ["inside", pytest.param("inside-old", marks=pytest.mark.soak)])
 def test_context_ranks_attend_inside_no_checkpoint_of_the_models_own(ranks: Any, kind: str) -> None:
     """It computed attention again of one rank's piece alone: another one's gradients, without a word."""
     for said in ranks.run(2, gradients, kind, "cp2.mb4"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.emulation.emulated_cluster import ScaledCluster, emulate_cluster
+from hosts import hosts
 from pool import Pool
 from ports import connected, reserved
 from test_emulated_cluster import need_networks, on_ranks
@@ -99,14 +100,24 @@ def test_a_probe_repeats_itself_within_ten_percent() -> None:
 def tiered() -> tuple[str, str]:
     """How all ranks meet in a probe, and in the runtime."""
     mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
-    hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_id())
-    members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in dict.fromkeys(hosts))
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, host_id())
+    members = tuple(tuple(rank for rank, host in enumerate(names) if host == name) for name in dict.fromkeys(names))
     group = CollectiveProfiler(mesh, members).group(tuple(range(dist.get_world_size())))
     assert group is not None and mesh.world is not None
     return type(group.shm).__name__, type(mesh.world.shm).__name__
 
 
+def tiered_on_two_hosts() -> tuple[str, str]:
+    with hosts(2):
+        return tiered()
+
+
+def test_collectives_of_two_hosts_are_measured_the_way_the_runtime_takes(ranks: Pool) -> None:
+    assert set(ranks.run(4, tiered_on_two_hosts)) == {("HierarchicalGroup", "HierarchicalGroup")}
+
+
+@pytest.mark.soak
 def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
     need_networks()
     with emulate_cluster(ScaledCluster((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:

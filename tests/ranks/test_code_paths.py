@@ -113,10 +113,27 @@ def run(kind: str, limit: float, plan: str, prove: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("prove", ["start", "never"])
-@pytest.mark.parametrize("plan", ["dp2.mb4", "dp2.mb2", "dp1.mb2", "dp2.z3.mb2"])
-@pytest.mark.parametrize("kind", ["rows", "factor", "marked"])
-@pytest.mark.covering(3)
+MEETING = [
+    (kind, plan, prove)
+    for kind in ("rows", "factor", "marked")
+    for plan in ("dp2.mb4", "dp2.mb2", "dp1.mb2", "dp2.z3.mb2")
+    for prove in ("start", "never")
+]
+APART = ["dp2.mb4", "dp2.z1.mb2", "dp2.z3.mb2", "dp1.mb2", "dp2.mb2.off-optimizer"]
+KEPT_APART = [
+    (kind, plan, prove)
+    for kind, plans in (("experts", APART), ("harmless", [*APART, "tp2.mb8"]))
+    for plan in plans
+    for prove in ("start", "never")
+]
+FEW = {("marked", "dp2.mb4", "start"), ("factor", "dp1.mb2", "never"), ("harmless", "dp2.mb4", "never")}
+
+
+def sample(cases: list[tuple[str, str, str]]) -> list[Any]:
+    return [case if case in FEW else pytest.param(*case, marks=pytest.mark.soak) for case in cases]
+
+
+@pytest.mark.parametrize(("kind", "plan", "prove"), sample(MEETING))
 def test_rows_that_meet_in_a_branch_that_is_taken_late_are_refused_at_that_step(
     ranks: Any, kind: str, plan: str, prove: str
 ) -> None:
@@ -128,14 +145,7 @@ def test_rows_that_meet_in_a_branch_that_is_taken_late_are_refused_at_that_step(
     assert all(each[-1] == line for each in found)
 
 
-APART = ["dp2.mb4", "dp2.z1.mb2", "dp2.z3.mb2", "dp1.mb2", "dp2.mb2.off-optimizer"]
-
-
-@pytest.mark.parametrize("prove", ["start", "never"])
-@pytest.mark.parametrize(
-    ("kind", "plan"), [*(("experts", plan) for plan in APART), *(("harmless", plan) for plan in (*APART, "tp2.mb8"))]
-)
-@pytest.mark.covering(4)
+@pytest.mark.parametrize(("kind", "plan", "prove"), sample(KEPT_APART))
 def test_a_branch_that_is_taken_late_and_keeps_rows_apart_trains_as_on_one_device(
     ranks: Any, kind: str, plan: str, prove: str
 ) -> None:

@@ -57,7 +57,7 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
     return isinstance(group.shm, HierarchicalGroup), [*results, out]
 
 
-@pytest.mark.parametrize(("ranks_in_all", "each"), [(6, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks_in_all", "each"), [pytest.param(6, 2, marks=pytest.mark.soak), (6, 3), (4, 1)])
 def test_collectives_between_hosts_give_what_flat_ones_give(ranks: Pool, ranks_in_all: int, each: int) -> None:
     results = ranks.run(ranks_in_all, sums, each)
     for rank, (tiered, found) in enumerate(results):
@@ -83,8 +83,16 @@ def on_hosts(plan: str, each: int) -> dict[str, Any]:
         return train("llama", plan, "fp64", 2)
 
 
-@pytest.mark.parametrize("plan", ["dp4", "dp4.z3", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.cp2.z1.mb2"])
-@pytest.mark.covering(3)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp4.z3",
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in ("dp4", "dp2x2.z1", "dp2.tp2.z2.mb2", "dp2.cp2.z1.mb2")
+        ),
+    ],
+)
 def test_a_plan_over_two_hosts_computes_what_one_device_computes(ranks: Pool, plan: str) -> None:
     check(expected(), ranks.run(parse_plan(plan).world, on_hosts, plan, 2), "fp64")
 
@@ -106,7 +114,7 @@ def kinds_of_a_step(plan: str) -> tuple[list[str], list[str]]:
     return sorted(record.exposed), sorted(record.sent)
 
 
-@pytest.mark.parametrize("plan", ["pp3.mb2", "pp4.mb2"])
+@pytest.mark.parametrize("plan", ["pp3.mb2", pytest.param("pp4.mb2", marks=pytest.mark.soak)])
 def test_ranks_between_the_ends_of_a_tie_name_the_same_kinds_as_those_ends(ranks: Pool, plan: str) -> None:
     """Records are agreed on number by number: one kind more on some ranks and they do not meet."""
     found = ranks.run(int(plan[2]), kinds_of_a_step, plan)
@@ -138,7 +146,7 @@ def by_events(plan: str) -> tuple[dict[str, float], float]:
     [
         ("dp2.tp2.z3", {"data", "tensor"}),
         ("pp2.mb4", {"pipeline"}),
-        ("dp2.cp2.z1", {"data", "context"}),
+        pytest.param("dp2.cp2.z1", {"data", "context"}, marks=pytest.mark.soak),
         ("dp1.off-optimizer", {"offload"}),
     ],
 )

@@ -58,7 +58,13 @@ def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
         return train(*given), compile.compile_seconds() - began
 
 
-@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp1.rc-attn.compile",
+        *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp1.compile", "cp2.compile", "dp1.rc-sac.compile")),
+    ],
+)
 def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "aot_eager", "llama", plan, "fp64", 2)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
@@ -96,7 +102,7 @@ def check_bits(ranks: Any, backend: str, name: str, way: str) -> None:
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
-@pytest.mark.parametrize("way", ["rc-attn", "rc-sac"])
+@pytest.mark.parametrize("way", ["rc-sac", pytest.param("rc-attn", marks=pytest.mark.soak)])
 def test_what_the_compiler_makes_again_is_what_was_there(ranks: Any, way: str) -> None:
     """By the compiler's cuts and formulas, one operation at a time."""
     check_bits(ranks, "aot_eager_decomp_partition", "llama", way)

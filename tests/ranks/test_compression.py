@@ -103,7 +103,9 @@ def lost(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> floa
     )
 
 
-@pytest.mark.parametrize(("world", "each", "code"), [(2, 1, "int8"), (4, 2, "int8"), (2, 1, "bf16")])
+@pytest.mark.parametrize(
+    ("world", "each", "code"), [(2, 1, "int8"), pytest.param(4, 2, "int8", marks=pytest.mark.soak), (2, 1, "bf16")]
+)
 def test_compressed_gradients_are_those_of_one_process_that_compresses_alike(
     ranks: Pool, world: int, each: int, code: str
 ) -> None:
@@ -158,6 +160,7 @@ def test_low_rank_gradients_are_those_of_the_paper_in_one_process(ranks: Pool) -
         assert off(mine, theirs) < 1e-9
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("plan", "each"), [("dp4.z1", 2), *LONGER])
 def test_low_rank_comes_closer_with_every_call_at_every_zero_stage(ranks: Pool, plan: str, each: int) -> None:
     """Of one batch again and again: what was kept back is sent, and the factors turn to where the gradient lies."""
@@ -170,7 +173,7 @@ def test_low_rank_comes_closer_with_every_call_at_every_zero_stage(ranks: Pool, 
     assert lost(*sums) < 0.6 * lost(lossy[0], plain[0])
 
 
-@pytest.mark.parametrize(("plan", "each"), [("dp4.z1", 2), ("dp2.z3", 1), *LONGER])
+@pytest.mark.parametrize(("plan", "each"), [("dp4.z1", 2), pytest.param("dp2.z3", 1, marks=pytest.mark.soak), *LONGER])
 def test_what_is_lost_once_is_sent_later_at_every_zero_stage(ranks: Pool, plan: str, each: int) -> None:
     world = parse_plan(plan).world
     lossy, plain = (
@@ -204,7 +207,8 @@ def stopped(plan: str, kind: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "kind", "least", "most"), [("dp2.z1", "int8", 4.5, 4.6), ("dp2", "low-rank", 0.2, 1.1)]
+    ("plan", "kind", "least", "most"),
+    [pytest.param("dp2.z1", "int8", 4.5, 4.6, marks=pytest.mark.soak), ("dp2", "low-rank", 0.2, 1.1)],
 )
 def test_going_on_from_a_checkpoint_sends_what_was_kept(
     ranks: Pool, plan: str, kind: str, least: float, most: float, tmp_path: Path

@@ -42,8 +42,9 @@ WIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("model", "plan"), [SAMPLE[0], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (*SAMPLE[1:], *WIDE))]
+)
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     equality.check(
         equality.alone(model, "fp64", 2),
@@ -52,9 +53,8 @@ def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks:
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "plan"), [*SAMPLE[:1], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("model", "plan"), [SAMPLE[0], *WIDE])
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
     equality.check(
         equality.alone(model, "fp32", 2),
@@ -76,15 +76,24 @@ def sent(plan: str, model: str = "llama") -> dict[str, float]:
         return trainer.step(equality.make_batch("llama", 0)).sent
 
 
-def test_records_count_what_rings_and_pipelines_send_over_the_network(ranks: Any) -> None:
-    hidden = equality.ROWS * equality.SEQUENCE * equality.SIZES["hidden"] * 8  # bytes of the batch between two blocks
-    for found in ranks.run(
-        2, sent, "cp2"
-    ):  # each layer passes keys and values of half a sequence: once forward, once backward, and two gradients of them
-        assert found["context"] == equality.SIZES["layers"] * 4 * 2 * hidden / 2
+HIDDEN = equality.ROWS * equality.SEQUENCE * equality.SIZES["hidden"] * 8
+"""Bytes of the batch between two blocks."""
+
+
+def test_records_count_what_rings_send_over_the_network(ranks: Any) -> None:
+    """Each layer passes keys and values of half a sequence: once forward, once backward, and two gradients of them."""
+    for found in ranks.run(2, sent, "cp2"):
+        assert found["context"] == equality.SIZES["layers"] * 4 * 2 * HIDDEN / 2
+
+
+def test_records_count_what_pipelines_send_over_the_network(ranks: Any) -> None:
     for found in ranks.run(2, sent, "pp2.zbh1"):
-        assert found["pipeline"] == hidden
-    for found in ranks.run(2, sent, "pp2", "llama-tied"):  # gradients of the tied table, summed over both ends
+        assert found["pipeline"] == HIDDEN
+
+
+@pytest.mark.soak
+def test_records_count_the_gradients_of_a_tied_table_that_both_ends_sum(ranks: Any) -> None:
+    for found in ranks.run(2, sent, "pp2", "llama-tied"):
         assert found["data"] >= equality.VOCABULARY * equality.SIZES["hidden"] * 8
 
 
@@ -222,8 +231,8 @@ def compare(ranks: Any, name: str, plan: str, length: int, shared: bool = True) 
     ("plan", "length"),
     [
         ("cp3.z1", 12),
-        ("cp4.ulysses", 16),
-        ("cp4.ulysses2", 16),
+        pytest.param("cp4.ulysses", 16, marks=pytest.mark.soak),
+        pytest.param("cp4.ulysses2", 16, marks=pytest.mark.soak),
         pytest.param("cp6.ulysses2", 24, marks=pytest.mark.soak),
     ],
 )
@@ -231,19 +240,27 @@ def test_three_ranks_and_key_value_heads_fewer_than_ranks_are_exact(ranks: Any, 
     compare(ranks, "grouped", plan, length)
 
 
-@pytest.mark.parametrize("plan", ["cp3", "cp2.ulysses", "cp4.ulysses2"])
+@pytest.mark.parametrize(
+    "plan", ["cp4.ulysses2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("cp3", "cp2.ulysses"))]
+)
 def test_messages_go_round_where_ranks_share_no_memory(ranks: Any, plan: str) -> None:
     compare(ranks, "grouped", plan, 24, shared=False)
 
 
+SEEN = [
+    ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"), ("hf-llama+padded", "cp2"),
+    ("packed", "cp4.ulysses2"), ("hf-llama+packed", "cp4.ulysses2.rc-attn"), ("hf-mistral", "tp2.cp4.ulysses2"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("packed", "cp2"), ("packed-gpt2", "cp2.ulysses"), ("hf-llama+packed", "cp2.z3"), ("hf-mistral", "cp2"),
-     ("hf-llama+padded", "cp2"), ("hf-gemma3+padded", "tp2.cp2.ulysses"),
-     ("packed", "cp4.ulysses2"), pytest.param("hf-llama+packed", "cp4.ulysses2.rc-attn", marks=pytest.mark.soak),
-     pytest.param("hf-mistral", "tp2.cp4.ulysses2", marks=pytest.mark.soak)],
-)  # fmt: skip
-@pytest.mark.covering(2)
+    [
+        ("packed", "cp2"),
+        ("hf-gemma3+padded", "tp2.cp2.ulysses"),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in SEEN),
+    ],
+)
 def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: str, plan: str) -> None:
     if name.startswith("hf-"):
         pytest.importorskip("transformers")
@@ -260,7 +277,7 @@ def test_windows_documents_and_padding_are_seen_across_pieces(ranks: Any, name: 
         ("drops", "cp2", 16, "does not support dropout inside attention (0.1)"),
         ("grouped", "cp2", 18, "2 * cp(2) = 4 does not divide sequence(18): pad to 20"),
         ("grouped", "cp3.ulysses", 24, "cp(3) does not divide the 4 heads"),
-        ("hf-bloom", "cp2", 16, "do not call torch's scaled_dot_product_attention"),
+        pytest.param("hf-bloom", "cp2", 16, "do not call torch's scaled_dot_product_attention", marks=pytest.mark.soak),
         ("hf-gemma2", "cp2", 16, "soft-capped"),
     ],
 )

@@ -108,7 +108,7 @@ BEYOND = [
     ("model", "plan", "precision", "apart"),
     [*((*case, False) for case in (*FILES, *OTHERS)), *((*case, True) for case in BEYOND)],
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_what_waits_by_shares_and_what_stays_are_the_bytes_of_the_estimate(
     ranks: Any, tmp_path: Any, model: str, plan: str, precision: str, apart: bool
 ) -> None:

@@ -156,25 +156,28 @@ def check(ranks: Any, plan: str, change: Change, scalar: bool = False) -> None:
         torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2.z2.mb1"])
+@pytest.mark.parametrize("plan", ["dp1", pytest.param("dp2", marks=pytest.mark.soak), "dp2.z2.mb1"])
 def test_a_module_shared_by_several_blocks_trains_as_on_one_device(ranks: Any, plan: str) -> None:
     check(ranks, plan, sharing)
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "pp2.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "pp2.mb2"))]
+)
 def test_parameters_without_elements_are_in_the_full_state(ranks: Any, plan: str) -> None:
     check(ranks, plan, empty)
 
 
 @pytest.mark.parametrize("change", [orthogonal, weight_norm])
 @pytest.mark.parametrize("plan", ["dp2.z1", "dp2.z3", "pp2.mb2"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(1)
 def test_parametrized_weights_are_trained_and_in_the_full_state(ranks: Any, plan: str, change: Change) -> None:
     check(ranks, plan, change)
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2.mb1", "dp2.z3", "tp2", "pp2.mb2"])
-@pytest.mark.covering(3)
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "dp2.mb1", "dp2.z3", "tp2"))]
+)
 def test_a_tensor_without_dimensions_goes_to_every_micro_batch_as_it_is(ranks: Any, plan: str) -> None:
     check(ranks, plan, plain, scalar=True)
 
@@ -192,7 +195,7 @@ def refused(plan: str, change: Change, given: dict[str, Any] | None, **known: An
     [
         ("dp2", turning, None, "act.phase (16,) is complex"),
         ("dp2", overwriting, None, "plan dp2: backward needs a tensor of shape ["),
-        ("tp2", overwriting, None, "plan tp2: backward needs a tensor of shape ["),
+        pytest.param("tp2", overwriting, None, "plan tp2: backward needs a tensor of shape [", marks=pytest.mark.soak),
         ("dp2", plain, {}, "the batch holds no tensors"),
         ("dp2", plain, {"input_ids": torch.zeros(0, 8).long(), "labels": torch.zeros(0, 8).long()},
             "the batch is empty: 'input_ids'"),
@@ -212,7 +215,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(
 
 @pytest.mark.parametrize(("change", "what"), [(drawing, "Python's random"), (drawing_arrays, "numpy.random")])
 @pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.rc-full"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_random_numbers_outside_of_torch_are_refused_where_rows_are_recomputed(
     ranks: Any, plan: str, change: Change, what: str
 ) -> None:

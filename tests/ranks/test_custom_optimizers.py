@@ -247,7 +247,7 @@ def test_a_rule_that_couples_tensors_by_large_gradients_alone_is_refused() -> No
 
 @pytest.mark.parametrize("plan", ["dp2.z1", "dp2.z3"])
 @pytest.mark.parametrize("rule", ["late norm", "wide centred", "filters centred", "kept", "counting"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(1)
 def test_rules_of_others_update_as_on_one_device(ranks: Any, rule: str, plan: str) -> None:
     assert equal(ranks.run(2, trained, rule, plan)[0], rule)
 
@@ -264,7 +264,7 @@ def test_rules_of_others_update_as_on_one_device(ranks: Any, rule: str, plan: st
         "SGD with a rate of numpy",
     ],
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_what_a_rule_keeps_comes_through_a_checkpoint_of_another_plan(ranks: Any, tmp_path: Path, rule: str) -> None:
     assert equal(ranks.run(2, trained, rule, "dp2.z1", str(tmp_path), "dp2.z3")[0], rule)
 

@@ -16,8 +16,10 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 FACTOR = 0.75
-SAMPLE = ["dp2.ep2.z1.mb2", "tp2.sp.ep2.mb4", "cp2.ep2.rc-full.mb2", "tp2.pp2.mb4"]
+SAMPLE = ["tp2.sp.ep2.mb4", "cp2.ep2.rc-full.mb2"]
 WIDE = [
+    "dp2.ep2.z1.mb2",
+    "tp2.pp2.mb4",
     "dp1",
     "tp2.mb2",
     "cp2.ulysses",

@@ -141,7 +141,7 @@ def precision_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "plan"), sample(STARTS))
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_start_from_weights_that_no_rank_holds_whole_trains_what_one_device_trains(
     ranks: Any, folders: dict[str, Path], name: str, plan: str
 ) -> None:
@@ -205,7 +205,10 @@ def test_rotary_frequencies_and_tensors_of_earlier_versions_do_not_hinder_a_star
     assert torch.equal(model(ids).logits, again(ids).logits)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("llama", "tp2.pp2.mb4"), ("gpt2", "dp2.z3"), ("mixtral", "dp2.z1")])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [pytest.param("llama", "tp2.pp2.mb4", marks=pytest.mark.soak), ("gpt2", "dp2.z3"), ("mixtral", "dp2.z1")],
+)
 def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
     ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str, plan: str
 ) -> None:
@@ -465,7 +468,7 @@ def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_lin
         parallelize(model, make_optimizer, "dp1")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
 def test_adapters_are_exported_for_peft_and_added_to_the_weights(
     ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -497,7 +500,7 @@ RELOADED = [
     ("llama", "dp2.pp2.z3"), ("llama", "dp2.tp2.z1"), ("gpt2", "tp2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
     ("mixtral", "dp2.ep2.z1"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
 ]  # fmt: skip
-FEW = {("llama", "tp2.pp2.mb4"), ("llama", "cp2"), ("gpt2", "tp2"), ("mixtral", "dp2.ep2.z1")}
+FEW = {("mixtral", "dp2.ep2.z1")}
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def trained(name: str, plan: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "plan"), list(product(FAMILIES, ["dp2.z3", "tp2", "pp2.mb2"])))
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_sound_and_films_are_read_from_the_configuration_and_train_as_on_one_device(
     ranks: Any, name: str, plan: str
 ) -> None:
@@ -162,12 +162,21 @@ def own_trained(plan: str, shown: str) -> list[float] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3", "tp2", "pp2.mb2", "pp2.mb2.z3.rc-full"])
-def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_example(ranks: Any, plan: str) -> None:
+SHOWN = [
+    (plan, way) for plan in ("dp2.z3", "tp2", "pp2.mb2", "pp2.mb2.z3.rc-full") for way in ("argument", "attribute")
+]
+FEW = {("tp2", "argument"), ("pp2.mb2.z3.rc-full", "attribute")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "shown"), [case if case in FEW else pytest.param(*case, marks=pytest.mark.soak) for case in SHOWN]
+)
+def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_example(
+    ranks: Any, plan: str, shown: str
+) -> None:
     expected = alone(own(), [own_batch(step) for step in range(3)])
-    for shown in ("argument", "attribute"):
-        for losses in ranks.run(2, own_trained, plan, shown):
-            assert losses == pytest.approx(expected, rel=1e-10)
+    for losses in ranks.run(2, own_trained, plan, shown):
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def test_without_an_example_a_plan_that_needs_a_look_asks_for_one(ranks: Any) -> None:
@@ -337,7 +346,9 @@ def fixed_loss(output: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["input_ids"].flatten())
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "dp2.z3", "pp4.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["pp4.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp2.mb2", "dp2.z3"))]
+)
 def test_what_comes_of_weights_without_a_gradient_is_sent_from_stage_to_stage(ranks: Any, plan: str) -> None:
     model = fixed(False)
     optimizer, expected = sgd(model.parameters()), []

@@ -86,9 +86,9 @@ def expected() -> dict[str, Any]:
 
 LONGER = [
     pytest.param(plan, marks=pytest.mark.soak)
-    for plan in ("dp2x2.z1", "dp2x2.z2", "dp2.tp2.pp2.mb2", "dp2x2.cp2.z1.mb2")
+    for plan in ("dp2", "dp2x2.z1", "dp2x2.z2", "dp2.tp2.pp2.mb2", "dp2x2.cp2.z1.mb2")
 ]
-PLANS = ["dp2", "dp2x2.z3.mb2", *LONGER]
+PLANS = ["dp2x2.z3.mb2", *LONGER]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -110,7 +110,10 @@ def stopped(plan: str, rule: str, folder: str) -> list[list[float]]:
     return [losses[3:], [second.step(make_batch("llama", step)).loss for step in range(3, STEPS)]]
 
 
-@pytest.mark.parametrize(("plan", "rule"), [("dp2x2.z1", ""), ("dp2", "muon"), ("dp2", "adafactor")])
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [("dp2x2.z1", ""), *(pytest.param("dp2", rule, marks=pytest.mark.soak) for rule in ("muon", "adafactor"))],
+)
 def test_going_on_between_two_meetings_is_going_on(ranks: Pool, plan: str, rule: str, tmp_path: Path) -> None:
     for whole, resumed in ranks.run(parse_plan(plan).world, stopped, plan, rule, str(tmp_path)):
         assert whole == resumed

@@ -116,7 +116,7 @@ def trained(plan: str, read: Read) -> Any:
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z1.mb1", "dp2.z2.mb1"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batches(
     ranks: Any, plan: str, read: Read
 ) -> None:

@@ -106,7 +106,7 @@ def check(found: list[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["batch", "instance"])
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2"])
+@pytest.mark.parametrize("plan", ["dp2.mb2", pytest.param("dp2.z3.mb2", marks=pytest.mark.soak)])
 def test_a_norm_in_eval_mode_does_not_couple_rows(ranks: Any, kind: str, plan: str) -> None:
     check(ranks.run(2, under, kind, plan, (8, 8), False), alone(kind, (8, 8), False))
 
@@ -129,7 +129,7 @@ def test_a_norm_that_is_put_in_training_mode_later_is_refused_at_the_next_step(r
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "dp2.z1.mb2.ga3-1", "pp2.mb2", "pp2.mb2.interleaved2"])
 @pytest.mark.parametrize("last", [7, 5, 1])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_partial_last_batch_counts_each_row_once_in_a_custom_mean(ranks: Any, plan: str, last: int) -> None:
     check(ranks.run(2, under, "batch", plan, (8, last), True), alone("batch", (8, last), True))
 
@@ -173,6 +173,6 @@ def sharing(plan: str | None) -> Any:
     return [losses[0], *losses], first
 
 
-@pytest.mark.parametrize("plan", ["dp2.z3.mb2", "dp2.z3.mb4.rc-full"])
+@pytest.mark.parametrize("plan", [pytest.param("dp2.z3.mb2", marks=pytest.mark.soak), "dp2.z3.mb4.rc-full"])
 def test_a_weight_that_two_blocks_share_trains_under_zero_3(ranks: Any, plan: str) -> None:
     check(ranks.run(2, sharing, plan), sharing(None))

@@ -17,6 +17,9 @@ SEEDS = (
     35, 36, 37, 38, 39, 41, 42, 43, 45, 46, 47, 49, 50, 51, 53, 54, 55, 56, 57, 58, 59, 60, 62, 63, 64, 65, 66, 67,
     69, 70,
 )  # fmt: skip
+FEW = (15, 23, 31, 33)
+"""Of SEEDS those of every run: with two features at least, half of them with the proof. Their plans have replicas,
+ZeRO 3, tensor and pipeline ranks; in two of them something changes in a later step."""
 MANY = range(1000, 3000)
 FEATURES = [
     *(f"{place}:{trick}" for place in PLACES for trick in TRICKS),
@@ -31,8 +34,12 @@ def test_the_same_number_makes_the_same_job_with_the_same_weights() -> None:
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_every_feature_is_drawn_and_trains_on_one_device() -> None:
+def test_every_feature_is_drawn() -> None:
     assert {feature for seed in range(4000) for feature in sample(seed).features} == set(FEATURES)
+
+
+@pytest.mark.soak
+def test_every_feature_trains_on_one_device() -> None:
     for feature in FEATURES:
         if not feature.startswith(("once", "back", "front")):  # the same code as between blocks
             assert torch.tensor(alone(Job(3, (feature,))).losses).isfinite().all(), feature
@@ -69,13 +76,15 @@ def failures(entries: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
-def test_an_odd_model_is_equal_to_one_device_or_refused(ranks: Any, first: int) -> None:
-    assert not failures(entries_of(ranks, SEEDS[first : first + 10]))
+@pytest.mark.parametrize(
+    "seed", [seed if seed in FEW else pytest.param(seed, marks=pytest.mark.soak) for seed in SEEDS]
+)
+def test_an_odd_model_is_equal_to_one_device_or_refused(ranks: Any, seed: int) -> None:
+    assert not failures(entries_of(ranks, [seed]))
 
 
-def test_sixty_numbers_are_in_the_parts_that_run() -> None:
-    assert len({seed for first in range(0, len(SEEDS), 10) for seed in SEEDS[first : first + 10]}) == 60
+def test_sixty_numbers_are_tried_and_those_of_every_run_are_among_them() -> None:
+    assert len(set(SEEDS)) == 60 and set(FEW) <= set(SEEDS)
 
 
 @pytest.mark.soak

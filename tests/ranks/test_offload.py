@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), CASES)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_run_with_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -86,7 +86,7 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), SHARES)
-@pytest.mark.covering(3)
+@pytest.mark.covering(1)
 def test_a_run_with_a_share_of_its_optimizer_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -105,7 +105,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), PARAMETERS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -123,8 +123,8 @@ PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), PARTS)
-@pytest.mark.covering(3)
 def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -154,7 +154,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "way"), BOTH)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_offload_fractions_of_states_and_weights_are_bit_identical(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
@@ -194,7 +194,7 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
         ("dp2.z3.off-optimizer-disk30.off-parameters50", "dp2.z3"),
     ],
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(
     ranks: Any, tmp_path: Any, plan: str, other: str
 ) -> None:
@@ -226,7 +226,7 @@ def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
 def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any, precision: str) -> None:
     """Also where the states of only some of them wait in the file, and the weights of all, or where only the weights
     do."""

@@ -115,7 +115,14 @@ def undisturbed(plan: str, apart: bool) -> str:
     return str(trainer.step(batch(1)).loss)
 
 
-@pytest.mark.parametrize(("plan", "apart"), [("dp2.z3", False), ("dp2.z3", True), ("dp2.z3.off-parameters", False)])
+@pytest.mark.parametrize(
+    ("plan", "apart"),
+    [
+        ("dp2.z3", False),
+        pytest.param("dp2.z3", True, marks=pytest.mark.soak),
+        pytest.param("dp2.z3.off-parameters", False, marks=pytest.mark.soak),
+    ],
+)
 def test_closed_weights_refuse_every_use_in_one_line_that_names_the_way_out(ranks: Any, plan: str, apart: bool) -> None:
     for said in ranks.run(2, used, plan, apart):
         assert said.pop("loss") == ranks.once(2, undisturbed, plan, apart)[0]
@@ -192,7 +199,7 @@ PLANS = ["dp2", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.off-parameters", "tp2", "p
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_whole_parameters_may_be_changed_between_steps_under_every_plan(ranks: Any, plan: str) -> None:
     losses, weights = clamped_alone(3)
     for ours, full in ranks.run(2, clamped, plan, "fp64"):
@@ -201,7 +208,9 @@ def test_whole_parameters_may_be_changed_between_steps_under_every_plan(ranks: A
             torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z2", "dp2.z3", "tp2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.z2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "dp2.z3", "tp2"))]
+)
 def test_a_change_reaches_the_master_weights_of_mixed_precision(ranks: Any, plan: str) -> None:
     for losses, full in ranks.run(2, clamped, plan, "bf16"):
         assert losses == pytest.approx(clamped_alone(3)[0], rel=2e-2)

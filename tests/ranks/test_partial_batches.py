@@ -41,7 +41,7 @@ def single() -> tuple[list[tuple[float, int]], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_the_last_batch_of_an_epoch_may_have_any_number_of_rows(ranks: Any, plan: str) -> None:
     expected, weights = single()
     results = ranks.run(parse_plan(plan).world, trained, plan)

@@ -157,7 +157,7 @@ def expected(model: str, plan: str, precision: str) -> float:
         *((model, plan) for model in OTHERS for plan in KEEPING),
     ],
 )
-@pytest.mark.covering(6)
+@pytest.mark.covering(3)
 def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: str, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 
@@ -167,7 +167,7 @@ def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: st
 
 
 @pytest.mark.parametrize("plan", TIED)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_where_gradients_wait_for_other_ranks_takes_the_same_memory_whoever_is_late(ranks: Any, plan: str) -> None:
     """So there needs no room for ranks that are out of step: the estimate is met on both sides."""
     assert max(ranks.run(2, most, "gpt2", plan, "fp32")) == pytest.approx(expected("gpt2", plan, "fp32"), rel=0.05)
@@ -223,6 +223,7 @@ def made_apart(precision: str) -> tuple[int, int]:
     return max(found), sum(run.numel() for run in trainer.optimizer.state)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_states_are_laid_together_a_few_runs_at_a_time(ranks: Any, precision: str) -> None:
     apart, elements = ranks.run(1, made_apart, precision)[0]

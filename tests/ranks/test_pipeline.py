@@ -52,7 +52,7 @@ APART = ["pp3.mb1", "pp2.gpipe.mb2", "pp2.interleaved2.mb2", "pp2.mb2.zbv", "pp2
 
 
 @pytest.mark.parametrize("plan", APART)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_messages_between_hosts_are_those_that_are_awaited_without_any_tag(ranks: Any, plan: str) -> None:
     """As NCCL has it: whoever receives gets what was sent next, whatever it waits for. Receivers take messages in
     another order now and then."""
@@ -69,7 +69,9 @@ def test_a_schedule_from_a_list_of_actions_computes_what_one_device_computes(ran
     check(alone("llama-tied", "fp64", 2), ranks.run(2, train, "llama-tied", listed("zbv", 2, 2, 8), "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb4", "pp4.zbh1.mb2", "pp2.zbv.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp4.zbh1.mb2", "pp2.zbv.mb2"))]
+)
 def test_an_encoder_decoder_is_a_pipeline_over_both_of_its_stacks(ranks: Any, plan: str) -> None:
     assert not isinstance(run_pair(ranks, "t5", plan), str)
 
@@ -122,7 +124,7 @@ def lengths_alone() -> list[float]:
         return [*(float(one) for one in found), float(loss(uneven(7)))]
 
 
-@pytest.mark.parametrize("plan", ["pp2", "pp2.zbv"])
+@pytest.mark.parametrize("plan", ["pp2", pytest.param("pp2.zbv", marks=pytest.mark.soak)])
 def test_micro_batches_may_differ_in_length_and_every_rank_knows_the_loss(ranks: Any, plan: str) -> None:
     results = ranks.run(2, lengths, plan)
     assert all(result == results[0] for result in results)

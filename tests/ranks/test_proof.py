@@ -43,7 +43,7 @@ PLANS = (
 
 
 @pytest.mark.parametrize(("name", "plan"), PLANS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(1)
 def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> None:
     world = 1 if plan.startswith("dp1") else 2
     results = ranks.run(world, proof_of, name, plan)
@@ -73,7 +73,13 @@ def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("llama", "dp2.z3"), ("llama-tied", "tp2"), ("gpt2", "pp2"), ("hf-gpt2", "dp2")]
+    ("name", "plan"),
+    [
+        pytest.param("llama", "dp2.z3", marks=pytest.mark.soak),
+        pytest.param("llama-tied", "tp2", marks=pytest.mark.soak),
+        ("gpt2", "pp2"),
+        pytest.param("hf-gpt2", "dp2", marks=pytest.mark.soak),
+    ],
 )
 def test_embeddings_and_heads_are_there_only_while_they_run(ranks: Any, name: str, plan: str) -> None:
     proof, asked = ranks.run(2, streamed, name, plan)[0]
@@ -88,10 +94,12 @@ def losses_of(plan: str, prove: Any) -> list[float]:
     return [trainer.step(make_batch("llama", step)).loss for step in range(3)]
 
 
-@pytest.mark.parametrize("plan", ["dp2.z1", "tp2", "pp2", "dp2.z3"])
-@pytest.mark.covering(1)
-def test_a_run_with_proofs_has_the_same_bits_as_one_without(ranks: Any, plan: str) -> None:
-    assert ranks.run(2, losses_of, plan, 1) == ranks.run(2, losses_of, plan, "never")
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "plan", ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2", "pp2", "dp2.z3"))]
+)
+def test_a_run_with_proofs_has_the_same_bits_as_one_without(ranks: Any, plan: str, every: int) -> None:
+    assert ranks.run(2, losses_of, plan, every) == ranks.run(2, losses_of, plan, "never")
 
 
 def refused(plan: str) -> str:
@@ -111,6 +119,7 @@ def spoil(trainer: Trainer) -> None:
     block.mlp.register_forward_hook(lambda module, args, output: output * 1.001)
 
 
+@pytest.mark.soak
 def test_all_ranks_refuse_a_differing_plan_in_one_line_before_the_first_update(ranks: Any) -> None:
     lines = ranks.run(2, refused, "tp2")
     assert lines[0] == lines[1] and "\n" not in lines[0]

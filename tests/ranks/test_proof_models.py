@@ -72,7 +72,9 @@ def of_dropout(plan: str) -> ProofResult:
     return trainer_of(Net(), plan).prove(batch_of())
 
 
-@pytest.mark.parametrize("plan", ["pp2", "tp2", "dp2.z3.rc-full"])
+@pytest.mark.parametrize(
+    "plan", ["tp2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp2", "dp2.z3.rc-full"))]
+)
 def test_dropout_is_a_factor_on_both_sides(ranks: Any, plan: str) -> None:
     proof = ranks.run(2, of_dropout, plan)[0]
     assert proof.equal and proof.gradient < 1e-12, proof.line
@@ -102,7 +104,7 @@ def of_own_loss(plan: str, reads_weights: bool) -> ProofResult:
     return trainer_of(model, plan, loss=with_weights(model) if reads_weights else cross_entropy).prove(batch_of())
 
 
-@pytest.mark.parametrize("reads_weights", [False, True])
+@pytest.mark.parametrize("reads_weights", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_an_own_loss_is_proven_under_dp_also_where_it_reads_weights(ranks: Any, reads_weights: bool) -> None:
     proof = ranks.run(2, of_own_loss, "dp2", reads_weights)[0]
     assert proof.equal, proof.line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from equality import anatomy_of, made, make_batch, make_optimizer
 from test_proof import trainer_of
@@ -59,6 +60,10 @@ def test_a_long_proof_is_announced_and_gives_signs_of_life(ranks: Any) -> None:
     for (first, *others), beats in ranks.run(2, announced, 75.0):
         assert first == "proving the plan before step 1, for about 1 min 15 s"
         assert others[0].startswith("proven equal to one device before step 1: ") and beats > 20
+
+
+@pytest.mark.soak
+def test_a_short_proof_is_not_announced(ranks: Any) -> None:
     for lines, _ in ranks.run(2, announced, 5.0):
         assert not any(line.startswith("proving") for line in lines)
 

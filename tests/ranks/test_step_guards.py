@@ -115,21 +115,24 @@ def alone(what: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "dp2.z1.mb2.off-optimizer"])
 @pytest.mark.parametrize("what", ["froze", "froze first"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_parameter_that_is_frozen_after_parallelize_stays_as_it_is(ranks: Any, what: str, plan: str) -> None:
     for losses in ranks.run(2, run, what, plan):
         assert losses == pytest.approx(alone(what), rel=1e-10)
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2", "tp2.mb4", "pp2.mb2"])
-@pytest.mark.parametrize("what", ["froze", "froze first"])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    "plan", ["tp2.mb4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2.mb2", "dp2.z3.mb2", "pp2.mb2"))]
+)
+@pytest.mark.parametrize("what", ["froze", pytest.param("froze first", marks=pytest.mark.soak)])
 def test_a_proof_follows_what_is_frozen_after_parallelize(ranks: Any, what: str, plan: str) -> None:
     for losses in ranks.run(2, run, what, plan, 2):
         assert losses == pytest.approx(alone(what), rel=1e-10)
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2", "pp2.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2.mb2", "dp2.z3.mb2"))]
+)
 def test_a_parameter_that_is_trained_later_is_refused_at_that_step_by_all_ranks(ranks: Any, plan: str) -> None:
     found = ranks.run(2, run, "thawed", plan)
     assert found[0] == found[1] and len(found[0]) == 5
@@ -138,7 +141,7 @@ def test_a_parameter_that_is_trained_later_is_refused_at_that_step_by_all_ranks(
 
 @pytest.mark.parametrize(("what", "steps"), [("coupled", 5), ("key", 4)])
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(1)
 def test_row_coupling_from_an_unchecked_step_is_refused_at_that_step(
     ranks: Any, what: str, steps: int, plan: str
 ) -> None:
@@ -149,20 +152,24 @@ def test_row_coupling_from_an_unchecked_step_is_refused_at_that_step(
         assert "rows of a batch depend on each other" in found[0][-1]
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2"])
+@pytest.mark.parametrize("plan", ["dp2.mb1", pytest.param("dp2.z3.mb2", marks=pytest.mark.soak)])
 def test_a_number_that_couples_rows_on_one_rank_alone_is_refused_by_all_ranks(ranks: Any, plan: str) -> None:
     found = ranks.run(2, run, "coupled on one rank", plan)
     assert found[0] == found[1] and len(found[0]) == 6, found[0]
     assert "rows of a batch depend on each other" in found[0][-1] and "\n" not in found[0][-1]
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2.mb1", "dp2.z3.mb2"))]
+)
 def test_an_unread_attribute_that_changes_on_one_rank_lets_all_ranks_continue(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, run, "tagged on one rank", plan):
         assert losses == pytest.approx(alone("tagged on one rank"), rel=1e-10)
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2.mb1", "dp2.z3.mb2"))]
+)
 def test_batches_of_many_lengths_train_as_on_one_device(ranks: Any, plan: str) -> None:
     for losses in ranks.run(2, run, "lengths", plan):
         assert losses == pytest.approx(alone("lengths"), rel=1e-10)
@@ -198,9 +205,10 @@ def on_lengths(feature: str, lengths: list[int], plan: str | None, prove: Any = 
     return losses, lines
 
 
-@pytest.mark.parametrize("prove", ["start", "auto", 4])
-@pytest.mark.parametrize("lengths", [[8, 8, 8, 8, 8, 12, 12], [8, 7, 6, 5, 5, 12, 12, 12, 8]])
-@pytest.mark.covering(3)
+@pytest.mark.parametrize("prove", ["auto", *(pytest.param(prove, marks=pytest.mark.soak) for prove in ("start", 4))])
+@pytest.mark.parametrize(
+    "lengths", [[8, 8, 8, 8, 8, 12, 12], pytest.param([8, 7, 6, 5, 5, 12, 12, 12, 8], marks=pytest.mark.soak)]
+)
 def test_features_that_are_mixed_from_a_length_on_are_refused_before_the_step_counts(
     ranks: Any, lengths: list[int], prove: Any
 ) -> None:
@@ -215,7 +223,7 @@ def test_features_that_are_mixed_from_a_length_on_are_refused_before_the_step_co
 @pytest.mark.parametrize(
     "plan", ["tp2.mb8", "dp2.z1.mb4", "dp2.z3.mb2", "pp2.mb2", "dp2.mb2.off-optimizer", "tp2.mb8.sp"]
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_length_is_proven_once_and_known_between_the_shortest_and_the_longest(ranks: Any, plan: str) -> None:
     lengths = [16, 12, 10, 24, 18, 22, 6, 20, 24]
     expected, _ = on_lengths("inner:half-detach", lengths, None)
@@ -253,9 +261,10 @@ def of_shares(lengths: list[list[int]], plan: str | None) -> list[Any]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb2"])
-def test_micro_batches_of_many_lengths_are_proven_and_train_as_on_one_device(ranks: Any, plan: str) -> None:
-    lengths = [[8, 8, 10, 10], [8, 12, 6, 9], [20, 8, 8, 8], [8, 8, 8, 30], [9, 8, 11, 30]]
+@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("plan", ["dp2.mb2", pytest.param("dp2.z3.mb2", marks=pytest.mark.soak)])
+def test_micro_batches_of_many_lengths_are_proven_and_train_as_on_one_device(ranks: Any, plan: str, steps: int) -> None:
+    lengths = [[8, 8, 10, 10], [8, 12, 6, 9], [20, 8, 8, 8], [8, 8, 8, 30], [9, 8, 11, 30]][:steps]
     for losses in ranks.run(2, of_shares, lengths, plan):
         assert losses == pytest.approx(of_shares(lengths, None), rel=1e-10)
 
@@ -276,10 +285,14 @@ def reasons_for_proofs(hooked: bool) -> list[str]:
     return lines
 
 
-def test_who_watches_the_memory_changes_no_model_and_who_hooks_it_does(ranks: Any) -> None:
+@pytest.mark.soak
+def test_who_watches_the_memory_changes_no_model(ranks: Any) -> None:
     assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, False)[0]] == [
         "proven equal to one device before step 1"
     ]
+
+
+def test_a_hook_of_the_user_on_a_module_is_a_change_that_is_proven_again(ranks: Any) -> None:
     again = "proven equal to one device again (the number of hooks of layers.0 (_forward_hooks) is 1 and was 0)"
     assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, True)[0]] == [
         "proven equal to one device before step 1",

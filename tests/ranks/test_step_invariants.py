@@ -59,14 +59,27 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "fault", "at", "said"),
     [
-        ("dp2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
-        ("dp2.z2.mb4", "weight", 7, "weights that must be equal on several ranks differ: rank 0 has"),
+        *(
+            pytest.param(
+                plan,
+                "weight",
+                7,
+                "weights that must be equal on several ranks differ: rank 0 has",
+                marks=pytest.mark.soak,
+            )
+            for plan in ("dp2.mb4", "dp2.z2.mb4")
+        ),
         ("dp2.mb1", "micro-batch", 5, "passes fewer than micro-batches"),
-        ("dp2.mb4", "gradient", 6, "gradients that must be equal on several ranks differ: rank 0 has"),
+        pytest.param(
+            "dp2.mb4",
+            "gradient",
+            6,
+            "gradients that must be equal on several ranks differ: rank 0 has",
+            marks=pytest.mark.soak,
+        ),
         ("dp2.mb4", "labels", 4, "valid labels, but the loss is divided by"),
     ],
 )
-@pytest.mark.covering(3)
 def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
     ranks: Any, plan: str, fault: str, at: int, said: str
 ) -> None:
@@ -77,7 +90,7 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
 
 @pytest.mark.parametrize("at", [2, 3, 4, 10])
 @pytest.mark.parametrize("plan", ["dp2.mb4", "dp2.z2.mb4"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan: str, at: int) -> None:
     for steps, line in ranks.run(2, drifting, plan, "weight", at):
         assert steps == at - 1 and line.startswith(
@@ -88,36 +101,37 @@ def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan
         )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"]
 )
-@pytest.mark.covering(1)
 def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(10, "")] * 2
 
 
-def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
+def mended(at: int, prove: ProofMode = "never", steps: int = 5) -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
-    trainer, steps = (
+    trainer, found = (
         parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove),
         set[int](),
     )
-    trainer.mend = partial(repair_replicas, trainer, lambda line, step, rank: steps.add(step))
+    trainer.mend = partial(repair_replicas, trainer, lambda line, step, rank: found.add(step))
     losses = []
-    for step in range(5):
+    for step in range(steps):
         batch = make_batch("llama", step, rows=6)
         losses.append(trainer.step(planted(trainer, "weight", batch) if step + 1 == at else batch).loss)
-    return losses, steps
+    return losses, found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("at", [2, 3, 4])
-@pytest.mark.covering(1)
 def test_the_majority_of_three_replicas_repairs_the_one_that_drifted(ranks: Any, at: int) -> None:
     clean, drifted = ranks.once(3, mended, 0), ranks.run(3, mended, at)
     assert [losses for losses, _ in drifted] == [losses for losses, _ in clean]
     assert all(steps == {at - 1} for _, steps in drifted) and all(steps == set() for _, steps in clean)
 
 
-def test_a_proof_that_a_drifted_copy_spoils_is_made_again_with_the_majoritys_weights(ranks: Any) -> None:
-    drifted = ranks.run(3, mended, 2, "start")
-    assert drifted == [(losses, {1}) for losses, _ in ranks.once(3, mended, 0)]
+@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.soak)])
+def test_a_proof_that_a_drifted_copy_spoils_is_made_again_with_the_majoritys_weights(ranks: Any, steps: int) -> None:
+    drifted = ranks.run(3, mended, 2, "start", steps)
+    assert drifted == [(losses, {1}) for losses, _ in ranks.once(3, mended, 0, "never", steps)]

@@ -3,7 +3,6 @@ another."""
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +70,9 @@ def checkpoint_of(ranks: Any, name: str, plan: str, precision: str, folder: Path
     return weights, str(next(folder.glob("step-*")))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["dp2", "dp2x2.z1", "dp2.z3", "dp2.tp2.pp2.z2.mb2"])
-@pytest.mark.covering(1)
 def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Path, plan: str, precision: str) -> None:
     whole, path = checkpoint_of(ranks, "llama", plan, precision, tmp_path)
     again = ranks.run(parse_plan(plan).world, resumed, "llama", plan, precision, 4, path)[0]
@@ -105,7 +104,7 @@ def resumed_scaled(plan: str, path: str) -> Any:
 
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "tp2"])
 @pytest.mark.parametrize("overflow", [0, 1], ids=["of the first step", "of the second step"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(
     ranks: Any, tmp_path: Path, plan: str, overflow: int
 ) -> None:
@@ -117,18 +116,20 @@ def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(
     assert all(torch.equal(whole[key], weights[key]) for key in whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("llama", 1), ("gpt2", 2), pytest.param("hf-gpt2", 1, marks=pytest.mark.soak)]
-)
-@pytest.mark.covering(1)
-def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> None:
-    for position, plan in list(enumerate(LAYOUTS))[::step]:
-        with tempfile.TemporaryDirectory() as folder:
-            whole, path = checkpoint_of(ranks, name, plan, "fp64", Path(folder))
-            for other in (LAYOUTS[(position + step + 2) % len(LAYOUTS)],):
-                again = ranks.run(parse_plan(other).world, resumed, name, other, "fp64", 4, path)[0]
-                for key in whole:
-                    assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"
+OTHERS = [
+    (name, plan, LAYOUTS[(position + step + 2) % len(LAYOUTS)])
+    for name, step in (("llama", 1), ("gpt2", 2), ("hf-gpt2", 1))
+    for position, plan in list(enumerate(LAYOUTS))[::step]
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "plan", "other"), OTHERS)
+def test_any_layout_loads_into_any_layout(ranks: Any, tmp_path: Path, name: str, plan: str, other: str) -> None:
+    whole, path = checkpoint_of(ranks, name, plan, "fp64", tmp_path)
+    again = ranks.run(parse_plan(other).world, resumed, name, other, "fp64", 4, path)[0]
+    for key in whole:
+        assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"
 
 
 def copies_of(trainer: Trainer, folder: str) -> tuple[MemoryCheckpointer, list[str]]:
@@ -195,11 +196,15 @@ def later_on_disk(folder: str, later: int) -> tuple[int, str]:
     return recovery.resume(), recovery.source
 
 
-def test_a_run_goes_on_from_the_later_of_its_copies_in_memory_and_its_checkpoints(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [*(pytest.param(later, (1, "memory"), marks=pytest.mark.soak) for later in (0, 1)), (3, (3, "disk"))],
+)
+def test_a_run_goes_on_from_the_later_of_its_copies_in_memory_and_its_checkpoints(
+    ranks: Any, tmp_path: Path, later: int, expected: tuple[int, str]
+) -> None:
     """Copies of later steps may have found no room after a change of ranks."""
-    for later, expected in ((0, (1, "memory")), (1, (1, "memory")), (3, (3, "disk"))):
-        (folder := tmp_path / str(later)).mkdir()
-        assert ranks.run(2, later_on_disk, str(folder), later) == [expected] * 2
+    assert ranks.run(2, later_on_disk, str(tmp_path), later) == [expected] * 2
 
 
 def room_on_one(folder: str) -> list[str]:
@@ -254,7 +259,7 @@ def gone_on(rule: str, folder: str) -> list[dict[str, torch.Tensor] | None]:
     return found
 
 
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.soak)])
 def test_a_run_whose_first_rank_trains_nothing_goes_on_with_its_moments(ranks: Any, tmp_path: Path, rule: str) -> None:
     whole, *others = ranks.run(2, gone_on, rule, str(tmp_path))[0]
     for again in others:

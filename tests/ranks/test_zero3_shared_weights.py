@@ -26,8 +26,8 @@ def trainer_of(plan: str, precision: str = "fp32") -> Trainer:
     return parallelize(made("llama", precision), make_optimizer, plan, precision=precision, anatomy=anatomy_of("llama"))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), GATHERED)
-@pytest.mark.covering(2)
 def test_a_plan_that_gathers_computes_what_one_device_computes(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
 
@@ -128,7 +128,7 @@ def read_late(apart: bool) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_custom_backward_that_reads_resharded_weights_ends_in_one_line(ranks: Any, apart: bool) -> None:
     """A rank was killed by SIGSEGV, and only where the weight lay in the first page of its unit."""
     for said in ranks.run(2, read_late, apart):
