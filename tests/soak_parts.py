@@ -34,11 +34,12 @@ PARTS = {
         60,
         "plans, schedules and combinations of choices against one device",
         {
-            "ranks": "buffers communication compile compression consistency context_parallel custom_optimizers "
-            "deferred_init "
-            "exact_reduction expert_capacity expert_parallel local_sgd optimizers partial_batches pipeline plans "
-            "precision_recipes rank_order shared_weights tensor_parallel trainer trainer_state triples "
-            "uneven_batches uneven_shards vocab_gradients zero3_shared_weights",
+            "ranks": "all_parameters_present buffers communication compile compression consistency context_parallel "
+            "custom_optimizers deferred_init "
+            "exact_reduction expert_capacity expert_parallel local_sgd optimizers partial_batches pipeline "
+            "plain_modules plans precision_recipes rank_order shared_weights stage_check tensor_parallel trainer "
+            "trainer_state triples uneven_batches uneven_shards vocab_gradients vocab_parallel "
+            "zero3_shared_weights",
         },
     ),
     "families": SoakPart(
@@ -51,8 +52,8 @@ PARTS = {
         "models with unusual code, 2,000 generated ones among them",
         {
             "ranks": "aux_loss batch_keys between_blocks buffer_updates chunked_loss code_paths crash_list "
-            "data_dependent_models embedding_and_head "
-            "loss_reads_parameters module_list_experts no_needless_refusals odd_experts odd_jobs parameter_access "
+            "data_dependent_models embedding_and_head loss_reads_parameters module_list_experts no_needless_refusals "
+            "odd_cases odd_experts odd_jobs parameter_access "
             "parameters_without_gradient pass_writes row_coupling sequence_mixing single_rank_error soundness_list "
             "step_guards step_invariants unused_weights writes_between_steps",
         },
@@ -69,7 +70,8 @@ PARTS = {
         30,
         "offload, recompute, and estimates of memory against measurements",
         {
-            "ranks": "activation_offload_disk cost_model_states cost_offload_fraction offload offload_device_memory "
+            "ranks": "accelerator activation_offload_disk cost_model_states cost_offload_fraction hot_path offload "
+            "offload_device_memory "
             "offload_limit peak_memory recompute_and_offload",
             "mesh": "compiled_activations cost_peak model_graph_experts model_profile model_profile_peak",
         },

@@ -80,7 +80,11 @@ def test_products_that_repeat_themselves_are_asked_for_before_cublas_starts(monk
 
 
 @pytest.mark.parametrize(
-    ("target", "words"), [("meshwright.train.loop:train", "model"), ("meshwright.cli.trials:rank", "job")]
+    ("target", "words"),
+    [
+        pytest.param("meshwright.train.loop:train", "model", marks=pytest.mark.soak),
+        ("meshwright.cli.trials:rank", "job"),
+    ],
 )
 def test_a_rank_says_what_failed_before_groups_end(
     target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

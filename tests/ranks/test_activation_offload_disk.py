@@ -85,7 +85,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "plan", "precision", "beside"), PAIRS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_run_with_activations_in_files_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, beside: str
 ) -> None:
@@ -113,8 +113,8 @@ ESTIMATED = (
 )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", ESTIMATED)
-@pytest.mark.covering(2)
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
     name = f"{plan}.off-activations-disk"
     assert expected("llama", name, "fp32") == pytest.approx(

@@ -23,6 +23,9 @@ CUTS = [
     "pp2.tp2", "dp2.pp2.z3", "dp2x2.z2", "cp2.z1",
 ]  # fmt: skip
 
+FEW = ["pp2.ls6-4", "pp2.interleaved2", "pp2.zbv"]
+"""Of two ranks, for every `make test`."""
+
 
 def build_deep(layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
@@ -48,16 +51,31 @@ def all_held(plans: list[str]) -> list[dict[str, int]]:
     return [held(plan) for plan in plans]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_way_of_cutting_holds_each_element_of_each_layer_once(world: int, ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("world", "plans"),
+    [
+        pytest.param(2, FEW, id="2-few"),
+        *(
+            pytest.param(
+                world,
+                [plan for plan in CUTS if parse_plan(plan).world == world and plan not in FEW],
+                id=f"{world}-others",
+                marks=pytest.mark.soak,
+            )
+            for world in (2, 4)
+        ),
+    ],
+)
+def test_every_way_of_cutting_holds_each_element_of_each_layer_once(world: int, plans: list[str], ranks: Any) -> None:
     whole = {f"model/{name}": parameter.numel() for name, parameter in build_deep().named_parameters()}
     assert len([name for name in whole if name.endswith("down_proj.weight")]) == LAYERS
-    plans = [plan for plan in CUTS if parse_plan(plan).world == world]
     for plan, counts in zip(plans, ranks.run(world, all_held, plans)[0], strict=True):
         assert counts == whole, plan
 
 
-@pytest.mark.parametrize("plan", ["pp2.ls4-4", "pp4.ls2-2-2-2", "pp2.ls6-6"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.ls4-4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp4.ls2-2-2-2", "pp2.ls6-6"))]
+)
 def test_stages_that_name_another_number_of_layers_are_refused(plan: str, ranks: Any) -> None:
     with pytest.raises(Exception, match=r"the model has 10 blocks|sums to|10"):
         ranks.run(parse_plan(plan).world, held, plan)

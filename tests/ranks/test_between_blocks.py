@@ -280,28 +280,27 @@ def check(found: list[Any], expected: Any) -> None:
     assert found[0][1].keys() == expected[1].keys()
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", RUN)
-@pytest.mark.covering(4)
-def test_what_stands_between_blocks_runs_on_one_stage_with_its_gradients(ranks: Any, kind: str) -> None:
-    expected = alone(kind)
-    for plan in PLANS:
-        check(ranks.run(2, under, kind, plan), expected)
+@pytest.mark.covering(5)
+def test_what_stands_between_blocks_runs_on_one_stage_with_its_gradients(ranks: Any, kind: str, plan: str) -> None:
+    check(ranks.run(2, under, kind, plan), alone(kind))
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["hook", "clamp"])
-def test_what_only_one_stage_can_do_is_equal_or_refused_by_all(ranks: Any, kind: str) -> None:
-    expected = alone(kind)
-    for plan in PLANS:
-        first, second = ranks.run(2, under, kind, plan)
-        if isinstance(first, str):
-            assert first == second and "\n" not in first
-        else:
-            check([first, second], expected)
+@pytest.mark.covering(2)
+def test_what_only_one_stage_can_do_is_equal_or_refused_by_all(ranks: Any, kind: str, plan: str) -> None:
+    first, second = ranks.run(2, under, kind, plan)
+    if isinstance(first, str):
+        assert first == second and "\n" not in first
+    else:
+        check([first, second], alone(kind))
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.covering(4)
-def test_blocks_that_are_not_called_one_after_the_other_are_refused_by_all(ranks: Any, kind: str) -> None:
-    for plan in PLANS:
-        first, second = ranks.run(2, under, kind, plan)
-        assert first == second and REFUSED[kind] in first and "\n" not in first, (plan, first)
+@pytest.mark.covering(6)
+def test_blocks_that_are_not_called_one_after_the_other_are_refused_by_all(ranks: Any, kind: str, plan: str) -> None:
+    first, second = ranks.run(2, under, kind, plan)
+    assert first == second and REFUSED[kind] in first and "\n" not in first, (plan, first)

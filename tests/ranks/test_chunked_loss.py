@@ -22,7 +22,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_loss_in_chunks_is_the_loss_of_one_device(ranks: Any, name: str, plan: str) -> None:
     world = 1 if plan.startswith("mb") else 2
     check(alone(name, "fp64", 2), ranks.run(world, train, name, plan, "fp64", 2), "fp64")

@@ -92,13 +92,12 @@ def alone(name: str) -> list[float]:
     ("name", "plan"),
     [
         ("t5", "pp2.mb4"),
-        ("bart", "dp2.z3.mb2"),
-        ("blenderbot", "tp2.mb4"),
-        ("t5gemma", "tp4.mb4"),
-        ("marian", "pp2.mb4"),
+        pytest.param("bart", "dp2.z3.mb2", marks=pytest.mark.soak),
+        pytest.param("blenderbot", "tp2.mb4", marks=pytest.mark.soak),
+        pytest.param("t5gemma", "tp4.mb4", marks=pytest.mark.soak),
+        pytest.param("marian", "pp2.mb4", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.covering(2)
 def test_inputs_and_labels_alone_train_an_encoder_and_decoder_as_its_own_loss_does(
     ranks: Any, name: str, plan: str
 ) -> None:

@@ -17,8 +17,10 @@ from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize
 
 ROWS = 12
-PLANS = ["dp2", "dp3.z1", "dp4.z3", "dp2x2.z2"]
+PLANS = ["dp3.z1", "dp4.z3"]
 MORE = [
+    "dp2",
+    "dp2x2.z2",
     "dp3",
     "dp4",
     "dp2.z1",
@@ -70,7 +72,10 @@ def test_losses_norms_and_weights_are_the_same_bits_for_any_number_of_ranks(rank
     assert_equal_bits(ranks.run(parse_plan(plan).world, run, "llama", plan, "fp32", 3)[0], one("llama", "fp32"))
 
 
-@pytest.mark.parametrize(("name", "plan", "precision"), [("gpt2", "dp3.z1", "bf16"), ("llama-tied", "dp2.z2", "fp64")])
+@pytest.mark.parametrize(
+    ("name", "plan", "precision"),
+    [("gpt2", "dp3.z1", "bf16"), pytest.param("llama-tied", "dp2.z2", "fp64", marks=pytest.mark.soak)],
+)
 def test_so_they_are_in_other_precisions_and_with_tied_weights(
     ranks: Any, one: Any, name: str, plan: str, precision: str
 ) -> None:
@@ -92,7 +97,14 @@ def start_clipped(name: str, plan: str, precision: str) -> Trainer:
     )
 
 
-@pytest.mark.parametrize(("plan", "precision"), [("dp2.z2", "fp64"), ("dp2.tp2.z1.mb2", "fp64"), ("pp2.z1", "fp32")])
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        pytest.param("dp2.z2", "fp64", marks=pytest.mark.soak),
+        ("dp2.tp2.z1.mb2", "fp64"),
+        pytest.param("pp2.z1", "fp32", marks=pytest.mark.soak),
+    ],
+)
 def test_exact_sums_are_those_of_one_device(ranks: Any, plan: str, precision: str) -> None:
     results = ranks.run(parse_plan(plan).world, compared, "llama-tied", plan, precision)
     check(alone("llama-tied", precision, steps=2), results, precision)
@@ -119,7 +131,7 @@ def burst(plan: str) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("plan", ["dp2.z1", "dp2.z3"])
+@pytest.mark.parametrize("plan", ["dp2.z1", pytest.param("dp2.z3", marks=pytest.mark.soak)])
 def test_a_gradient_too_large_for_the_sum_is_skipped_by_all_ranks_alike(ranks: Any, plan: str) -> None:
     assert ranks.run(2, burst, plan) == [[False, True, False]] * 2
 

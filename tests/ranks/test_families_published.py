@@ -53,6 +53,14 @@ def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:
     return result
 
 
+@pytest.mark.parametrize("name", ["llama", "olmo2"])
+def test_a_published_tp_plan_agrees_or_the_difference_has_a_reason(name: str) -> None:
+    layers = differing(name)
+    assert layers is not None, "a plan of theirs"
+    assert bool(layers) == (name in EXPLAINED), layers
+
+
+@pytest.mark.soak
 def test_published_tp_plans_agree_or_the_difference_has_a_reason() -> None:
     found = {name: differing(name) for name in FAMILIES}
     with_plan = {name: layers for name, layers in found.items() if layers is not None}

@@ -52,7 +52,7 @@ def seconds_each(plan: str) -> list[float]:
     return [sum(least) / len(unit.parameters) for unit, least in zip(units, found, strict=True)]
 
 
-@pytest.mark.parametrize("plan", ["dp1", "dp1.z3"])
+@pytest.mark.parametrize("plan", ["dp1", pytest.param("dp1.z3", marks=pytest.mark.soak)])
 def test_taking_a_gradient_costs_the_same_however_many_a_unit_has(ranks: Any, plan: str) -> None:
     ((few, many),) = ranks.run(1, seconds_each, plan)
     assert many < 3 * few

@@ -57,7 +57,7 @@ def expected(rule: str, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rule", "model", "plan"), SAMPLE)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_rule_updates_whole_tensors_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
     check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
 
@@ -150,7 +150,7 @@ def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_
     ("plan", "precision"),
     [
         ("pp2.mb2", "fp32"),
-        ("dp2.pp2.z1.mb2", "fp64"),
+        pytest.param("dp2.pp2.z1.mb2", "fp64", marks=pytest.mark.soak),
         *(
             pytest.param(plan, precision, marks=pytest.mark.soak)
             for plan in ("pp2.mb2", "dp2.pp2.z3.mb2", "dp2.pp2.z2.mb2", "pp2.zbv.mb2", "tp2.pp2.mb2")

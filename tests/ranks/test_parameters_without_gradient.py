@@ -169,14 +169,14 @@ def world(plan: str) -> int:
         "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
     ],
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_parameters_without_a_gradient_are_skipped_as_on_one_device(ranks: Any, plan: str, rule: str) -> None:
     check(ranks.run(world(plan), trained, plan, rule)[0], rule)
 
 
 @pytest.mark.parametrize("rule", ["fused_adam", "fused_sgd", "adagrad", "adafactor"])
 @pytest.mark.parametrize("plan", ["dp1", "dp2.z1", "dp2.z1.off-optimizer"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_other_rules_skip_them_too(ranks: Any, plan: str, rule: str) -> None:
     if rule == "adafactor" and "off" in plan:
         plan = "dp2"  # whole tensors are updated on the device
@@ -188,7 +188,7 @@ def test_other_rules_skip_them_too(ranks: Any, plan: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [("dp2.z1", "dp2.z1"), ("dp2.z3", "pp2.mb2"), ("pp2.mb2", "dp2.off-optimizer")]
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_their_counts_of_steps_come_through_checkpoints_of_any_plan(
     ranks: Any, first: str, second: str, at: Sequence[int], rule: str, tmp_path: Path
 ) -> None:

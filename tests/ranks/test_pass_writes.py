@@ -195,7 +195,12 @@ def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: 
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("taught", "dp2.mb2"), ("taught", "dp2.z1.mb2"), ("shrinking", "dp2.mb2"), ("hooked", "dp2.z2.mb2")],
+    [
+        ("taught", "dp2.mb2"),
+        pytest.param("taught", "dp2.z1.mb2", marks=pytest.mark.soak),
+        ("shrinking", "dp2.mb2"),
+        ("hooked", "dp2.z2.mb2"),
+    ],
 )
 def test_identical_writes_of_replicas_to_a_parameter_equal_one_device(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan)

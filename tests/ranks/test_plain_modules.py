@@ -95,8 +95,14 @@ def alone(recurrent: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3"])
+@pytest.mark.parametrize(
+    ("plan", "recurrent"),
+    [
+        ("dp2.z3", True),
+        *(pytest.param("dp2.mb2", recurrent, marks=pytest.mark.soak) for recurrent in (False, True)),
+        pytest.param("dp2.z3", False, marks=pytest.mark.soak),
+    ],
+)
 def test_a_model_with_a_loss_and_a_tie_of_its_own_trains_as_on_one_device(
     ranks: Any, plan: str, recurrent: bool
 ) -> None:
@@ -152,7 +158,9 @@ def chained(plan: str) -> list[float]:
     return [trainer.step(batch).loss for batch in batches()]
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-full"])
+@pytest.mark.parametrize(
+    "plan", [*(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp2.mb2", "pp2.mb2.zbv")), "pp2.mb2.z3.rc-full"]
+)
 def test_tensors_that_blocks_pass_besides_the_hidden_state_cross_stages(ranks: Any, plan: str) -> None:
     torch.manual_seed(0)
     model = Chain().double()

@@ -29,15 +29,29 @@ SAMPLE = [
 """A covering sample: each axis alone, each pair of axes, each model under each kind of strategy."""
 
 
-@pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(9)
+EVERY_TIME = [
+    ("llama", "dp2.tp2.pp2.z3.mb2.rc-full"), ("llama", "tp2.sp.pp2.mb2"),
+    ("bert", "pp2.rc-full"), ("convnet", "dp2.z1"),
+]  # fmt: skip
+"""Of it, for every `make test`: each axis."""
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [*EVERY_TIME, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in SAMPLE if pair not in EVERY_TIME)],
+)
 def test_a_plan_computes_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
     world = parse(plan).world
     check(alone(model, "fp64", 2), ranks.run(world, train, model, plan, "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize(("model", "plan"), SAMPLE[3::4])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("gpt2", "dp2.pp2.z1"),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in SAMPLE[3::4] if pair != ("gpt2", "dp2.pp2.z1")),
+    ],
+)
 def test_a_plan_computes_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp32", 2), ranks.run(parse(plan).world, train, model, plan, "fp32", 2), "fp32")
 

@@ -115,10 +115,9 @@ def test_eight_bit_states_are_those_of_one_device_bit_for_bit(ranks: Any, plan: 
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    "chosen",
-    [recipe("bf16-pure"), recipe("bf16", "fp32", "8bit"), pytest.param(recipe("fp32", "bf16"), marks=pytest.mark.soak)],
-    ids=str,
+    "chosen", [recipe("bf16-pure"), recipe("bf16", "fp32", "8bit"), recipe("fp32", "bf16")], ids=str
 )
 def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path: Path, chosen: Recipe) -> None:
     plan = "dp2.z1"
@@ -132,7 +131,7 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path
     ("chosen", "far"),
     [
         (recipe("bf16-pure"), 0.03),
-        (recipe("bf16", "fp32"), 0.02),
+        pytest.param(recipe("bf16", "fp32"), 0.02, marks=pytest.mark.soak),
         pytest.param(recipe("fp32", "bf16"), 0.02, marks=pytest.mark.soak),
         pytest.param(recipe("fp32", state="8bit"), 0.02, marks=pytest.mark.soak),
     ],
@@ -210,7 +209,9 @@ def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
     return [group["count"] for group in trainer.optimizer.param_groups], far
 
 
-@pytest.mark.parametrize("given", [("dp1", "bf16"), ("dp1.off-optimizer-disk", "fp32")], ids=str)
+@pytest.mark.parametrize(
+    "given", [pytest.param(("dp1", "bf16"), marks=pytest.mark.soak), ("dp1.off-optimizer-disk", "fp32")], ids=str
+)
 def test_an_update_in_several_windows_is_one_step_of_the_optimizer(
     ranks: Any, tmp_path: Path, given: tuple[str, str]
 ) -> None:

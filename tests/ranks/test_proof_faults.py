@@ -186,7 +186,7 @@ def proof_with(plant: Plant, name: str, plan: str) -> ProofResult:
 
 
 @pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
-@pytest.mark.covering(4)
+@pytest.mark.covering(2)
 def test_a_planted_fault_is_found_and_its_place_named(
     ranks: Any, plant: Plant, name: str, plan: str, place: str
 ) -> None:

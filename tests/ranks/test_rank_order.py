@@ -25,13 +25,12 @@ MORE = [(model, plan) for model in ("llama", "llama-tied", "gpt2", "bert") for p
     "dp2.pp2.z3.gpipe.place1-0", "dp2.pp4.z1.ls1-1-1-1.place0-1-1-0", "pp2.tp2.mb2.zbv.order-dp-tp-pp")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(("model", "plan"), [pytest.param(*pair, marks=pytest.mark.soak) for pair in SAMPLE])
 def test_ranks_in_another_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 
 
-@pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
+@pytest.mark.parametrize(("model", "plan"), [SAMPLE[0], pytest.param(*SAMPLE[1], marks=pytest.mark.soak)])
 def test_ranks_in_another_order_between_hosts_train_to_the_loss_of_one_device(
     ranks: Any, model: str, plan: str
 ) -> None:

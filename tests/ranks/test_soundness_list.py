@@ -179,7 +179,7 @@ FIRST = [(case, case.plans.split()[0]) for case in (*SILENT, *CRASHES, *NEEDLESS
 
 
 @pytest.mark.parametrize(("case", "plan"), FIRST, ids=[f"{case.what}, {plan}" for case, plan in FIRST])
-@pytest.mark.covering(16)
+@pytest.mark.covering(5)
 def test_each_model_of_the_list_is_equal_to_one_device_or_refused(ranks: Any, case: Case, plan: str) -> None:
     outcome, line = outcome_of(ranks, case, plan)
     assert passes(case, outcome), f"{outcome}: {line}"

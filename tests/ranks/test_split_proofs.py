@@ -20,6 +20,16 @@ MIXED = [name for name in ALONG if name not in ("flip", "late")]
 in a long batch alone."""
 
 
+FEW = ("first token", "length", "rare")
+"""For every `make test`: one that reads a place, one that reads a length, one that moves results little."""
+
+
+def few_and_others(few: list[str], every: list[str]) -> list[Any]:
+    """Cases of lists of ways: a few for `make test`, the others for the soak."""
+    others = [way for way in every if way not in few]
+    return [pytest.param(few, id="few"), pytest.param(others, id="others", marks=pytest.mark.soak)]
+
+
 def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
     """Every rank says the same: that it is equal to one device, or, where `refused` is not None, a line with it and no
     other outcome."""
@@ -38,20 +48,23 @@ def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
             assert "\n" not in found[0], f"{way}: {found[0]}"
 
 
-def test_context_ranks_refuse_what_mixes_positions_in_a_block(ranks: Any) -> None:
-    ways = [f"in: {name}" for name in MIXED]
-    check(
-        ranks,
-        "cp2",
-        [*ways, "in: late", "first block: first token", "training: mean", "gated: mean"],
-        "plan cp2: cp(2) cannot split the sequence of Odd",
-    )
+IN_BLOCK = [f"in: {name}" for name in FEW] + ["in: late", "first block: first token", "training: mean", "gated: mean"]
 
 
-def test_context_ranks_refuse_what_mixes_positions_between_and_behind_blocks(ranks: Any) -> None:
-    ways = [f"between: {name}" for name in MIXED] + [
-        f"behind: {name}" for name in MIXED if name not in ("length", "positions")
-    ]
+@pytest.mark.parametrize("ways", few_and_others(IN_BLOCK, [f"in: {name}" for name in MIXED]))
+def test_context_ranks_refuse_what_mixes_positions_in_a_block(ranks: Any, ways: list[str]) -> None:
+    check(ranks, "cp2", ways, "plan cp2: cp(2) cannot split the sequence of Odd")
+
+
+OUTSIDE = [f"between: {name}" for name in MIXED] + [
+    f"behind: {name}" for name in MIXED if name not in ("length", "positions")
+]
+
+
+@pytest.mark.parametrize(
+    "ways", few_and_others([*(f"between: {name}" for name in FEW), "behind: first token", "behind: rare"], OUTSIDE)
+)
+def test_context_ranks_refuse_what_mixes_positions_between_and_behind_blocks(ranks: Any, ways: list[str]) -> None:
     check(ranks, "cp2", ways, "plan cp2: cp(2) cannot split the sequence of Odd")
 
 
@@ -60,12 +73,12 @@ ALONE_CASES += ["between: layer", "behind: length", "behind: positions", "zero g
 
 
 @pytest.mark.parametrize("way", ALONE_CASES)
-@pytest.mark.covering(4)
+@pytest.mark.covering(1)
 def test_context_ranks_take_what_works_on_each_position_alone(ranks: Any, way: str) -> None:
     check(ranks, "cp2", [way], None)
 
 
-@pytest.mark.parametrize("plan", ["cp2.ulysses", "cp2.pp2"])
+@pytest.mark.parametrize("plan", [pytest.param("cp2.ulysses", marks=pytest.mark.soak), "cp2.pp2"])
 def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str) -> None:
     check(
         ranks,
@@ -99,10 +112,16 @@ SAID = {
 """What tp2 refuses by another rule than that of sequence parallelism."""
 
 
-@pytest.mark.parametrize("plan", ["tp2", "tp2.sp"])
-def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: Any, plan: str) -> None:
-    results = ranks.run(2, outcomes, plan, TRAINING)
-    for number, way in enumerate(TRAINING):
+@pytest.mark.parametrize(
+    ("plan", "ways"),
+    [
+        pytest.param("tp2", ["backward width", "max norm"], id="tp2-few"),
+        *(pytest.param(plan, TRAINING, id=plan, marks=pytest.mark.soak) for plan in ("tp2", "tp2.sp")),
+    ],
+)
+def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: Any, plan: str, ways: list[str]) -> None:
+    results = ranks.run(2, outcomes, plan, ways)
+    for number, way in enumerate(ways):
         found = [result[number] for result in results]
         if isinstance(found[0], str):
             assert any(found[0].startswith(words) for words in ("sp: ", SAID.get(way, "sp: "))), found[0]
@@ -111,17 +130,28 @@ def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: An
             assert all(is_equal(one, way) for one in found), f"{way}: trained another model"
 
 
-def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason() -> None:
-    for way in TRAINING:
-        example = {key: value for key, value in batch_of(way).items() if key != "labels"}
-        found = analyze_model(make(way), example=example)
-        columns = [path for region in found.regions for path in region.columns]
-        assert "blocks.0.qkv" in columns
-        assert "blocks.0.up" not in columns, way
-        assert any("up are not sharded" in line for line in found.findings), way
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("training width", "long width", "masked width"),
+        *(
+            pytest.param(way, marks=pytest.mark.soak)
+            for way in ("training mean", "backward width", "running mean", "columns normed", "max norm")
+        ),
+    ],
+)
+def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason(way: str) -> None:
+    example = {key: value for key, value in batch_of(way).items() if key != "labels"}
+    found = analyze_model(make(way), example=example)
+    columns = [path for region in found.regions for path in region.columns]
+    assert "blocks.0.qkv" in columns
+    assert "blocks.0.up" not in columns, way
+    assert any("up are not sharded" in line for line in found.findings), way
 
 
-@pytest.mark.parametrize("way", ["nothing", "zero gate", "masked"])
+@pytest.mark.parametrize(
+    "way", ["zero gate", *(pytest.param(way, marks=pytest.mark.soak) for way in ("nothing", "masked"))]
+)
 def test_a_region_that_trains_alike_on_shares_is_shared(way: str) -> None:
     example = {key: value for key, value in batch_of(way).items() if key != "labels"}
     found = analyze_model(make(way), example=example)
@@ -155,7 +185,7 @@ def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("prove", ["start", "never"])
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3", "pp2", "cp2", "tp2"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any, plan: str, prove: str) -> None:
     expected = ranks.once(1, hooked_after, "dp1.mb4", "never", False)[0][1]
     plain = alone("nothing")[2]
@@ -181,7 +211,7 @@ def hooked(plan: str, exponent: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("plan", ["tp2", "cp2", "pp2"])
+@pytest.mark.parametrize("plan", ["cp2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2", "pp2"))])
 def test_a_nonlinear_gradient_hook_is_refused_where_ranks_have_gradient_shards(ranks: Any, plan: str) -> None:
     found = ranks.run(2, hooked, plan, 2.0)
     assert len(set(found)) == 1 and found[0].startswith(

@@ -99,7 +99,9 @@ def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.interleaved2", "pp2.mb2.zbv"])
+@pytest.mark.parametrize(
+    "plan", ["pp2.mb2", *(pytest.param(f"pp2.mb2.{way}", marks=pytest.mark.soak) for way in ("interleaved2", "zbv"))]
+)
 def test_a_skip_connection_into_a_later_stage_is_refused_by_every_rank(ranks: Any, plan: str) -> None:
     for far in ({7: 1}, {5: 2}):
         first, second = ranks.run(2, far_trained, far, plan)

@@ -191,16 +191,16 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
 
 
 WAYS = [(2, False), (2, True), (4, False), (4, True)]
+EVERY_TIME = ("bare", 2, True)
 EVERY = [
-    pytest.param(name, *way, marks=() if place == at % len(WAYS) else pytest.mark.soak)
-    for at, name in enumerate(MODELS)
-    for place, way in enumerate(WAYS)
+    pytest.param(name, *way, marks=() if (name, *way) == EVERY_TIME else pytest.mark.soak)
+    for name in MODELS
+    for way in WAYS
 ]
-"""Every model in one way each time, in turn; in all of them in the soak."""
+"""One model for every `make test`; all of them in all ways in the soak."""
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)
-@pytest.mark.covering(2)
 def test_loss_and_every_gradient_are_those_of_one_device(
     ranks: Pool, name: str, world: int, sequence_parallel: bool
 ) -> None:
@@ -229,7 +229,7 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     return counts
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gpt2", "bert"))])
 def test_a_tp_layer_costs_two_all_reduces_forward_and_two_backward(ranks: Pool, name: str) -> None:
     one, three = ranks.run(2, count_collectives, name, False)[0]
     assert (three[0] - one[0], three[1] - one[1]) == (4, 4)
@@ -297,7 +297,7 @@ def again(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("name", ["llama", "hf gpt2", "bare"])
-@pytest.mark.covering(2)
+@pytest.mark.soak
 def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(
     ranks: Pool, name: str, sequence_parallel: bool
 ) -> None:
@@ -481,8 +481,20 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
 @pytest.mark.parametrize(
     ("world", "model", "changes", "message"),
     [
-        (4, "llama", {"heads": 12, "kv_heads": 3, "hidden": 48}, "tp(4) must divide kv_heads (3)"),
-        (4, "llama", {"heads": 2, "kv_heads": 2, "ffn": 50}, "tp(4) must divide heads (2), ffn (50)"),
+        pytest.param(
+            4,
+            "llama",
+            {"heads": 12, "kv_heads": 3, "hidden": 48},
+            "tp(4) must divide kv_heads (3)",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            4,
+            "llama",
+            {"heads": 2, "kv_heads": 2, "ffn": 50},
+            "tp(4) must divide heads (2), ffn (50)",
+            marks=pytest.mark.soak,
+        ),
         (2, "gpt2", {"ffn": 49}, "tp(2) must divide ffn (49)"),
         (4, "gpt2", {"vocab": 6}, "leaves tensor rank 3 without a part of the vocabulary (6)"),
     ],

@@ -30,9 +30,18 @@ def losses(plan: str, precision: str, steps: int) -> Any:
     return [trainer.step(make_batch("llama", 0)).loss for _ in range(steps)], trainer.bytes()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2.mb4"])
-@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        ("dp2.z3", "bf16"),
+        *(
+            pytest.param(plan, precision, marks=pytest.mark.soak)
+            for plan in ("dp2", "dp2.z1", "dp2.z3", "tp2.sp.pp2.mb4")
+            for precision in ("bf16", "fp16")
+            if (plan, precision) != ("dp2.z3", "bf16")
+        ),
+    ],
+)
 def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str, precision: str) -> None:
     world = parse_plan(plan).world
     low, held = ranks.run(world, losses, plan, precision, 6)[0]
@@ -62,7 +71,9 @@ def poisoned(plan: str) -> Any:
     return [(r.skipped, r.loss_scale) for r in records], before, after
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z2", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.z2", "pp2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "tp2"))]
+)
 def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(ranks: Any, plan: str) -> None:
     results = ranks.run(2, poisoned, plan)
     for steps, *_ in results:
@@ -97,7 +108,9 @@ def own_loss(plan: str) -> Any:
     return [trainer.step(batch).loss for _ in range(4)], trainer.gradients(batch)[2]
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2.z1.mb2", "dp4.z2", "dp2.z3"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.z1.mb2", "dp2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "dp4.z2"))]
+)
 def test_any_module_trains_with_its_own_loss_and_unused_parameters(ranks: Any, plan: str) -> None:
     alone, gradients = ranks.run(1, own_loss, "dp1")[0]
     shared, others = ranks.run(parse_plan(plan).world, own_loss, plan)[0]
@@ -134,8 +147,8 @@ def refused(name: str, plan: str, rows: int) -> str:
     ("name", "plan", "world", "rows", "says"),
     [
         ("llama", "dp3", 2, 8, "= 3 ranks, but 2 were started"),
-        ("llama", "tp3", 3, 8, "heads"),
-        ("llama", "pp4.interleaved2", 4, 8, "need at least one block each"),
+        pytest.param("llama", "tp3", 3, 8, "heads", marks=pytest.mark.soak),
+        pytest.param("llama", "pp4.interleaved2", 4, 8, "need at least one block each", marks=pytest.mark.soak),
         ("llama", "dp2.z1.off-parameters", 2, 8, "add z3"),
     ],
 )
@@ -164,7 +177,10 @@ def decayed(plan: str) -> dict[str, torch.Tensor] | None:
     return trainer.full_state_dict()
 
 
-def test_only_matrices_decay_whatever_the_plan(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    "plan", ["dp2.tp2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4.z1", "pp2.mb4"))]
+)
+def test_only_matrices_decay_whatever_the_plan(ranks: Any, plan: str) -> None:
     model = make_model("gpt2").double()
     parameters = dict(model.named_parameters())
     groups = [
@@ -180,11 +196,10 @@ def test_only_matrices_decay_whatever_the_plan(ranks: Any) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    for plan in ("dp4.z1", "dp2.tp2.z3", "pp2.mb4"):
-        found = ranks.run(parse_plan(plan).world, decayed, plan)[0]
-        assert found.keys() == model.state_dict().keys()
-        for name, value in model.state_dict().items():
-            assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), (plan, name)
+    found = ranks.run(parse_plan(plan).world, decayed, plan)[0]
+    assert found.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
 
 
 def sent_after(evaluations: int) -> dict[str, float]:
@@ -267,7 +282,15 @@ def broken_off(plan: str, breaks: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2", "dp2.z3.mb2.rc-full.off-activations-disk"])
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp2.z3.mb2",
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in ("dp2.mb2", "dp2.z2.mb2", "dp2.z3.mb2.rc-full.off-activations-disk")
+        ),
+    ],
+)
 def test_steps_that_fail_alike_on_all_ranks_can_be_caught_and_the_run_goes_on(ranks: Any, plan: str) -> None:
     assert ranks.run(2, broken_off, plan, True) == ranks.run(2, broken_off, plan, False)

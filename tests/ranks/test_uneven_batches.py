@@ -32,8 +32,8 @@ MORE = [(model, plan) for model in ("llama", "bert", "gpt2") for plan in ("dp2.p
     if not (model == "bert" and "cp" in plan)]  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
-@pytest.mark.covering(2)
 def test_unlike_shares_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
     check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
 

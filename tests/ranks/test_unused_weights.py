@@ -85,19 +85,23 @@ def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp1",
-        "dp2",
-        "dp2.z1",
-        "dp2.z3",
         "pp2.mb2",
-        "pp2.mb2.zbv.z3",
-        "dp1.off-optimizer50",
-        "dp2.z1.off-optimizer-disk",
-        "dp2.z3.off-parameters-disk",
-        "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in (
+                "dp1",
+                "dp2",
+                "dp2.z1",
+                "dp2.z3",
+                "pp2.mb2.zbv.z3",
+                "dp1.off-optimizer50",
+                "dp2.z1.off-optimizer-disk",
+                "dp2.z3.off-parameters-disk",
+                "dp2.z3.off-optimizer-disk60.off-parameters-disk50",
+            )
+        ),
     ],
 )
-@pytest.mark.covering(2)
 def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> None:
     gradients, weights = ranks.run(1 if plan.startswith("dp1") else 2, trained, plan, sgd)[0]
     reached, expected = alone(sgd)
@@ -109,12 +113,18 @@ def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> N
         assert torch.allclose(weights[name], weight, rtol=1e-10, atol=1e-12), name
 
 
-def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp2.z1.off-optimizer50",
+        *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2.z1", "pp2.mb2", "dp2.z1.off-optimizer")),
+    ],
+)
+def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any, plan: str) -> None:
     before = net().state_dict()
-    for plan in ("dp2.z1", "pp2.mb2", "dp2.z1.off-optimizer", "dp2.z1.off-optimizer50"):
-        _, weights = ranks.run(2, trained, plan, adamw)[0]
-        idle = [name for name in before if ".idle." in name]
-        assert len(idle) == 8 and all(torch.equal(weights[name], before[name]) for name in idle)
+    _, weights = ranks.run(2, trained, plan, adamw)[0]
+    idle = [name for name in before if ".idle." in name]
+    assert len(idle) == 8 and all(torch.equal(weights[name], before[name]) for name in idle)
 
 
 def early_batches() -> list[dict[str, torch.Tensor]]:
@@ -139,13 +149,16 @@ def stopped(plan: str, folder: str) -> tuple[Any, Any]:
     return whole.full_state_dict(), second.full_state_dict()
 
 
-def test_what_a_loss_had_reached_before_a_checkpoint_counts_as_reached_behind_it(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp2.z1", "pp2.mb2"])
+def test_what_a_loss_had_reached_before_a_checkpoint_counts_as_reached_behind_it(
+    ranks: Any, tmp_path: Path, plan: str
+) -> None:
     """Decay goes on: a run that goes on is bit for bit one that never stopped."""
-    for plan in ("dp2.z1", "pp2.mb2"):
-        whole, again = ranks.run(2, stopped, plan, str(tmp_path / plan))[0]
-        assert whole.keys() == again.keys()
-        assert all(torch.equal(whole[name], again[name]) for name in whole)
-        assert not torch.equal(again["late.weight"], net().state_dict()["late.weight"])
+    whole, again = ranks.run(2, stopped, plan, str(tmp_path / plan))[0]
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert not torch.equal(again["late.weight"], net().state_dict()["late.weight"])
 
 
 class Chosen(Net):
@@ -175,7 +188,14 @@ def chosen(plan: str) -> tuple[list[float], Any]:
     return [trainer.step(some_rows()).loss for _ in range(2)], trainer.full_state_dict()
 
 
-@pytest.mark.parametrize("plan", ["dp1.mb2", "dp2.mb2", "dp2.z2.mb2", "pp2.mb2", "pp2.zbh1.mb2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp2.z2.mb2",
+        "pp2.zbh1.mb2",
+        *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp1.mb2", "dp2.mb2", "pp2.mb2")),
+    ],
+)
 def test_a_micro_batch_in_whose_loss_no_weight_has_a_part_adds_nothing(ranks: Any, plan: str) -> None:
     """It has no backward, and one of another micro-batch waited for it."""
     expected, whole = ranks.run(1, chosen, "dp1.mb8")[0]

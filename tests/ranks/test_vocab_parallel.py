@@ -117,8 +117,8 @@ def train(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tupl
     return losses, whole
 
 
-def train_all(own: bool) -> dict[str, Any]:
-    return {end: train(end, own) for end in ENDS}
+def train_all(own: bool, ends: list[str]) -> dict[str, Any]:
+    return {end: train(end, own) for end in ends}
 
 
 def alone(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tuple[list[float], nn.Module]:
@@ -146,10 +146,26 @@ def test_elementwise_operations_keep_the_vocabulary_split_and_others_do_not() ->
     assert "weights" in analyze_model(Net("by a parameter")).splits
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) -> None:
-    found = ranks.run(2, train_all, own)
-    for end in ENDS:
+FEW = {
+    False: ["as they are", "log of softmax", "some words", "in rows of so many words"],
+    True: ["capped", "by a parameter", "the last places"],
+}
+"""For every `make test`: of the loss over shares, and of a loss of one's own."""
+
+
+@pytest.mark.parametrize(
+    ("own", "ends"),
+    [
+        *(pytest.param(own, FEW[own], id=f"{own}-few") for own in (False, True)),
+        *(
+            pytest.param(own, [end for end in ENDS if end not in FEW[own]], id=f"{own}-others", marks=pytest.mark.soak)
+            for own in (False, True)
+        ),
+    ],
+)
+def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool, ends: list[str]) -> None:
+    found = ranks.run(2, train_all, own, ends)
+    for end in ends:
         losses, model = alone(end, own)
         for on_rank in found:
             assert on_rank[end][0] == pytest.approx(losses, rel=1e-10), end
@@ -157,7 +173,7 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
             assert torch.allclose(found[0][end][1][name], weight, rtol=1e-9, atol=1e-12), (end, name)
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", [pytest.param(nn.Embedding, marks=pytest.mark.soak), Scaled, Normed, Limited])
 def test_an_embedding_with_more_than_a_factor_on_its_output_is_not_split(ranks: Any, table: type[nn.Embedding]) -> None:
     assert analyze_model(Net("as they are", table)).shards_vocabulary("table") == TABLES[table]
     losses, model = alone("as they are", False, table)
