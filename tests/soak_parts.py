@@ -73,7 +73,8 @@ PARTS = {
             "ranks": "accelerator activation_offload_disk cost_model_states cost_offload_fraction hot_path offload "
             "offload_device_memory "
             "offload_limit peak_memory recompute_and_offload",
-            "mesh": "compiled_activations cost_peak model_graph_experts model_profile model_profile_peak",
+            "mesh": "analysis_limit compiled_activations cost_peak model_graph model_graph_experts model_profile "
+            "model_profile_command model_profile_peak",
         },
     ),
     "faults": SoakPart(
@@ -91,12 +92,17 @@ PARTS = {
         {
             "ranks": "cluster_profile emulated_cluster faults_soak_links faults_soak_slow leader_restarts nodes "
             "nodes_links nodes_several slow_nodes untrusted_connections",
+            "unit": "straggler",
         },
     ),
     "storage": SoakPart(
         10,
         "checkpoints that are damaged, saves that end at any call, and disks that fail",
-        {"mesh": "checkpoint_crash checkpoint_damage", "ranks": "storage_runs", "unit": "files"},
+        {
+            "mesh": "checkpoint checkpoint_crash checkpoint_damage storage_faults",
+            "ranks": "storage_runs",
+            "unit": "data_order data_stream files",
+        },
     ),
     "scale": SoakPart(
         30,
@@ -104,9 +110,13 @@ PARTS = {
         {"unit": "protocol scale"},
     ),
     "planner": SoakPart(
-        30,
-        "searches against every plan, and files for schedulers",
-        {"unit": "launch_quoting memory_budget offload_fraction search search_heterogeneous why_not"},
+        35,
+        "searches of large jobs and against every plan, their pages, and files for schedulers",
+        {
+            "unit": "api cli compile_time_cost cost_in_flight fit golden launch_quoting launch_targets memory_budget "
+            "offload_fraction offload_largest page precision replanning search search_heterogeneous "
+            "search_uneven_shards simulate trials why_not"
+        },
     ),
     "fuzz": SoakPart(10, "10,000 job files at random", {"unit": "fuzz"}),
     "setup": SoakPart(

@@ -55,7 +55,16 @@ class Waiting(nn.Module):
                 self.wait()
 
 
-@pytest.mark.parametrize("way", ["network", "loop", "catching loop", "loop after a collection", "loop after an import"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "network",
+        pytest.param("loop", marks=pytest.mark.soak),
+        "catching loop",
+        "loop after a collection",
+        "loop after an import",
+    ],
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm inside a callback of Python
 def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any, request: Any, tmp_path: Path) -> None:
     analyze_model(Waiting("not at all"))  # what this imports is not counted

@@ -48,9 +48,17 @@ def _tensors(shapes, dtypes, seed):
     }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(1, 8), st.integers(1, 8), st.integers(0, 2**31))
 def test_any_layout_loads_under_any_other_bit_for_bit(shapes, dtype, before, after, seed):
+    with quick_folder() as folder:
+        _any_to_any(folder, shapes, dtype, before, after, seed)
+
+
+@pytest.mark.soak
+@settings(max_examples=500, deadline=None)
+@given(SHAPES, st.sampled_from(DTYPES), st.integers(1, 8), st.integers(1, 8), st.integers(0, 2**31))
+def test_500_more_layouts_load_under_any_other_bit_for_bit(shapes, dtype, before, after, seed):
     with quick_folder() as folder:
         _any_to_any(folder, shapes, dtype, before, after, seed)
 

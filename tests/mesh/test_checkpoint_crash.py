@@ -157,15 +157,20 @@ def _holds_a_whole_checkpoint(folder, steps):
     return step
 
 
-@pytest.mark.parametrize("power", ["kept", "lost", "lost in part"])
-@pytest.mark.parametrize("before", [(1,), (1, 2)], ids=["a new step", "a step saved before"])
-@pytest.mark.covering(2)
-def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, before, power):
+CASES = [("a new step", "kept"), ("a step saved before", "lost in part")]
+MORE = [("a new step", "lost"), ("a new step", "lost in part"), ("a step saved before", "kept")]
+MORE += [("a step saved before", "lost")]
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)], ids=["each fourth call", "each call"])
+@pytest.mark.parametrize(("what", "power"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE)])
+def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, what, power, every):
     """Killed, or with the power cut: then all that was not flushed is lost, too."""
+    before = (1,) if what == "a new step" else (1, 2)
     for step in before:
         _save(quick_path / "start", step)
     seen = []
-    for number in range(1, 1000):
+    for number in range(1, 1000, every):
         folder = quick_path / str(number)
         shutil.copytree(quick_path / "start", folder)
 

@@ -43,12 +43,17 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
     return of_second_step(made)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.soak] * (name != "gpt2")) for name in MODELS])
 @pytest.mark.parametrize(
     ("plan", "precision"),
-    [("dp1.mb4", "fp32"), ("dp1.mb4.rc-full", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16")],
+    [
+        ("dp1.mb4.rc-full", "fp32"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("dp1.mb4", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16"))
+        ),
+    ],
 )
-@pytest.mark.covering(2)
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:
     sizes = MODELS[model]
     workload = Workload(batch=BATCH, sequence=sizes["seq"], precision=precision)

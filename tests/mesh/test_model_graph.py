@@ -82,6 +82,7 @@ LLAMAS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.covering(3)
 def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
     found = analysis.analyze_model(LLAMAS[name]())
     assert (found.blocks, found.count, found.embedding, found.head) == (
@@ -173,7 +174,13 @@ def test_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split() 
     assert dict(analysis.params_by_layer(model, found))["head"] == ["cls.predictions.bias"]
 
 
-@pytest.mark.parametrize("name", [*TINY, "theirs", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.soak] * (name not in ("bert-tiny", "theirs", "opt")))
+        for name in (*TINY, "theirs", "gpt2", "opt")
+    ],
+)
 def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None:
     opt = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32

@@ -23,7 +23,7 @@ FUSED = {"gate_up_proj": TpSplit(1, (16, 16)), "down_proj": TpSplit(2)}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_the_experts_of_a_family_are_found(name: str) -> None:
     anatomy = analyze_model(build_mixture(name))
     dense = {"deepseek-v3": 1, "glm4-moe": 1}.get(name, 0)
@@ -35,7 +35,7 @@ def test_the_experts_of_a_family_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -> None:
     """Some give what lies in memory for the number of no expert."""
     model = build_mixture(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -67,6 +67,12 @@ def by_name(spec: ModelSpec) -> dict[str, LayerSpec]:
     return {layer.name: layer for layer in spec.layers}
 
 
+SOME_KINDS = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind == "gpt2")) for kind in SIZES]
+)
+
+
+@cache
 def reference(kind: str) -> tuple[ModelSpec, ModelSpec]:
     """A reference model as it is found and as the formulas have it."""
     sizes = ArchitectureSizes.model_validate({**SIZES[kind], "layers": 3, "seq": 64})
@@ -82,7 +88,7 @@ def hugging_face(kind: str, **changes: Any) -> tuple[ModelSpec, ModelSpec]:
     )
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@SOME_KINDS
 def test_a_reference_model_is_found_to_be_what_the_formulas_say(kind: str) -> None:
     found, formula = reference(kind)
     expected = {layer.name: account(layer) for layer in formula.layers}
@@ -101,7 +107,7 @@ def test_a_reference_model_is_found_to_be_what_the_formulas_say(kind: str) -> No
     )
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@SOME_KINDS
 def test_parameters_carry_the_names_shapes_and_cuts_of_the_formulas(kind: str) -> None:
     found, formula = (by_name(spec) for spec in reference(kind))
     for name, layer in formula.items():
@@ -114,7 +120,7 @@ def test_parameters_carry_the_names_shapes_and_cuts_of_the_formulas(kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_neox", *DROPOUT])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_hugging_face_block_keeps_and_computes_what_the_formulas_say(kind: str) -> None:
     found, formula = (by_name(spec) for spec in hugging_face(kind))
     masks = 2.0 * found["block"].output if kind in DROPOUT else 0.0
@@ -126,7 +132,7 @@ def test_a_hugging_face_block_keeps_and_computes_what_the_formulas_say(kind: str
 @pytest.mark.parametrize(
     "kind", ["gemma", "gemma2", "gemma3_text", "falcon", "bloom", "stablelm", "deepseek_v3", "mixtral"]
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) -> None:
     """Their attention may run otherwise here than a fused kernel does, with a mask or in full, and is counted as it
     runs."""
@@ -137,6 +143,7 @@ def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) ->
     assert total(found, "attention_flops") in (total(formula, "attention_flops"), 2 * total(formula, "attention_flops"))
 
 
+@pytest.mark.soak
 def test_experts_are_found_alike_whatever_the_precision() -> None:
     """Torch knows the shapes of grouped products in bf16 alone."""
     config = transformers.AutoConfig.for_model("mixtral", **CONFIGURATIONS["mixtral"])
@@ -171,8 +178,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind not in ("albert", "vit"))) for kind in FAMILIES]
+)
 def test_a_family_without_formulas_is_found_whole(kind: str) -> None:
     """Every parameter once, work and kept bytes in every block; a sample is one token where the model reads no ids."""
     task, sizes = FAMILIES[kind]
@@ -254,10 +262,11 @@ def test_a_live_model_stays_as_it_is() -> None:
         assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1]) and tensor.grad is None
 
 
-def test_layers_of_a_large_model_take_no_memory() -> None:
-    """A tenth of Llama 3 70B is 36 GB of weights and, at this batch, 60 GB of activations."""
+@pytest.mark.parametrize("layers", [2, pytest.param(8, marks=pytest.mark.soak)])
+def test_layers_of_a_large_model_take_no_memory(layers: int) -> None:
+    """Eight are a tenth of Llama 3 70B, with 36 GB of weights and, at this batch, 60 GB of activations."""
     config = transformers.AutoConfig.for_model(
-        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64,
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -266,7 +275,7 @@ def test_layers_of_a_large_model_take_no_memory() -> None:
         read_model("llama3-70b"),
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-    assert account(by_name(found)["block"]) == {**account(by_name(formula)["block"]), "repeat": 8}
+    assert account(by_name(found)["block"]) == {**account(by_name(formula)["block"]), "repeat": layers}
 
 
 class Asking(nn.Module):

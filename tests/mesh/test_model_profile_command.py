@@ -63,6 +63,7 @@ def test_live_code_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert answer["job"]["model"]["divisible"] == {"ffn": 160}
 
 
+@pytest.mark.soak
 def test_what_stays_whole_is_not_cut_along_the_sequence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["estimate", "--model", "a_live_model:Encoder", "--cluster", "1x4:a100-80gb"]
     assert main([*command, "--plan", "dp2.tp2"]) == 0

@@ -104,6 +104,12 @@ def is_one_line(text: str) -> bool:
     return bool(text.strip()) and "\n" not in text.strip() and len(text) < 700
 
 
+def with_errors(*short: int) -> pytest.MarkDecorator:
+    """Cases for every error; all but `short` are left to the soak."""
+    cases = [pytest.param(number, marks=[pytest.mark.soak] * (number not in short)) for number in ERRORS]
+    return pytest.mark.parametrize("number", cases, ids=errno.errorcode.get)
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with quick_folder() as made:
@@ -123,7 +129,7 @@ def each(folder: Path, number: int) -> Iterator[tuple[Path, Failing]]:
     raise AssertionError("no end of operations")
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@with_errors(errno.EIO, errno.ENOSPC)
 def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(folder: Path, number: int) -> None:
     for step in (1, 2):
         saved(folder / "start", step)
@@ -147,7 +153,7 @@ def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(fo
     assert len(outcomes) > 60 and outcomes[-1] and outcomes.count(False) > 20
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@with_errors(errno.EIO, errno.ENOTEMPTY)
 def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(folder: Path, number: int) -> None:
     for step in range(1, 6):
         saved(folder / "start", step)
@@ -164,7 +170,7 @@ def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(f
         assert not [name for name in os.listdir(copy) if name.startswith(".")]
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@with_errors(errno.EIO, errno.ESTALE)
 def test_a_resume_whose_nth_operation_fails_reads_a_whole_checkpoint_or_says_why(folder: Path, number: int) -> None:
     """Never from the beginning in silence, never a mixture; what is passed over is said."""
     for step in (1, 2):
@@ -208,7 +214,7 @@ def run_folder(folder: Path) -> None:
         saved(folder / "checkpoints", step)
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@with_errors(errno.EROFS, errno.ESTALE)
 def test_a_report_whose_nth_operation_fails_is_the_whole_report_or_one_line(folder: Path, number: int) -> None:
     """Never a report that silently knows less."""
     run_folder(folder / "start")
@@ -224,7 +230,7 @@ def test_a_report_whose_nth_operation_fails_is_the_whole_report_or_one_line(fold
     assert refused > 5
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@with_errors(errno.ENOSPC, errno.EDQUOT)
 def test_lines_whose_nth_operation_fails_are_all_there_in_the_end_each_once(folder: Path, number: int) -> None:
     (folder / "start").mkdir()
     for copy, _ in each(folder, number):

@@ -45,6 +45,7 @@ def test_every_promised_name_is_there_and_no_other() -> None:
         _ = mw.paralelize
 
 
+@pytest.mark.soak
 def test_planning_from_python_imports_no_torch(tmp_path: Path) -> None:
     script = (
         f"import sys, meshwright as mw; mw.plan(mw.load({str(job_file(tmp_path))!r})); sys.exit('torch' in sys.modules)"

@@ -29,6 +29,7 @@ from meshwright.spec.plan import parse_plan
 
 ROOT = Path(__file__).parents[2]
 LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
+MIDDLE = ["--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "512", "--seq", "4096"]
 SMALL = ["--cluster", "1x4:cpu"]
 MEMORY = {"parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved"}
 TIME = {"compute", "recompute", "bubble", "tensor", "data", "pipeline", "context", "expert", "offload", "step"}
@@ -110,6 +111,7 @@ def test_a_pin_for_which_the_host_has_no_room_fits_nowhere_with_the_numbers(caps
     assert "each rank offloads 729.6 GiB to its host, but the host has only 177.8 GiB for each device" in err
 
 
+@pytest.mark.soak
 def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = called(capsys, "plan", "--model", "llama-65b", "--cluster", "1x2:a100-40gb", "--batch", "8")
     assert (code, out, err.count("\n")) == (3, "", 1)
@@ -167,14 +169,19 @@ def test_an_interrupt_is_exit_code_75(capsys: pytest.CaptureFixture[str], monkey
     assert called(capsys, "plan") == (75, "", "meshwright: interrupted; run the same command again to continue\n")
 
 
-def test_plan_prints_json_in_the_promised_form_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = called(capsys, "plan", *LARGE, "--top", "3", "--json")
+@pytest.mark.parametrize(
+    ("asked", "world"), [(MIDDLE, 8), pytest.param(LARGE, 64, marks=pytest.mark.soak)], ids=["middle", "large"]
+)
+def test_plan_prints_json_in_the_promised_form_and_nothing_else(
+    asked: list[str], world: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = called(capsys, "plan", *asked, "--top", "3", "--json")
     answer = json.loads(out)
     assert (code, err) == (0, "")
     assert answer.keys() == {"job", "chosen", "plans", "considered", "rejected", "seconds"}
     assert len(answer["plans"]) == 3 and answer["chosen"] == answer["plans"][0]
     assert all(entry.keys() == {"reason", "count", "example"} for entry in answer["rejected"])
-    check_entry(answer["chosen"], 64)
+    check_entry(answer["chosen"], world)
 
 
 def test_estimate_prints_one_entry_whose_items_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +204,13 @@ def check_entry(entry: dict[str, Any], world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"], ["catalog", "models"]]
+    "tokens",
+    [
+        ["plan", *MIDDLE],
+        pytest.param(["plan", *LARGE], marks=pytest.mark.soak),
+        ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"],
+        ["catalog", "models"],
+    ],
 )
 def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = called(capsys, *tokens)
@@ -206,12 +219,21 @@ def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.Ca
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = called(capsys, "plan", *LARGE, "--top", "1", "--runnable")
+@pytest.mark.parametrize(
+    ("asked", "model"),
+    [
+        (MIDDLE, "llama2-7b: 6.74 B parameters"),
+        pytest.param(LARGE, "llama-65b: 65.3 B parameters", marks=pytest.mark.soak),
+    ],
+    ids=["middle", "large"],
+)
+def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(
+    asked: list[str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = called(capsys, "plan", *asked, "--top", "1", "--runnable")
     question, table, why, tally = out.strip().split("\n\n")
     assert (
-        question.startswith("model    llama-65b: 65.3 B parameters")
-        and sum(not line.startswith(" ") for line in table.splitlines()) == 2
+        question.startswith(f"model    {model}") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
     )
     assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
     assert "plans considered" in tally and "does not fit" in tally

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from jobs import named_job
 
@@ -15,7 +17,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 
 
-def of_two_kinds(steps: int) -> Job:
+def of_two_kinds(steps: int, **pins: Any) -> Job:
     """Llama 7B whose later blocks are wider: ranks of a pipeline hold one kind, others both."""
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     layers = list(job.model.layers)
@@ -35,7 +37,9 @@ def of_two_kinds(steps: int) -> Job:
     )
     layers[at : at + 1] = [block.but(repeat=16), block.but(repeat=16, parameters=wider)]
     return job.but(
-        model=job.model.but(layers=tuple(layers)), workload=job.workload.but(steps=steps), pins={"compile": True}
+        model=job.model.but(layers=tuple(layers)),
+        workload=job.workload.but(steps=steps),
+        pins={"compile": True, **pins},
     )
 
 
@@ -45,8 +49,14 @@ def test_a_rank_compiles_each_kind_of_block_once() -> None:
         assert estimate(job, parse_plan(plan)).first == kinds * constants.COMPILE_SECONDS
 
 
-def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -> None:
-    plans, short = search_plans(of_two_kinds(1_000_000), top=10).plans, search_plans(of_two_kinds(1), top=1).plans[0]
+@pytest.mark.parametrize(
+    ("pins", "top"),
+    [({"tp": 1, "cp": 1, "zero": 1, "offload": ()}, 1), pytest.param({}, 10, marks=pytest.mark.soak)],
+    ids=["of few plans", "of all plans"],
+)
+def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one(pins: dict[str, Any], top: int) -> None:
+    plans = search_plans(of_two_kinds(1_000_000, **pins), top=top).plans
+    short = search_plans(of_two_kinds(1, **pins), top=1).plans[0]
     long, steps = plans[0], [each.estimate.time.step for each in plans]
     assert steps == sorted(steps)
     assert short.estimate.first < long.estimate.first and short.estimate.time.step > long.estimate.time.step

@@ -40,6 +40,7 @@ def fullest(schedule: str, turns: int, pp: int, rank: int, count: int, held: lis
 @pytest.mark.parametrize(("schedule", "turns"), SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+@pytest.mark.covering(30)
 def test_in_flight_is_what_the_order_holds(schedule: str, turns: int, pp: int, rounds: int) -> None:
     count = rounds * pp
     for rank, order in enumerate(schedule_orders(schedule, pp, turns, count)):
@@ -50,6 +51,7 @@ def test_in_flight_is_what_the_order_holds(schedule: str, turns: int, pp: int, r
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 17])
 @pytest.mark.parametrize("held", [[1, 1], [3, 2], [2, 3]])
+@pytest.mark.covering(60)
 def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
     schedule: str, turns: int, pp: int, count: int, held: list[int]
 ) -> None:
@@ -167,6 +169,7 @@ def expected(schedule: str, count: int, seconds: list[tuple[float, float, float]
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in APART])
 @pytest.mark.parametrize(("pp", "count"), [(2, 8), (4, 8), (4, 16), (8, 16)])
 @pytest.mark.parametrize("one", [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1.6, 0.95), (1, 1, 0.3), (1, 3, 1)])
+@pytest.mark.covering(30)
 def test_the_bubble_of_equal_stages_whose_w_is_apart_is_that_of_playing_them(
     schedule: str, pp: int, count: int, one: tuple[float, float, float]
 ) -> None:
@@ -195,6 +198,7 @@ def test_unequal_stages_whose_w_is_apart_cost_what_playing_them_costs(which, pp,
 @pytest.mark.parametrize(("schedule", "turns"), APART)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("count", [2, 3, 8, 16, 24])
+@pytest.mark.covering(20)
 def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: str, turns: int, pp: int, count: int) -> None:
     if schedule == "dualpipev" and count < 2 * pp:
         return

@@ -208,8 +208,15 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-@pytest.mark.parametrize("kind", ["line", "documents"])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"),
+    [
+        ("line", "bytes"),
+        ("documents", "bpe"),
+        pytest.param("line", "bpe", marks=pytest.mark.soak),
+        pytest.param("documents", "bytes", marks=pytest.mark.soak),
+    ],
+)
 def test_encoding_takes_the_same_memory_whatever_the_size(kind: str, tokenizer: str, tmp_path: Path) -> None:
     """One line of 6 MB, or 120,000 documents of 18 bytes. A line that was held took 84 times its bytes, so many
     documents 1.5 kB each."""

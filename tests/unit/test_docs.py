@@ -204,6 +204,9 @@ def test_python_in_the_pages_compiles_and_names_what_the_package_has() -> None:
 
 
 RUNNABLE = {(block.language, block.text, block.exit_code) for _, block in BLOCKS if "run" in block.marks}
+LONG = ("mine:Net", "meshwright.analysis", "fit --cluster", "gpt3-175b", "1x1:", "z=0", "--advice", "--why-not")
+LONG += ("--seq 2048 --top", "--fleet-table", "--days 90", "dp8.tp2.pp4")
+"""Of blocks that take long, and whose commands the tests of these commands run too."""
 TRAINING = {(block.language, block.text, block.exit_code) for _, block in BLOCKS if "soak" in block.marks}
 
 
@@ -214,7 +217,13 @@ def try_block(language: str, text: str, code: int, folder: Path) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.parametrize(("language", "text", "code"), sorted(RUNNABLE))
+@pytest.mark.parametrize(
+    ("language", "text", "code"),
+    [
+        pytest.param(*block, marks=[pytest.mark.soak] * any(words in block[1] for words in LONG))
+        for block in sorted(RUNNABLE)
+    ],
+)
 def test_what_the_pages_say_to_run_runs(language: str, text: str, code: int, tmp_path: Path) -> None:
     assert try_block(language, text, code, tmp_path).strip()
 

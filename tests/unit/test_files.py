@@ -40,9 +40,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["new", "old"])
 @pytest.mark.parametrize(
-    "command", [(*PLAN, "--save"), (*PLAN, "--page"), (*STEP, "--trace")], ids=lambda words: words[-1]
+    "command",
+    [(*PLAN, "--save"), pytest.param((*PLAN, "--page"), marks=pytest.mark.soak), (*STEP, "--trace")],
+    ids=lambda words: words[-1],
 )
-@pytest.mark.covering(2)
 def test_on_a_full_disk_a_file_is_the_one_before_or_none(
     full: Path, command: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ from meshwright.planner.search.best_plans import SearchResult
 from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.simulate.run import simulate
 
+LONG = ("llama2-70b-on-8x8-h100", "llama-65b-on-8x8-a100-40gb", "gpt3-175b-on-128x8-a100-80gb")
+NAMES = [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in CANONICAL]
 FOLDER = Path(__file__).parent / "golden" / "plans"
 
 
@@ -36,12 +38,12 @@ def answer(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_plans_of_a_canonical_job_are_the_golden_ones(name: str) -> None:
     assert answer(name) == json.loads((FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_best_plans_of_canonical_jobs_are_within_2_percent_of_the_estimate(name: str) -> None:
     """When they are played."""
     for entry in found(name).plans:

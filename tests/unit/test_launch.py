@@ -4,16 +4,19 @@ import json
 import os
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jobs import answering_once
 from kubeflow_trainer_api import models
 
 from meshwright.cli.launch import KubernetesOptions, NodeOptions, SlurmOptions, launch
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, Interrupted
+from meshwright.planner.search import ranking
 
 BIG = JobOptions(model="llama-7b", cluster="4x8:h100")
 SBATCH = {
@@ -21,6 +24,13 @@ SBATCH = {
     "no-kill", "open-mode", "output", "mem", "account", "qos",
 }  # fmt: skip
 """Long options that the manual of sbatch lists."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searched_once() -> Iterator[None]:
+    """All of them ask for a plan of the same large job."""
+    with answering_once(ranking, "search_plans"):
+        yield
 
 
 def written(folder: Path, on: Any, **more: Any) -> str:

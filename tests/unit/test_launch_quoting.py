@@ -64,6 +64,9 @@ def start_with(name: str) -> JobSubmission:
 
 
 NAMES = names(20, 2000)
+FEW_OR_ALL = pytest.mark.parametrize(
+    "given", [pytest.param(NAMES[:250], id="250"), pytest.param(NAMES, id="2000", marks=pytest.mark.soak)]
+)
 HARNESS = """
 command_not_found_handle() { said FOREIGN "$@"; }
 said() { printf '%s\\0' "$@" END >> "$LOG"; }
@@ -80,13 +83,13 @@ for script in *.sh; do ( source "./$script" 0 first ); done
 foreign."""
 
 
+@FEW_OR_ALL
 @pytest.mark.parametrize("target", ["torchrun", "slurm"])
-@pytest.mark.covering(1)
-def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path: Path) -> None:
+def test_a_script_runs_its_one_command_whatever_names_hold(target: str, given: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     expected = []
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(given):
         start, job = start_with(name), "job.json" if is_refused(name) else f"{name}/job.json"
         text = torchrun.node_script(start, job) if target == "torchrun" else slurm.batch_script(start, job)
         (folder / f"{number:04}.sh").write_text(text.replace("/dev/urandom", "/dev/null"), encoding="utf-8")
@@ -100,9 +103,9 @@ def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path
     calls = [call.split("\0")[:-1] for call in (tmp_path / "log").read_text(encoding="utf-8").split("END\0")[:-1]]
     assert [call[-len(words) :] for call, words in zip(calls, expected, strict=True)] == expected
     assert (
-        len(list(folder.iterdir())) == len(NAMES) and len(list(tmp_path.iterdir())) == 2
+        len(list(folder.iterdir())) == len(given) and len(list(tmp_path.iterdir())) == 2
     )  # nothing was written but the log
-    for number in range(0, len(NAMES), 100):
+    for number in range(0, len(given), 100):
         assert subprocess.run(["bash", "-n", folder / f"{number:04}.sh"], check=False).returncode == 0
 
 
@@ -111,8 +114,9 @@ def expanded(text: str) -> str:
     return re.sub(r"\$\$|\$\([^)]*\)", lambda found: "$" if found[0] == "$$" else "EXPANDED", text)
 
 
-def test_kubernetes_objects_hold_names_as_plain_data() -> None:
-    for name in NAMES[::10]:
+@FEW_OR_ALL
+def test_kubernetes_objects_hold_names_as_plain_data(given: list[str]) -> None:
+    for name in given[::10]:
         start = start_with(name)
         mount = "/data" if is_refused(name) or ":" in name else f"/{name}"
         objects = kubernetes.build_objects(start, '{"a": 1}\n', kubernetes.PodTemplate("mesh:1", "1e3", mount))
@@ -124,8 +128,9 @@ def test_kubernetes_objects_hold_names_as_plain_data() -> None:
         assert found == objects and [each["kind"] for each in found] == ["Secret", "ConfigMap", "JobSet"]
 
 
-def test_yaml_reads_back_as_the_same_data() -> None:
-    for name in NAMES:
+@FEW_OR_ALL
+def test_yaml_reads_back_as_the_same_data(given: list[str]) -> None:
+    for name in given:
         text = name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         data = {"kind": text, text: [text, {"name": text}, [text, []], 1, True, {}], "data": {"text": f"{text}\n"}}
         assert yaml.safe_load(to_yaml(data)) == data

@@ -60,7 +60,7 @@ def every_price(question: Job) -> Iterator[tuple[float, float, Plan]]:
     ("devices", "pins"), [(1, {}), (2, {"pp": 2, "micro_batch": 1})], ids=["one device", "a pipeline"]
 )
 @pytest.mark.parametrize("model", [DEEP, LLAMA], ids=["as wholes", "by operation too"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(
     model: ModelSpec, devices: int, pins: dict[str, int], link: float
 ) -> None:

@@ -86,7 +86,10 @@ def two_ways(precision: str = "bf16", fits: str = "dp1.z3.off-optimizer80.off-pa
 
 @pytest.mark.parametrize(
     ("precision", "fits"),
-    [("bf16", "dp1.z3.off-optimizer.off-parameters40"), ("fp32", "dp1.z3.off-optimizer60.off-parameters60")],
+    [
+        pytest.param("bf16", "dp1.z3.off-optimizer.off-parameters40", marks=pytest.mark.soak),
+        ("fp32", "dp1.z3.off-optimizer60.off-parameters60"),
+    ],
 )
 def test_of_states_and_weights_that_both_wait_the_quickest_pair_of_shares_is_taken(precision: str, fits: str) -> None:
     job = two_ways(precision, fits)
@@ -148,19 +151,24 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
 
 
-@pytest.mark.parametrize("pins", [{"offload_share": 50}, {"offload_share": 50, "weights_share": 40}])
-@pytest.mark.covering(1)
-def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(pins: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "objective", [pytest.param(SearchObjective.fastest, marks=pytest.mark.soak), SearchObjective.headroom]
+)
+@pytest.mark.parametrize(
+    "pins", [{"offload_share": 50}, pytest.param({"offload_share": 50, "weights_share": 40}, marks=pytest.mark.soak)]
+)
+def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(
+    pins: dict[str, int], objective: SearchObjective
+) -> None:
     """For the most headroom nothing waits unless it is asked for: the pin was passed over in silence."""
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16", pins=pins)
-    for objective in (SearchObjective.fastest, SearchObjective.headroom):
-        plans = [entry.plan for entry in search_plans(job, top=3, objective=objective).plans]
-        assert plans and all(
-            getattr(plan, name) == share and waits(plan.offload)
-            for plan in plans
-            for (name, share) in pins.items()
-            for waits in [OFFLOAD_FRACTION_PINS[name]]
-        )
+    plans = [entry.plan for entry in search_plans(job, top=3, objective=objective).plans]
+    assert plans and all(
+        getattr(plan, name) == share and waits(plan.offload)
+        for plan in plans
+        for (name, share) in pins.items()
+        for waits in [OFFLOAD_FRACTION_PINS[name]]
+    )
 
 
 def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:

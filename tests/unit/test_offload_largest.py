@@ -42,6 +42,7 @@ def allowed(device_memory: float, host: float, largest: int) -> float:
     ("device", "host"),
     [("a100-80gb", 256), ("a100-80gb", 1024), ("rtx-4090", 128), ("rtx-4090", 256), ("rtx-4090", 1024)],
 )
+@pytest.mark.covering(2)
 def test_the_largest_model_is_no_smaller_than_what_zero_offload_allows(device: str, host: float) -> None:
     least = job_of(1, device, host * GIB)
     block, embedding = job_of(2, device, 0.0).model.parameters - least.model.parameters, 32000 * 4096

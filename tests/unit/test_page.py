@@ -80,10 +80,7 @@ EVEN = EVEN.but(layers=tuple(map(attending(32, 0, 0.0), EVEN.layers)))
 """On four devices with one sequence, two of its plans take the same time but for a rounding."""
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@example(small_job(EVEN, cluster(1, 4, 2e6), 1, precision="fp32", sequence=32))
-@given(small_jobs())
-def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estimate(job: Job) -> None:
+def check_settings(job: Job) -> None:
     found, data = page_of(job)
     memory, time = data["keys"]["memory"], data["keys"]["time"]
     for asked, shown, standing in settings_of(found, data):
@@ -107,6 +104,30 @@ def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estim
             )
 
 
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@example(small_job(EVEN, cluster(1, 4, 2e6), 1, precision="fp32", sequence=32))
+@given(small_jobs())
+def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estimate(job: Job) -> None:
+    check_settings(job)
+
+
+@pytest.mark.soak
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(small_jobs())
+def test_every_setting_of_20_random_jobs_shows_the_plans_of_a_search(job: Job) -> None:
+    check_settings(job)
+
+
+def test_with_a_budget_the_values_of_memory_are_budgets_up_to_the_memory_of_a_device() -> None:
+    job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
+    axes = page_axes(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
+    assert axes.memories == tuple(size * 2**30 for size in (24, 32, 36, 40))
+    assert [on.devices for on in axes.clusters] == [4, 8]
+    budgets = [with_memory_limit(on, memory).budget for on in axes.clusters for memory in axes.memories]
+    assert budgets == [*axes.memories] * 2
+
+
+@pytest.mark.soak
 def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() -> None:
     job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
     found, data = page_of(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
@@ -122,7 +143,11 @@ def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() 
 
 
 @pytest.mark.parametrize(
-    "job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"]
+    "job",
+    [
+        pytest.param(small_job(batch=16), id="small"),
+        pytest.param(named_job("llama2-7b", "1x4:a100-40gb", 16, 2048), id="llama2-7b", marks=pytest.mark.soak),
+    ],
 )
 def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(job: Job) -> None:
     found, data = page_of(job, (1, 1, 1, 3))
@@ -170,6 +195,7 @@ def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
     assert embedded(text)["model"]["name"] == "</script><b>x"
 
 
+@pytest.mark.soak
 def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     job = small_job(decoder(((48, 128),)), cluster(2, 8), 64)
     text = plan_page_text(search_page_grid(job, page_axes(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)

@@ -164,6 +164,7 @@ def test_a_plan_that_the_ranks_would_refuse_is_refused_where_it_is_priced(
 @pytest.mark.parametrize(
     ("cluster", "workload", "plan", "line"), [each for each in REFUSED if "zw" not in each[2]], ids=str
 )
+@pytest.mark.covering(4)
 def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
     cluster: str, workload: dict[str, Any], plan: str, line: str
 ) -> None:

@@ -1,5 +1,5 @@
-"""The control plane against its model: every interleaving of three nodes with two faults, and the real leader and nodes
-on paths through all of them."""
+"""The control plane against its model: every interleaving of three nodes with a fault, in the soak with two, and the
+real leader and nodes on paths through all of them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 from protocol_cluster import Protocol, expected
-from protocol_model import FIRST, NODES, STEPS, Action, State, actions, after
+from protocol_model import FAULTS, FIRST, NODES, STEPS, Action, State, actions, after
 
 Graph = dict[State, dict[Action, State]]
+FAULT_VERBS = ("crash", "kill")
 
 
-@pytest.fixture(scope="module")
-def graph() -> Graph:
-    """All states, in order of their distance from the first, and what follows each of them."""
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(FAULTS, marks=pytest.mark.soak)], ids="{} faults at most".format
+)
+def graph(request: pytest.FixtureRequest) -> Graph:
+    """All states after so many faults, in order of their distance from the first, and what follows each of them."""
     found: Graph = {}
     waiting = deque([FIRST])
     while waiting:
         state = waiting.popleft()
         if state not in found:
-            found[state] = {action: after(state, action) for action in actions(state)}
+            following = (each for each in actions(state) if each[0] not in FAULT_VERBS or state.faults < request.param)
+            found[state] = {action: after(state, action) for action in following}
             waiting.extend(found[state].values())
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -37,8 +36,16 @@ def question(cluster: str, optimizer: str) -> Job:
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [
-        *itertools.product(["dp2.mb4", "dp2.z1.mb4"], ["adamw", "muon"]),
-        ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (
+                ("dp2.mb4", "adamw"),
+                ("dp2.mb4", "muon"),
+                ("dp2.z1.mb4", "adamw"),
+                ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw"),
+            )
+        ),
+        ("dp2.z1.mb4", "muon"),
     ],
 )
 def test_the_plan_that_an_oom_suggests_fits_and_suits_the_precision(plan: str, optimizer: str) -> None:

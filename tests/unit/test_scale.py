@@ -33,6 +33,7 @@ def kinds_of(folder: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_256_nodes_lose_one_of_them_and_go_on_from_its_mirror(tmp_path: Path) -> None:
     cluster = checked(Cluster(tmp_path, 256, kinds=("node",), step=1.0).train())
     kinds = kinds_of(tmp_path)
@@ -47,6 +48,7 @@ def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they
     assert any("has been silent for 15 s" in note for note in cluster.notes)
 
 
+@pytest.mark.soak
 def test_leaders_that_are_lost_cost_no_more_than_other_nodes(tmp_path: Path) -> None:
     """One after the other, the second one after nodes and ranks were lost under it; each comes back as a node."""
     kinds = ("leader", "dies", "node", "leader", "leader's link", "leader", "hangs", "leader's link")

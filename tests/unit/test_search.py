@@ -181,7 +181,7 @@ def considered(job: Job) -> int:
     return space.considered
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(small_jobs())
 def test_the_best_plan_is_the_one_that_pricing_every_plan_one_by_one_finds(job: Job) -> None:
     assume(sum(1 for _ in every_plan(job)) < 800)  # a millisecond or two each; the soak takes all
@@ -197,6 +197,7 @@ def test_the_best_plan_of_500_random_jobs_is_that_of_brute_force(job: Job) -> No
 
 @pytest.mark.parametrize("offload", [("optimizer",), ("activations",), ("optimizer", "activations")], ids="-".join)
 @pytest.mark.parametrize("memory", [9e5, 12e5, 2e6])
+@pytest.mark.covering(3)
 def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_blocks(
     offload: tuple[str, ...], memory: float
 ) -> None:
@@ -235,7 +236,9 @@ def test_more_memory_never_makes_the_best_plan_worse(job: Job, factor: float) ->
     assert not before or after[0].score <= before[0].score * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 13, 42, 97, 252, 256])
+@pytest.mark.parametrize(
+    "batch", [1, 97, 252, *(pytest.param(each, marks=pytest.mark.soak) for each in (7, 13, 42, 256))]
+)
 def test_every_plan_consumes_exactly_the_batch_on_six_nodes_of_seven(batch: int) -> None:
     job = small_job(decoder(((14, 84),), heads=14, hidden=84), cluster(6, 7), batch)
     plans = [entry.plan for entry in search_plans(job, top=50).plans]
@@ -277,6 +280,14 @@ def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
     assert "the model cannot be cut between its blocks" in {
         fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
     }
+
+
+def test_a_model_that_needs_the_whole_sequence_is_told_to_leave_sequence_parallelism_out() -> None:
+    job = small_job(on=cluster(1, 4), batch=8)
+    job = job.but(model=job.model.but(against_sequence="layers.0.qkv is not sharded"))
+    plan = Plan(tp=2, dp_replicate=2, sequence_parallel=True)
+    said = [fault.message for fault in plan_violations(job, plan)]
+    assert "sp: layers.0.qkv is not sharded; leave sequence parallelism out" in said
 
 
 def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
@@ -376,6 +387,7 @@ def test_rejections_name_the_rule_the_number_and_an_example() -> None:
     assert all(rejection.count > 0 for rejection in answer.rejected)
 
 
+@pytest.mark.soak
 def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
     with pytest.raises(NothingFits) as caught:
         search_plans(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096, pins={"offload": ()}))

@@ -69,7 +69,7 @@ def every_pipeline(job: Job) -> list[Plan]:
 
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
 @pytest.mark.parametrize("less", [1.0, 2.0])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float, less: float) -> None:
     job = unlike_job(slower, less)
     expected = min(found for plan in every_pipeline(job) if (found := score(job, plan)) is not None)
@@ -117,7 +117,9 @@ def every_share(job: Job, plan: Plan) -> list[Plan]:
     return [plan.but(shares=way) for way in ways if len(set(way)) > 1]
 
 
-@pytest.mark.parametrize(("name", "slower"), [("dp4", 1.7), ("dp4.z1", 3.0), ("dp2.tp2.z1", 1.7)])
+@pytest.mark.parametrize(
+    ("name", "slower"), [pytest.param("dp4", 1.7, marks=pytest.mark.soak), ("dp4.z1", 3.0), ("dp2.tp2.z1", 1.7)]
+)
 def test_the_best_shares_of_a_plan_are_those_of_brute_force(name: str, slower: float) -> None:
     job, plan = heavy_job(slower, batch=8), parse_plan(name)
     times = {each.shares: estimate(job, each).time.step for each in every_share(job, plan)}
@@ -158,7 +160,7 @@ def test_a_search_of_what_runs_offers_shares_on_unlike_groups() -> None:
     assert chosen.runs and chosen.plan.shares
 
 
-@pytest.mark.parametrize(("less", "batch"), [(1.0, 16), (2.0, 8), (0.25, 16)])
+@pytest.mark.parametrize(("less", "batch"), [(1.0, 16), pytest.param(2.0, 8, marks=pytest.mark.soak), (0.25, 16)])
 def test_no_ranked_plan_is_better_than_what_is_said_to_be_the_best_of_its_family(less: float, batch: int) -> None:
     """Plans over unlike groups and plans that recompute some of their blocks stand among the families too."""
     answer = search_plans(unlike_job(3.0, less, batch))
@@ -203,7 +205,9 @@ def with_less(job: Job, less: float) -> Job:
     )
 
 
-@pytest.mark.parametrize(("slower", "less", "batch"), [(2.5, 1.0, 10), (1.7, 8.0, 12), (3.0, 12.0, 8)])
+@pytest.mark.parametrize(
+    ("slower", "less", "batch"), [(2.5, 1.0, 10), pytest.param(1.7, 8.0, 12, marks=pytest.mark.soak), (3.0, 12.0, 8)]
+)
 def test_no_other_sizes_beat_the_result_by_more_than_the_threshold(slower: float, less: float, batch: int) -> None:
     job = with_less(heavy_job(slower, batch), less)
     best = min(score for score, _ in uneven_batches.uneven_batch_plans(job, 50))
@@ -223,14 +227,15 @@ def test_a_group_with_less_memory_takes_smaller_micro_batches() -> None:
     assert estimate(job, best).fits and not estimate(job, parse_plan("dp2.pp2.z1.mb2.ga17-15.order-dp-pp-tp")).fits
 
 
-def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() -> None:
+@pytest.mark.parametrize("batches", [range(10, 20), pytest.param(range(20, 41), marks=pytest.mark.soak)], ids=str)
+def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be(batches: range) -> None:
     """Brute force over three kinds: sums that no numbers reach, and the least end of those that some do."""
     kinds = [
         uneven_micro_batch.GroupMicroBatches(2, 4, 3.0, 0.5),
         uneven_micro_batch.GroupMicroBatches(1, 3, 2.5, 0.1),
         uneven_micro_batch.GroupMicroBatches(3, 1, 2.0, 0.0),
     ]
-    for batch in range(10, 41):
+    for batch in batches:
         ends = [
             max(-(-total // kind.replicas) * kind.each + kind.once for total, kind in zip(totals, kinds, strict=True))
             for totals in product(*(range(kind.replicas, 41) for kind in kinds))
@@ -251,7 +256,11 @@ def test_micro_batches_count_where_a_slow_link_rounds_their_seconds_away() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "pipeline"), [("dp4.tp2.place0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])]
+    ("name", "tensor", "pipeline"),
+    [
+        pytest.param("dp4.tp2.place0", [1, 3, 9], [3, 9], marks=pytest.mark.soak),
+        ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9]),
+    ],
 )
 def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(
     name: str, tensor: list[int], pipeline: list[int]

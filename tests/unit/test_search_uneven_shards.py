@@ -47,7 +47,7 @@ def test_every_rank_is_priced_with_its_part_and_the_step_with_the_largest(zero: 
     assert large.time.step > even.time.step
 
 
-@pytest.mark.parametrize("small", [24e6, 28e6, 32e6, 40e6])
+@pytest.mark.parametrize("small", [*(pytest.param(each, marks=pytest.mark.soak) for each in (24e6, 28e6, 32e6)), 40e6])
 def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse(small: float) -> None:
     job = tight_job(small=small)
     found = [plan for _, plan in uneven_batches.uneven_batch_plans(job, 20) if plan.shard_weights]
@@ -62,6 +62,7 @@ def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse(small:
         assert chosen.estimate.time.step <= estimate(job, plan).time.step * 1.05
 
 
+@pytest.mark.soak
 def test_a_device_whose_memory_binds_holds_less_and_the_planner_says_so() -> None:
     """Brute force over all weights up to 16: none that fits is faster by more than the largest shard's whole number."""
     job = tight_job(small=28e6)

@@ -115,6 +115,7 @@ def bare(
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.covering(20)
 def test_a_step_of_passes_and_messages_takes_what_the_timing_of_its_schedule_says(seed: int) -> None:
     chance = random.Random(seed)
     schedule = chance.choice(["gpipe", "1f1b", "interleaved"])
@@ -188,6 +189,7 @@ def everyone(plan: Plan, faults: Faults) -> list[ReplicaClass]:
     [Faults(), Faults(slow=[(3, 2.0)]), Faults(slow=[(1, 1.5), (6, 3.0)], link=[(2, 0.2)])],  # type: ignore[list-item]
     ids=["healthy", "one slow", "two slow and a weak link"],
 )
+@pytest.mark.covering(8)
 def test_one_of_equal_ranks_stands_for_all_of_them(name: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     job, plan = small_job(on=cluster(2, 4), batch=32), parse_plan(name)
     few = simulate(job, plan, faults)
@@ -509,7 +511,12 @@ def test_the_package_is_the_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dp128.tp8.sp.pp16.z1.rc-full", "dp64.tp8.sp.pp32.z1.rc-full", "dp128.tp8.sp.pp16.z1.rc-full.interleaved7"]
+    "name",
+    [
+        "dp128.tp8.sp.pp16.z1.rc-full",
+        "dp64.tp8.sp.pp32.z1.rc-full",
+        pytest.param("dp128.tp8.sp.pp16.z1.rc-full.interleaved7", marks=pytest.mark.soak),
+    ],
 )
 def test_a_step_on_16384_devices_is_played_in_under_two_seconds(name: str) -> None:
     plan = parse_plan(name)

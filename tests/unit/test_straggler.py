@@ -66,7 +66,9 @@ def wandering(plan: str, seed: int) -> int:
     return alarms
 
 
-@pytest.mark.parametrize("plan", ["dp4.z1", "dp2.pp2.z1", "dp4.z3", "pp4"])
+@pytest.mark.parametrize(
+    "plan", [*(pytest.param(each, marks=pytest.mark.soak) for each in ("dp4.z1", "dp4.z3")), "dp2.pp2.z1", "pp4"]
+)
 def test_other_programs_on_the_cores_cause_one_alarm_in_4000_steps_at_most(
     plan: str,
 ) -> None:

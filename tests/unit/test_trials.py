@@ -33,7 +33,7 @@ def held(described: Job, true: Job, most: int) -> list[Trial]:
     return trials
 
 
-@pytest.mark.parametrize(("compute", "links"), [(1.0, 0.1), (0.4, 8.0)])
+@pytest.mark.parametrize(("compute", "links"), [pytest.param(1.0, 0.1, marks=pytest.mark.soak), (0.4, 8.0)])
 def test_five_trials_find_the_best_plan_of_a_machine_that_was_described_wrongly(compute: float, links: float) -> None:
     described = job()
     true = described.but(cluster=scale_cluster(described.cluster, compute, links))
@@ -48,8 +48,9 @@ def test_five_trials_find_the_best_plan_of_a_machine_that_was_described_wrongly(
 
 
 def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
-    assert len(held(job(), job(), 5)) == 2
-    first, second = held(job(), job(), 5)
+    trials = held(job(), job(), 5)
+    assert len(trials) == 2
+    first, second = trials
     assert (first.plan.dp, first.plan.tp, first.plan.pp, first.plan.cp) != (
         second.plan.dp,
         second.plan.tp,
