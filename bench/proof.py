@@ -1,10 +1,13 @@
 """The proof run at full size: memory of each rank beyond a step's, and seconds against the estimate.
 
-python -m bench.proof                       # TinyLlama 1.1B on 4 ranks of this machine, dp4.z3, bf16-pure; writes
-bench/results/proof.md
-python -m bench.proof --blocks 4            # the same with fewer blocks, to try
+python -m bench.proof                         # TinyLlama 1.1B on 4 ranks of this machine, dp4.z3
+python -m bench.proof --blocks 4              # the same with fewer blocks, to try
+python -m bench.proof --precision bf16-pure   # where the processor multiplies bfloat16; else 30 times slower
 
-The estimate is of this machine where `meshwright probe` has measured it.
+Without --blocks it writes bench/results/proof.md.
+
+The estimate is of this machine where `meshwright probe` has measured it, or of the cluster of `--cluster`: a file that
+`meshwright probe --cluster local:4 --save` wrote.
 
 Memory is what a process has that it shares with no other, and what it wrote to shared memory, read every 20 ms. A step
 is measured after the proof,
@@ -67,13 +70,13 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, float, float]:
     return found, most, seconds
 
 
-def model_of(blocks: int) -> nn.Module:
-    """A Llama in bfloat16 whose weights are between -0.025 and 0.025."""
+def model_of(blocks: int, dtype: torch.dtype) -> nn.Module:
+    """A Llama whose weights are between -0.025 and 0.025."""
     import transformers
 
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=blocks, max_position_embeddings=2048, use_cache=False)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(config).to(dtype)
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -83,7 +86,7 @@ def model_of(blocks: int) -> nn.Module:
                         if parameter.ndim < 2
                         else (torch.arange(parameter.numel()) % 1021 / 1021 - 0.5) * 0.05
                     )
-                    module._parameters[name] = nn.Parameter(values.view(parameter.shape).to(torch.bfloat16))
+                    module._parameters[name] = nn.Parameter(values.view(parameter.shape).to(dtype))
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.empty_like(buffer, device="cpu")
@@ -91,13 +94,13 @@ def model_of(blocks: int) -> nn.Module:
     return model
 
 
-def measured(plan: str, blocks: int, rows: int, length: int, price: ProofCost) -> dict[str, Any]:
-    """On every rank."""
-    model = model_of(blocks)
+def measured(
+    plan: str, models: list[nn.Module], precision: str, rows: int, length: int, price: ProofCost
+) -> dict[str, Any]:
+    """On every rank. `models` holds the one model: the ranks are forked, so that it is in memory once."""
     trainer = parallelize(
-        model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), plan, precision="bf16-pure", prove="start"
+        models.pop(), lambda parameters: torch.optim.SGD(parameters, lr=1e-3), plan, precision=precision, prove="start"
     )
-    del model
     ids = torch.randint(0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     trainer.prover.predicted = price
@@ -117,21 +120,34 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=22)
     parser.add_argument("--plan", default="dp4.z3.mb1")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16-pure"])
+    parser.add_argument("--cluster", default="")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=3600.0)
     given = parser.parse_args()
     plan = parse_plan(given.plan)
     block = 2048 * (2048 * 2 + 256 * 2 + 3 * 5632) + 2 * 2048
     vocabulary = SIZES["vocab_size"] * SIZES["hidden_size"]
-    work = {"batch": plan.world, "sequence": given.length, "precision": "bf16-pure", "optimizer.name": "sgd"}
-    chosen = {"model": "tinyllama-1.1b", "cluster": f"local:{plan.world}"}
+    work = {"batch": plan.world, "sequence": given.length, "precision": given.precision, "optimizer.name": "sgd"}
+    chosen = {"model": "tinyllama-1.1b", "cluster": given.cluster or f"local:{plan.world}"}
     job = resolve_job(read_job(None, [f"workload.{name}={value}" for name, value in work.items()], chosen))
     price = proof_price(job, plan, estimate(job, plan).time.step)
-    found = run(plan.world, measured, given.plan, given.blocks, plan.world, given.length, price, timeout=given.seconds)
+    models = [model_of(given.blocks, torch.float32 if given.precision == "fp32" else torch.bfloat16)]
+    found = run(
+        plan.world,
+        measured,
+        given.plan,
+        models,
+        given.precision,
+        plan.world,
+        given.length,
+        price,
+        timeout=given.seconds,
+    )
     lines = [
         "# The proof run at full size\n",
-        f"TinyLlama 1.1B ({given.blocks} blocks), `{given.plan}`, bf16-pure, {plan.world} rows of {price.length} "
-        f"tokens, {plan.world} ranks on {os.cpu_count()} cores. By `python -m bench.proof`.",
+        f"TinyLlama 1.1B ({given.blocks} blocks), `{given.plan}`, {given.precision}, {plan.world} rows of "
+        f"{price.length} tokens, {plan.world} ranks on {os.cpu_count()} cores. By `python -m bench.proof`.",
         f"A block is {4 * block / 2**20:.0f} MiB in float32, the embedding and the head {4 * vocabulary / 2**20:.0f} "
         f"MiB each, and so are their gradients. {'Equal to one device' if found[0]['equal'] else found[0]['line']}.\n",
         "| rank | before, MiB | a step, MiB | the proof, MiB | beyond a step, MiB |",

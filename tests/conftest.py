@@ -38,15 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak. A case that is asked
-    for by its name runs."""
+    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak; cases with the mark
+    `soak` are not among those that it chooses from. A case that is asked for by its name runs."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
             tests.setdefault(f"{item.path}::{item.originalname}", []).append(item)
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("covering")
+    for every in tests.values():
+        mark = every[0].get_closest_marker("covering")
         assert mark is not None
+        cases = [case for case in every if not case.get_closest_marker("soak")]
         chosen = covering([case.name for case in cases], mark.args[0])
         for case in cases if len(cases) > 1 else ():
             if case.name not in chosen:

@@ -87,8 +87,11 @@ def test_true_accounts_pass_and_are_held_against_the_clock(run: Path) -> None:
     ],
     ids=["a step twice", "a wait without event", "a detection of nothing", "a longer recovery", "a longer step"],
 )
-def test_forged_lines_are_rejected(run: Path, name: str, forge: Callable[[list[Line]], list[Line]], said: str) -> None:
+def test_forged_lines_are_rejected(
+    run: Path, name: str, forge: Callable[[list[Line]], list[Line]], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The report accepts these lines; the clock does not."""
+    monkeypatch.setattr(sample_accounting, "BUSY_SECONDS", sample_accounting.LEAST_SECONDS)
     true = raw(run / f"{name}.jsonl")
     write(run, forge(true), name)
     with pytest.raises(AssertionError, match=said):

@@ -33,7 +33,6 @@ def kinds_of(folder: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.soak
 def test_256_nodes_lose_one_of_them_and_go_on_from_its_mirror(tmp_path: Path) -> None:
     cluster = checked(Cluster(tmp_path, 256, kinds=("node",), step=1.0).train())
     kinds = kinds_of(tmp_path)
