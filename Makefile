@@ -13,6 +13,9 @@
 #
 # PYTHON=python3.12 chooses the interpreter. Which registry or mirror pip asks is pip's own configuration.
 
+# Else each process of the tests would compile every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 TORCH  ?= 2.13.0
 ARGS   ?=
@@ -26,26 +29,28 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDES  := -n auto --dist loadfile
 
 # One file for each part: plans on ranks against one device, golden plans, schedules, estimates, checkpoints, models, messages.
-QUICK := $(addprefix tests/,ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
+QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
          mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
-.PHONY: train quick test check soak soak-parts bench bench-cluster docs gpu-check lock setup clean
+.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock setup clean
 .SILENT:
 
 train: $(READY)
 	$(BIN)/meshwright train $(ARGS)
 
-test: check
-	$(PYTEST) $(SIDES) --ignore=tests/unit/test_architecture.py $(ARGS)
+test: lint
+	$(PYTEST) $(SIDES) $(ARGS)
 
-quick: check
+quick: lint
 	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)
 
-check: $(READY)
+check: lint
+	$(PYTEST) tests/unit/test_architecture.py
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: run $(BIN)/ruff format ."; exit 1; }
 	$(BIN)/mypy
-	$(PYTEST) tests/unit/test_architecture.py
 
 # `make soak PART=` lists the parts too.
 ifeq ($(origin PART),undefined)

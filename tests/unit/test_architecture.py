@@ -9,6 +9,7 @@ entry of the list that is no longer needed. MESHWRIGHT_SHRINK=1 removes such ent
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -124,7 +126,20 @@ BANNED_IN_PROSE = re.compile(
 )
 
 
-# What the tree contains.
+# What the tree contains. It is computed by the first test that asks: other tests import nothing of it.
+
+
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a file."""
+    return list(ast.walk(tree))
+
+
+@cache
+def comments(path: str) -> list[tuple[int, str]]:
+    """Line and text of each comment of a file."""
+    tokens = tokenize.generate_tokens(io.StringIO(TEXTS[path]).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
 def package_of(name: str) -> str:
@@ -145,9 +160,9 @@ def file_of(name: str) -> str | None:
     return next((path for path in (f"{inner}.py", f"{inner}/__init__.py") if inner and path in TREES), None)
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def imports_of(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Every absolute import with its line, type-only imports included."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,14 +173,17 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((name, node.lineno) for name in modules)
 
 
-def own_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def own_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
     return ((name, line) for name, line in imports_of(tree) if name.split(".")[0] == "meshwright")
 
 
-IMPORTS = {
-    path: {target for name, _ in own_imports(tree) if (target := file_of(name)) and target != path}
-    for path, tree in TREES.items()
-}
+@cache
+def imports() -> dict[str, set[str]]:
+    """The files that each file imports."""
+    return {
+        path: {target for name, _ in own_imports(tree) if (target := file_of(name)) and target != path}
+        for path, tree in TREES.items()
+    }
 
 
 def part_of(path: str, package: str) -> str:
@@ -176,12 +194,12 @@ def part_of(path: str, package: str) -> str:
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for path, tree in TREES.items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        yield from ((path, node) for node in nodes(tree) if isinstance(node, ast.ClassDef))
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for path, tree in TREES.items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        yield from ((path, node) for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def expect_only_allowed(check: str, violations: list[str]) -> None:
@@ -235,7 +253,7 @@ def test_parts_of_a_package_import_only_lower_layers(package: str) -> None:
             continue
         part = part_of(path, package)
         assert part in layers, f"{path}: {part} has no layer in {package}"
-        for target in IMPORTS[path]:
+        for target in imports()[path]:
             other = (
                 part_of(target, package)
                 if target.startswith(package + "/") and target != f"{package}/__init__.py"
@@ -275,7 +293,7 @@ def components(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_cycle_between_files() -> None:
-    graph = {path: targets & TREES.keys() for path, targets in IMPORTS.items() if path != "__init__.py"}
+    graph = {path: targets & TREES.keys() for path, targets in imports().items() if path != "__init__.py"}
     expect_only_allowed(
         "cycles", [" <-> ".join(members) for members in components({p: t - {"__init__.py"} for p, t in graph.items()})]
     )
@@ -289,7 +307,7 @@ def test_no_import_cycle_between_folders() -> None:
         return path if folder in SUBLAYERS and not path.endswith("__init__.py") else folder
 
     graph: dict[str, set[str]] = defaultdict(set)
-    for path, targets in IMPORTS.items():
+    for path, targets in imports().items():
         folder = folder_of(path)
         graph[folder] |= {folder_of(target) for target in targets} - {folder, ""}
     graph.pop("", None)
@@ -448,8 +466,8 @@ def words_of(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
 
 
-def defined_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -470,9 +488,8 @@ def test_identifiers_use_standard_terms() -> None:
 
 def prose_of(path: str) -> Iterator[str]:
     """Comments and docstrings, the strings that follow assignments included."""
-    with (SOURCE / path).open("rb") as file:
-        yield from (token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT)
-    for node in ast.walk(TREES[path]):
+    yield from (text for _, text in comments(path))
+    for node in nodes(TREES[path]):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
@@ -548,7 +565,7 @@ def test_no_module_holds_mutable_state() -> None:
             for node in tree.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Global):
                 wrong.append(f"{path}:{node.lineno} global {', '.join(node.names)}")
             elif (name := mutated(node)) in constants and not bound_inside(tree, name, node):
@@ -602,7 +619,7 @@ def mutated(node: ast.AST) -> str | None:
 
 def bound_inside(tree: ast.Module, name: str, node: ast.AST) -> bool:
     """Whether `name` at `node` is a local name of a function that shadows the module's."""
-    for function in ast.walk(tree):
+    for function in nodes(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and any(
             inner is node for inner in ast.walk(function)
         ):
@@ -619,12 +636,12 @@ def bound_inside(tree: ast.Module, name: str, node: ast.AST) -> bool:
 
 def test_nothing_is_left_to_do() -> None:
     """No marks of unfinished work in comments."""
-    wrong = []
-    for path in TREES:
-        with (SOURCE / path).open("rb") as file:
-            for token in tokenize.tokenize(file.readline):
-                if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
-                    wrong.append(f"{path}:{token.start[0]} {token.string}")
+    wrong = [
+        f"{path}:{line} {text}"
+        for path in TREES
+        for line, text in comments(path)
+        if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -673,7 +690,7 @@ def test_only_their_own_methods_set_fields_of_the_engine_and_its_parts() -> None
     for path, tree in TREES.items():
         if package_of(path) not in ("runtime", "train", "checkpoint"):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and node.attr in fields:
                 owner = ast.unparse(node.value)
                 named = re.split(r"[.\[(]", owner)[-1] in OWNER_NAMES
