@@ -69,6 +69,13 @@ def checks() -> str:
     return "first" if not current or Path(__file__).with_name(file) in CHECKED_FILES else "never"
 
 
+def unchecked(function: Callable[..., Any], *args: Any) -> Any:
+    """On a rank: `function(*args)` without the checks of rows and writes, in a file whose other tests need them. For
+    what a checked run is compared with, and for what is itself compared with one device."""
+    os.environ["MESHWRIGHT_CHECKS"] = "never"  # each call sets it anew
+    return function(*args)
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or hung."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
+from pool import unchecked
 from torch import nn
 from torch.nn import functional as F
 from world_group import between_hosts
@@ -45,7 +46,7 @@ def losses(plan: str, precision: str, steps: int) -> Any:
 def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str, precision: str) -> None:
     world = parse_plan(plan).world
     low, held = ranks.run(world, losses, plan, precision, 6)[0]
-    high, _ = ranks.once(world, losses, plan, "fp32", 6)[0]
+    high, _ = ranks.once(world, unchecked, losses, plan, "fp32", 6)[0]
     assert low[-1] < low[0] - 0.03
     assert max(abs(a / b - 1) for a, b in zip(low, high, strict=True)) < 0.01
     shards = parse_plan(plan).dp_shard
@@ -72,7 +73,7 @@ def poisoned(plan: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.z2", "pp2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "tp2"))]
+    "plan", ["dp2.z2", "pp2.mb4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2", "pp2", "tp2"))]
 )
 def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(ranks: Any, plan: str) -> None:
     results = ranks.run(2, poisoned, plan)
@@ -131,7 +132,8 @@ def accumulated(share: bool) -> Any:
 
 
 def test_a_share_of_the_batch_is_the_batch(ranks: Any) -> None:
-    assert ranks.run(2, accumulated, True)[0] == pytest.approx(ranks.run(2, accumulated, False)[0], rel=1e-12)
+    whole = ranks.run(2, unchecked, accumulated, False)[0]
+    assert ranks.run(2, accumulated, True)[0] == pytest.approx(whole, rel=1e-12)
 
 
 def refused(name: str, plan: str, rows: int) -> str:
@@ -178,7 +180,7 @@ def decayed(plan: str) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.tp2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4.z1", "pp2.mb4"))]
+    "plan", ["dp2.tp2.z3.mb4", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4.z1", "pp2.mb4"))]
 )
 def test_only_matrices_decay_whatever_the_plan(ranks: Any, plan: str) -> None:
     model = make_model("gpt2").double()
@@ -196,7 +198,7 @@ def test_only_matrices_decay_whatever_the_plan(ranks: Any, plan: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = ranks.run(parse_plan(plan).world, decayed, plan)[0]
+    found = ranks.run(parse_plan(plan).world, unchecked, decayed, plan)[0]
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
@@ -213,7 +215,7 @@ def sent_after(evaluations: int) -> dict[str, float]:
 
 
 def test_a_step_behind_an_evaluation_sends_what_any_step_sends(ranks: Any) -> None:
-    plain, after = (ranks.run(2, sent_after, evaluations)[0] for evaluations in (0, 3))
+    plain, after = (ranks.run(2, unchecked, sent_after, evaluations)[0] for evaluations in (0, 3))
     assert plain["data"] > 0 and after == plain
 
 
@@ -255,7 +257,7 @@ def waits(shared: str) -> dict[str, float]:
 def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any, tmp_path: Path) -> None:
     """The rank that is in time waits for the other's part of the next block, before any gradient is there."""
     (tmp_path / "counts").write_bytes(bytes(16))
-    in_time, late = ranks.run(2, waits, str(tmp_path / "counts"))
+    in_time, late = ranks.run(2, unchecked, waits, str(tmp_path / "counts"))
     assert 16 >= in_time["data"] > 8 and late["data"] == 0, "four blocks of each of four micro-batches"
 
 
@@ -293,4 +295,4 @@ def broken_off(plan: str, breaks: bool) -> list[float]:
     ],
 )
 def test_steps_that_fail_alike_on_all_ranks_can_be_caught_and_the_run_goes_on(ranks: Any, plan: str) -> None:
-    assert ranks.run(2, broken_off, plan, True) == ranks.run(2, broken_off, plan, False)
+    assert ranks.run(2, broken_off, plan, True) == ranks.run(2, unchecked, broken_off, plan, False)
