@@ -1,6 +1,8 @@
 """A model is understood by its structure: ours and Hugging Face's, without their names being known."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -79,12 +81,37 @@ LLAMAS: dict[str, Callable[[], nn.Module]] = {
     "theirs, eager": lambda: hf_llama(False, "eager"),
     "theirs, tied": lambda: hf_llama(True, "sdpa"),
 }
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2, ours": lambda: small("gpt2-tiny"),
+    "gpt2, sdpa": lambda: hf_gpt2("sdpa"),
+    "gpt2, eager": lambda: hf_gpt2("eager"),
+    "bert": lambda: small("bert-tiny"),
+}
+
+
+class Reading(NamedTuple):
+    """A model and what was found in it, with its tensors and the random state of before."""
+
+    model: nn.Module
+    found: ModelGraph
+    tensors: dict[str, torch.Tensor]
+    random_states: tuple[torch.Tensor, torch.Tensor]
+
+
+@cache
+def reading(name: str) -> Reading:
+    """Once for the tests that look at the same model."""
+    model = {**LLAMAS, **OTHERS}[name]().train()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = analysis.analyze_model(model)
+    return Reading(model, found, tensors, (state, torch.get_rng_state()))
 
 
 @pytest.mark.parametrize("name", LLAMAS)
 @pytest.mark.covering(3)
 def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
-    found = analysis.analyze_model(LLAMAS[name]())
+    found = reading(name).found
     assert (found.blocks, found.count, found.embedding, found.head) == (
         "model.layers",
         2,
@@ -116,7 +143,7 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
 
 @pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
 def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: str) -> None:
-    found = analysis.analyze_model(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
+    found = reading(f"gpt2, {attention}").found
     assert (found.blocks, found.count, found.embedding, found.head) == (
         "transformer.h",
         2,
@@ -144,8 +171,7 @@ def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: s
 
 
 def test_bert_enters_its_feed_forward_at_the_column_layer() -> None:
-    model = small("bert-tiny")
-    found = analysis.analyze_model(model)
+    model, found, *_ = reading("bert")
     heads = (HeadCount("attention", "num_attention_heads", "share"),)
     columns = ("attention.query", "attention.key", "attention.value")
     assert in_block(found) == (
@@ -185,13 +211,13 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
     opt = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
     )
-    makers = {
-        "theirs": lambda: hf_llama(True, "sdpa"),
-        "gpt2": lambda: hf_gpt2("sdpa"),
-        "opt": lambda: transformers.OPTForCausalLM(opt),
-    }
-    model = makers[name]() if name in makers else small(name)
-    layers = analysis.params_by_layer(model, analysis.analyze_model(model))
+    known = {"theirs": "theirs, tied", "gpt2": "gpt2, sdpa", "gpt2-tiny": "gpt2, ours", "bert-tiny": "bert"}
+    if name in known:
+        model, found, *_ = reading(known[name])
+    else:
+        model = transformers.OPTForCausalLM(opt) if name == "opt" else small(name)
+        found = analysis.analyze_model(model)
+    layers = analysis.params_by_layer(model, found)
     assert sorted(n for _, names in layers for n in names) == sorted(n for n, _ in model.named_parameters())
     order = ["embedding", "front", "block.0", "block.1", "back", "head"]
     assert [layer for layer, _ in layers] == [layer for layer in order if layer in dict(layers)]
@@ -270,8 +296,7 @@ def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_wh
 
 
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
-    model = hf_llama(False, "sdpa")
-    wanted = analysis.analyze_model(model)
+    model, wanted = LLAMAS["theirs, eager"](), reading("theirs, eager").found
     model.model.forward = None  # cannot run
     found = analysis.analyze_model(model)
     assert any("plan that the model carries" in line for line in found.findings)
@@ -286,12 +311,8 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
 
 
 def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
-    model = hf_gpt2("sdpa")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
-    model.train()
-    analysis.analyze_model(model)
-    assert torch.equal(state, torch.get_rng_state())
+    model, _, before, random_states = reading("gpt2, sdpa")
+    assert torch.equal(*random_states)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(
         module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules()
@@ -384,6 +405,6 @@ class Asking(OddModel):
 
 
 def test_questions_about_values_are_answered_where_there_are_none() -> None:
-    assert [region.rows for region in analysis.analyze_model(Asking(Odd)).regions] == [
+    assert [region.rows for region in analysis.analyze_model(Asking(lambda: Scaled(called=True))).regions] == [
         (f"parts.{number}.down",) for number in range(3)
     ]

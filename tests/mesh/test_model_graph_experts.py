@@ -4,6 +4,7 @@ and is said."""
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,19 @@ from meshwright.models.registry import build_reference_model
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from moe_models import MIXTURES, build_mixture
 
+@cache
+def analyzed(name: str) -> ModelGraph:
+    """What is found in a mixture as it is built, which several tests ask for."""
+    return analyze_model(build_mixture(name))
+
+
 FUSED = {"gate_up_proj": TpSplit(1, (16, 16)), "down_proj": TpSplit(2)}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.covering(1)
 def test_the_experts_of_a_family_are_found(name: str) -> None:
-    anatomy = analyze_model(build_mixture(name))
+    anatomy = analyzed(name)
     dense = {"deepseek-v3": 1, "glm4-moe": 1}.get(name, 0)
     assert len(anatomy.experts) == anatomy.count - dense and {experts.count for experts in anatomy.experts} == {8}
     assert all(experts.count_attributes for experts in anatomy.experts)
@@ -40,11 +47,11 @@ def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -
     """Some give what lies in memory for the number of no expert."""
     model = build_mixture(name)
     model.config._experts_implementation = kernels
-    assert len(analyze_model(model).experts) == len(analyze_model(build_mixture(name)).experts) > 0
+    assert len(analyze_model(model).experts) == len(analyzed(name).experts) > 0
 
 
 def test_alternating_projections_are_split_and_their_output_bias_is_added_once() -> None:
-    experts = analyze_model(build_mixture("gpt-oss")).experts[0]
+    experts = analyzed("gpt-oss").experts[0]
     assert experts.splits == {"gate_up_proj": TpSplit(2), "gate_up_proj_bias": TpSplit(1), "down_proj": TpSplit(1)}
     assert experts.replicated == ("down_proj_bias",)
 
@@ -53,12 +60,12 @@ def test_experts_are_found_where_there_are_only_shapes() -> None:
     sizes = MIXTURES["mixture"][1]
     with torch.device("meta"):
         model = build_reference_model(sizes)
-    assert analyze_model(model).experts == analyze_model(build_reference_model(sizes)).experts
+    assert analyze_model(model).experts == analyzed("mixture").experts
 
 
 def test_the_sequence_may_be_cut_around_experts_that_work_token_by_token() -> None:
-    assert analyze_model(build_mixture("mixture")).against_sequence == ""
-    assert "reads batch and sequence as one" in analyze_model(build_mixture("qwen2-moe")).against_sequence
+    assert analyzed("mixture").against_sequence == ""
+    assert "reads batch and sequence as one" in analyzed("qwen2-moe").against_sequence
 
 
 def test_experts_whose_smallest_copy_is_too_large_to_verify_are_refused_with_the_limit(
@@ -104,6 +111,5 @@ def test_standing_in_for_experts_leaves_the_model_as_it_was() -> None:
 
 
 def test_experts_are_found_also_where_the_model_cannot_be_run_by_its_shapes() -> None:
-    model = build_mixture("mixture")
-    seen = analyze_model(model)
+    model, seen = build_mixture("mixture"), analyzed("mixture")
     assert add_experts(model, ModelGraph(seen.blocks, seen.count, seen.embedding), {}).experts == seen.experts

@@ -39,17 +39,27 @@ class Encoder(nn.Module):
 class Asking(Encoder):
     def forward(self, ids):
         return super().forward(ids) if ids.sum().item() else None
+class Simple(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 160), nn.GELU(), nn.Linear(160, 64)) for _ in range(3))
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all of these tests, so that the model of the folder is traced once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with live code and a model folder, and a cache of its own."""
+def here(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with live code and a model folder."""
     (tmp_path / "a_live_model.py").write_text(LIVE)
     transformers.AutoConfig.for_model("phi", **SMALL).save_pretrained(tmp_path / "phi")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(cache))
     return tmp_path
 
 
@@ -77,7 +87,7 @@ def test_what_stays_whole_is_not_cut_along_the_sequence(here: Path, capsys: pyte
 def test_a_folder_of_another_family_is_planned_without_torch_once_it_is_known(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", "--model", "phi", "--cluster", "1x4:a100-80gb", "--json"]
+    command = ["plan", "--model", "phi", "--cluster", "1x4:a100-80gb", "--seq", "128", "--pin", "pp=1", "--json"]
     assert main(command) == 0
     first = json.loads(capsys.readouterr().out)
     script = (
@@ -119,9 +129,9 @@ def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.Captu
 
 
 def test_live_code_in_a_job_file_needs_no_section(here: Path) -> None:
-    (here / "short.yaml").write_text("model: a_live_model:Encoder\ncluster: {name: 1x4:a100-80gb}\n")
+    (here / "short.yaml").write_text("model: a_live_model:Simple\ncluster: {name: 1x4:a100-80gb}\n")
     file = JobOptions().job_file(here / "short.yaml")
-    assert build_model_source(file).module == "a_live_model:Encoder"
+    assert build_model_source(file).module == "a_live_model:Simple"
 
 
 def test_sizes_of_what_has_none_cannot_be_changed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +140,6 @@ def test_sizes_of_what_has_none_cannot_be_changed(here: Path, capsys: pytest.Cap
 
 
 def test_a_job_that_names_live_code_loads(here: Path) -> None:
-    (here / "job.yaml").write_text("model: {module: a_live_model:Encoder}\ncluster: {name: 1x4:a100-80gb}\n")
+    (here / "job.yaml").write_text("model: {module: a_live_model:Simple}\ncluster: {name: 1x4:a100-80gb}\n")
     job = meshwright.load("job.yaml")
-    assert (job.model.name, job.model.blocks) == ("a_live_model:Encoder", 3)
+    assert (job.model.name, job.model.blocks) == ("a_live_model:Simple", 3)
