@@ -20,6 +20,7 @@ from meshwright.models.registry import build_reference_model
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from moe_models import MIXTURES, build_mixture
 
+
 @cache
 def analyzed(name: str) -> ModelGraph:
     """What is found in a mixture as it is built, which several tests ask for."""

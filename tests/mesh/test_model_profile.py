@@ -187,9 +187,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind != "vit")) for kind in FAMILIES]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind != "vit")) for kind in FAMILIES])
 def test_a_family_without_formulas_is_found_whole(kind: str) -> None:
     """Every parameter once, work and kept bytes in every block; a sample is one token where the model reads no ids."""
     task, sizes = FAMILIES[kind]
