@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "MESHWRIGHT_PROVE", "never"
     )  # tests compare with one device themselves; those of the proof ask for one
+    # checks of rows and writes take longer than the steps of a run that fails, whose end is compared with another's
+    os.environ.setdefault("MESHWRIGHT_TEST_CHECKS", "first" if config.getoption("-m") == "soak" else "never")
     if "MESHWRIGHT_CACHE" not in os.environ:  # nor what other runs have kept; and a home may be read only
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -1,6 +1,7 @@
 """The fixtures `ranks`, a pool of warm ranks for the whole session (pool.py), and `sweep`, many pairs and their table
 (sweep.py)."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
     """The warm process of all runs that fail (fault_runs.py)."""
-    yield from warm_process(tmp_path_factory.mktemp("agent"))
+    yield from warm_process(tmp_path_factory.mktemp("agent"), MESHWRIGHT_CHECKS=os.environ["MESHWRIGHT_TEST_CHECKS"])
 
 
 @pytest.fixture
