@@ -161,7 +161,7 @@ def outcomes(plan: str, ways: Sequence[str]) -> list[Any]:
 
 
 def outcome(plan: str, way: str, change: Callable[[nn.Module], Any] = lambda model: None) -> Any:
-    """On a rank: loss, gradients (on rank 0) and losses of three steps, of a model to which `change` was made; or why
+    """On a rank: loss, gradients (on rank 0) and losses of two steps, of a model to which `change` was made; or why
     the plan is refused."""
     model, batch = make(way), batch_of(way)
     change(model)
@@ -169,7 +169,7 @@ def outcome(plan: str, way: str, change: Callable[[nn.Module], Any] = lambda mod
     try:
         trainer = parallelize(model, sgd, plan, precision="fp64", prove="never", **given)
         loss, _, gradients = trainer.gradients(batch)
-        losses = [trainer.step(batch).loss for _ in range(3)]
+        losses = [trainer.step(batch).loss for _ in range(2)]
         trainer.close()
     except InputError as error:
         return str(error)
@@ -190,14 +190,14 @@ def alone(way: str) -> tuple[float, dict[str, torch.Tensor], list[float]]:
     loss = loss_of()
     gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
     optimizer, losses = sgd(model.parameters()), []
-    for _ in range(3):
+    for _ in range(2):
         losses.append(loss_of().item())
         optimizer.step()
     return loss.item(), gradients, losses
 
 
 def is_equal(found: Any, way: str) -> bool:
-    """Whether a rank found the loss, the gradients (rank 0 has them) and the losses of three steps that one device
+    """Whether a rank found the loss, the gradients (rank 0 has them) and the losses of two steps that one device
     does, to 1e-10."""
     loss, gradients, losses = alone(way)
     scale = max(float(gradient.norm()) for gradient in gradients.values())

@@ -3,11 +3,13 @@ refused in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from odd_splits import ALONE, ALONG, alone, batch_of, is_equal, make, outcome, outcomes, sgd
+from pool import unchecked
 from torch import nn
 
 from meshwright.analysis.analyze import analyze_model
@@ -30,10 +32,10 @@ def few_and_others(few: list[str], every: list[str]) -> list[Any]:
     return [pytest.param(few, id="few"), pytest.param(others, id="others", marks=pytest.mark.soak)]
 
 
-def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
+def check(ranks: Any, plan: str, ways: list[str], refused: str | None, *how: Callable[..., Any]) -> None:
     """Every rank says the same: that it is equal to one device, or, where `refused` is not None, a line with it and no
-    other outcome."""
-    results = ranks.run(parse_plan(plan).world, outcomes, plan, ways)
+    other outcome. `how` the ranks call it."""
+    results = ranks.run(parse_plan(plan).world, *how, outcomes, plan, ways)
     for number, way in enumerate(ways):
         found = [result[number] for result in results]
         if refused is None:
@@ -75,15 +77,24 @@ ALONE_CASES += ["between: layer", "behind: length", "behind: positions", "zero g
 @pytest.mark.parametrize("way", ALONE_CASES)
 @pytest.mark.covering(1)
 def test_context_ranks_take_what_works_on_each_position_alone(ranks: Any, way: str) -> None:
-    check(ranks, "cp2", [way], None)
+    check(ranks, "cp2", [way], None, unchecked)
 
 
-@pytest.mark.parametrize("plan", [pytest.param("cp2.ulysses", marks=pytest.mark.soak), "cp2.pp2"])
-def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ("cp2.pp2", ["first token", "length"]),
+        *(
+            pytest.param(plan, ["first token", "length", "positions"], marks=pytest.mark.soak)
+            for plan in ("cp2.ulysses", "cp2.pp2")
+        ),
+    ],
+)
+def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str, names: list[str]) -> None:
     check(
         ranks,
         plan,
-        ["in: first token", "in: length", "in: positions"],
+        [f"in: {name}" for name in names],
         f"plan {parse_plan(plan).name}: cp(2) cannot split the sequence of Odd",
     )
 
@@ -178,7 +189,7 @@ def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
         trainer = parallelize(model, sgd, plan, precision="fp64", prove=prove)
         if late and model.norm.weight.requires_grad:  # of a pipeline, the stage that holds it; the other hears of it
             model.norm.weight.register_post_accumulate_grad_hook(hook_after(0.5))
-        return "", [trainer.step(batch_of("nothing")).loss for _ in range(3)]
+        return "", [trainer.step(batch_of("nothing")).loss for _ in range(2)]
     except InputError as error:
         return str(error), []
 
@@ -187,7 +198,7 @@ def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3", "pp2", "cp2", "tp2"])
 @pytest.mark.covering(1)
 def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any, plan: str, prove: str) -> None:
-    expected = ranks.once(1, hooked_after, "dp1.mb4", "never", False)[0][1]
+    expected = ranks.once(1, unchecked, hooked_after, "dp1.mb4", "never", False)[0][1]
     plain = alone("nothing")[2]
     assert abs(expected[1] / plain[1] - 1) > 1e-8  # the hook shows
     for refused, losses in ranks.run(2, hooked_after, plan, prove, False):
@@ -217,7 +228,7 @@ def test_a_nonlinear_gradient_hook_is_refused_where_ranks_have_gradient_shards(r
     assert len(set(found)) == 1 and found[0].startswith(
         f"plan {plan}: the gradient hook of norm.weight is not linear, "
     )
-    loss, gradients, _ = ranks.run(2, hooked, plan, 1.0)[0]
+    loss, gradients, _ = ranks.run(2, unchecked, hooked, plan, 1.0)[0]
     expected = alone("nothing")
     assert abs(loss / expected[0] - 1) <= 1e-10
     assert torch.allclose(gradients["norm.weight"], 0.5 * expected[1]["norm.weight"], rtol=1e-9)
