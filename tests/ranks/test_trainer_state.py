@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from equality import anatomy_of, difference, make_batch, make_model, make_optimizer
 from fault_runs import launch
+from pool import unchecked
 from torch import nn
 
 import meshwright.train.recovery as recovery_module
@@ -108,10 +109,10 @@ def resumed_scaled(plan: str, path: str) -> Any:
 def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(
     ranks: Any, tmp_path: Path, plan: str, overflow: int
 ) -> None:
-    told, whole = ranks.run(2, through_an_overflow, plan, overflow, str(tmp_path))[0]
+    told, whole = ranks.run(2, unchecked, through_an_overflow, plan, overflow, str(tmp_path))[0]
     assert [skipped for skipped, _ in told] == [step == overflow for step in range(4)]
     assert told[2:] == [(False, 2.0**15)] * 2
-    again, weights = ranks.run(2, resumed_scaled, plan, str(next(tmp_path.glob("step-*"))))[0]
+    again, weights = ranks.run(2, unchecked, resumed_scaled, plan, str(next(tmp_path.glob("step-*"))))[0]
     assert again == told[2:] and whole.keys() == weights.keys()
     assert all(torch.equal(whole[key], weights[key]) for key in whole)
 
@@ -204,7 +205,7 @@ def test_a_run_goes_on_from_the_later_of_its_copies_in_memory_and_its_checkpoint
     ranks: Any, tmp_path: Path, later: int, expected: tuple[int, str]
 ) -> None:
     """Copies of later steps may have found no room after a change of ranks."""
-    assert ranks.run(2, later_on_disk, str(tmp_path), later) == [expected] * 2
+    assert ranks.run(2, unchecked, later_on_disk, str(tmp_path), later) == [expected] * 2
 
 
 def room_on_one(folder: str) -> list[str]:
@@ -228,7 +229,7 @@ def room_on_one(folder: str) -> list[str]:
 
 def test_where_one_rank_has_no_room_for_copies_none_keeps_any(ranks: Any, tmp_path: Path) -> None:
     """Else some would write a checkpoint beside training while others wait for all to write it together."""
-    assert ranks.run(2, room_on_one, str(tmp_path)) == [
+    assert ranks.run(2, unchecked, room_on_one, str(tmp_path)) == [
         ["", PEER_OUT_OF_MEMORY_TEXT, PEER_OUT_OF_MEMORY_TEXT],
         ["no room here"] * 3,
     ]
@@ -261,7 +262,7 @@ def gone_on(rule: str, folder: str) -> list[dict[str, torch.Tensor] | None]:
 
 @pytest.mark.parametrize("rule", ["adamw", pytest.param("muon", marks=pytest.mark.soak)])
 def test_a_run_whose_first_rank_trains_nothing_goes_on_with_its_moments(ranks: Any, tmp_path: Path, rule: str) -> None:
-    whole, *others = ranks.run(2, gone_on, rule, str(tmp_path))[0]
+    whole, *others = ranks.run(2, unchecked, gone_on, rule, str(tmp_path))[0]
     for again in others:
         assert all(torch.equal(whole[key], again[key]) for key in whole)
 
@@ -337,7 +338,7 @@ def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
 def test_a_due_save_uses_in_memory_checkpoints_or_is_made_by_all_ranks(ranks: Any, tmp_path: Path) -> None:
     for room, expected in ((True, [(["write"], True), ([], True)]), (False, [(["saved"], True), ([], False)])):
         (folder := tmp_path / str(room)).mkdir()
-        assert ranks.run(2, caught_up, str(folder), "tp2", room) == expected
+        assert ranks.run(2, unchecked, caught_up, str(folder), "tp2", room) == expected
 
 
 def delayed(folder: str) -> dict[str, Any]:
@@ -369,7 +370,7 @@ def delayed(folder: str) -> dict[str, Any]:
 
 def test_training_continues_during_a_long_save_and_the_next_one_follows_it(ranks: Any, tmp_path: Path) -> None:
     """It waited without limit; what it did wait stands with the save that follows."""
-    found = ranks.run(1, delayed, str(tmp_path))[0]
+    found = ranks.run(1, unchecked, delayed, str(tmp_path))[0]
     assert found["asked"] == [[1], [1], [1, 4]]
     first, second = found["waited"]
     assert first == 0.0 and 0.05 <= second < 60.0
