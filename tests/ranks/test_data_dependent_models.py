@@ -272,7 +272,7 @@ def under(kind: str, plan: str, loss: str | None = None) -> Any:
         )
         loss, _, gradients = trainer.gradients(batch_of(0))
         first = {name: gradient.clone() for name, gradient in (gradients or {}).items()}
-        losses = [trainer.step(batch_of(step)).loss for step in range(3)]
+        losses = [trainer.step(batch_of(step)).loss for step in range(2)]
     except InputError as error:
         return str(error)
     state = trainer.full_state_dict()
@@ -294,7 +294,7 @@ def alone(kind: str) -> Any:
     first = {
         name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in model.named_parameters()
     }
-    for step in range(3):
+    for step in range(2):
         losses.append(backward(step))
         optimizer.step()
     return losses, first, model.state_dict()

@@ -88,7 +88,7 @@ def run(what: str, plan: str, prove: Any = None) -> list[Any]:
     model.table.weight.requires_grad = what != "thawed"
     try:
         trainer = parallelize(model, adamw, plan, precision="fp64", prove=prove)
-        for step in range(7):
+        for step in range(6):
             batch = batch_of(step, LENGTH + step % 4 if what == "lengths" else LENGTH)
             change(model, step, what, batch)
             found.append(trainer.step(batch).loss)
@@ -100,7 +100,7 @@ def run(what: str, plan: str, prove: Any = None) -> list[Any]:
 def alone(what: str) -> list[float]:
     model, losses = Net().double(), []
     optimizer = adamw(model.parameters())
-    for step in range(7):
+    for step in range(6):
         batch = batch_of(step, LENGTH + step % 4 if what == "lengths" else LENGTH)
         change(model, step, what, batch)
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ def test_features_that_are_mixed_from_a_length_on_are_refused_before_the_step_co
 )
 @pytest.mark.covering(1)
 def test_a_length_is_proven_once_and_known_between_the_shortest_and_the_longest(ranks: Any, plan: str) -> None:
-    lengths = [16, 12, 10, 24, 18, 22, 6, 20, 24]
+    lengths = [16, 10, 24, 18, 6, 20]
     expected, _ = on_lengths("inner:half-detach", lengths, None)
     for losses, lines in ranks.run(2, on_lengths, "inner:half-detach", lengths, plan, "start"):
         assert losses == pytest.approx(expected, rel=1e-10)
@@ -261,7 +261,7 @@ def of_shares(lengths: list[list[int]], plan: str | None) -> list[Any]:
     return losses
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("plan", ["dp2.mb2", pytest.param("dp2.z3.mb2", marks=pytest.mark.soak)])
 def test_micro_batches_of_many_lengths_are_proven_and_train_as_on_one_device(ranks: Any, plan: str, steps: int) -> None:
     lengths = [[8, 8, 10, 10], [8, 12, 6, 9], [20, 8, 8, 8], [8, 8, 8, 30], [9, 8, 11, 30]][:steps]
