@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from equality import make_batch, make_model
+from pool import unchecked
 
 from meshwright.spec.record import ProofMode
 from meshwright.train.silent_corruption import repair_replicas
@@ -83,7 +84,7 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
 def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
     ranks: Any, plan: str, fault: str, at: int, said: str
 ) -> None:
-    for steps, line in ranks.run(2, drifting, plan, fault, at):
+    for steps, line in ranks.run(2, unchecked, drifting, plan, fault, at):
         assert steps == at - 1, (steps, line)
         assert line.startswith(f"step {at}: ") and said in line and "\n" not in line
 
@@ -134,4 +135,4 @@ def test_the_majority_of_three_replicas_repairs_the_one_that_drifted(ranks: Any,
 @pytest.mark.parametrize("steps", [3, pytest.param(5, marks=pytest.mark.soak)])
 def test_a_proof_that_a_drifted_copy_spoils_is_made_again_with_the_majoritys_weights(ranks: Any, steps: int) -> None:
     drifted = ranks.run(3, mended, 2, "start", steps)
-    assert drifted == [(losses, {1}) for losses, _ in ranks.once(3, mended, 0, "never", steps)]
+    assert drifted == [(losses, {1}) for losses, _ in ranks.once(3, unchecked, mended, 0, "never", steps)]
