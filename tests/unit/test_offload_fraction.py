@@ -161,7 +161,7 @@ def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(
     pins: dict[str, int], objective: SearchObjective
 ) -> None:
     """For the most headroom nothing waits unless it is asked for: the pin was passed over in silence."""
-    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16", pins=pins)
+    job = named_job("llama-7b", "1x8:a100-80gb", 8, 2048, "bf16", pins=pins)
     plans = [entry.plan for entry in search_plans(job, top=3, objective=objective).plans]
     assert plans and all(
         getattr(plan, name) == share and waits(plan.offload)

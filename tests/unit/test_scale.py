@@ -41,7 +41,7 @@ def test_256_nodes_lose_one_of_them_and_go_on_from_its_mirror(tmp_path: Path) ->
 
 def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they_may(tmp_path: Path) -> None:
     kinds = ("dies", "node", "dies", "hangs", "link", "node", "dies")
-    cluster = checked(Cluster(tmp_path, 16, kinds=kinds, step=2.0).train())
+    cluster = checked(Cluster(tmp_path, 8, kinds=kinds, step=2.0).train())
     assert tuple(fault.kind for fault in cluster.told) == kinds and kinds_of(tmp_path).count("recovery") == len(kinds)
     assert any("hung: reading its data, no sign of life" in note for note in cluster.notes)
     assert any("has been silent for 15 s" in note for note in cluster.notes)
@@ -70,7 +70,7 @@ def test_two_hundred_faults_of_three_nodes_cost_what_they_may(tmp_path: Path, se
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
-    runs = [Cluster(tmp_path / str(number), 8, seed=3, faults=3, step=2.0).train() for number in range(2)]
+    runs = [Cluster(tmp_path / str(number), 4, seed=3, faults=3, step=2.0).train() for number in range(2)]
     assert runs[0].told == runs[1].told and runs[0].now == runs[1].now
 
 
