@@ -104,9 +104,9 @@ def test_the_chart_of_80_gigabytes_is_that_of_the_requirements() -> None:
 
 
 def test_a_tenth_more_than_the_chart_says_does_not_fit_with_a_margin() -> None:
-    wide = read_cluster("1x4:a100-80gb")
+    wide = read_cluster("1x2:a100-80gb")
     rows = list(itertools.takewhile(lambda row: row.strategy != ANY_PLAN, fit_chart(wide, WORK)))
-    assert len(rows) == 4 * 3
+    assert len(rows) == 4 * 2
     for row in rows:
         model = read_model(f"{row.parameters * 1.1 / 1e6:.3f}m")
         job = Job(model=model, cluster=sub_cluster(wide, row.devices), workload=WORK.but(batch=row.devices))
@@ -141,7 +141,7 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        ["--cluster", "2x2:a100-80gb"],
+        ["--cluster", "2x1:a100-80gb"],
         pytest.param(["--cluster", "1x8:h100", "--model", "200b"], marks=pytest.mark.soak),
     ],
 )
@@ -181,13 +181,13 @@ def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pyt
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.soak) for each in range(3)), 3])
 def test_65b_does_not_fit_on_one_device_whatever_the_zero_stage(stage: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What one rank calls z3 is weights that wait on the host."""
-    ask = ["--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "64", "--seq", "2048"]
+    ask = ["--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "8", "--seq", "2048"]
     assert main(["plan", *ask, "--runnable", "--pin", f"z={stage}"]) == 3
     assert ("needs 964" if stage == 3 else "needs 1.0") in capsys.readouterr().err
 
 
 def test_an_improvement_is_measured_in_tokens_per_second() -> None:
-    job = small_job(on=cluster(2, 4), batch=32)
+    job = small_job(on=cluster(2, 2), batch=16)
     chosen = search_plans(job, 1).chosen
     step = chosen.estimate.time.step
     found = {it.name: it for it in rank_improvements(job, step, chosen=chosen.plan)}
@@ -196,7 +196,7 @@ def test_an_improvement_is_measured_in_tokens_per_second() -> None:
     wide = job.but(workload=job.workload.but(reduce="fp32"))  # in bf16 they cross already
     assert {it.name for it in rank_improvements(wide, step)} >= {"bf16", *lossy}
     assert all(it.speed >= 1 - 0.05 for it in found.values())
-    doubled = search_plans(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
+    doubled = search_plans(job.but(workload=job.workload.but(batch=32)), 1).chosen.estimate
     assert found["batch"].speed == pytest.approx(2 * step / doubled.time.step)
 
 

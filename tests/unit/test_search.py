@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -184,7 +185,7 @@ def considered(job: Job) -> int:
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(small_jobs())
 def test_the_best_plan_is_the_one_that_pricing_every_plan_one_by_one_finds(job: Job) -> None:
-    assume(sum(1 for _ in every_plan(job)) < 800)  # a millisecond or two each; the soak takes all
+    assume(len(list(itertools.islice(every_plan(job), 200))) < 200)  # some milliseconds each; the soak takes all
     equals_brute_force(job)
 
 
