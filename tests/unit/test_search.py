@@ -208,7 +208,7 @@ def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_bloc
     equals_brute_force(small_job(model, on, 4, sequence=256, pins={"offload": offload}))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(small_jobs())
 def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
     pricer = CostModel(job)
@@ -226,7 +226,7 @@ def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
             assert alone.memory.reserved == pytest.approx(taken[tuple(index)], rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(small_jobs(), st.floats(1.01, 8.0))
 def test_more_memory_never_makes_the_best_plan_worse(job: Job, factor: float) -> None:
     group = job.cluster.groups[0]
