@@ -3,6 +3,7 @@ beside every other axis."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from world_group import between_hosts
 
+from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
 from meshwright.spec.plan import parse_plan
@@ -20,7 +22,7 @@ from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
-    ("llama", "cp2"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-full"),
+    ("llama", "cp2.mb4"), ("llama", "dp2.cp2.z1"), ("llama", "dp2.cp2.z2.mb2"), ("llama", "dp2x1.cp2.z3.rc-full"),
     ("llama", "tp2.sp.cp2.ulysses.mb2"), ("llama-tied", "pp2.cp2.z3"), ("gpt2", "tp2.cp2.rc-attn.mb2"),
     ("bert", "cp4.z3"), ("hf-gpt2", "tp2.cp2.mb2"), ("llama", "cp4.ulysses2.z2"),
 ]  # fmt: skip
@@ -170,6 +172,10 @@ def made(name: str) -> nn.Module:
     return use_float64(make(name).double()) if name.startswith("hf-") else make(name).double()
 
 
+def anatomy_of(name: str) -> ModelGraph:
+    return equality.read_once(f"{name} of context ranks", functools.partial(make, name))
+
+
 def batch_of(name: str, length: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, VOCABULARY, (ROWS, length), generator=generator)
@@ -195,7 +201,8 @@ def first_gradients(name: str, plan: str, length: int, shared: bool = True) -> A
     """On every rank: the loss and, on rank 0, the gradients of one batch; or why the plan is refused."""
     try:
         with between_hosts(not shared):
-            trainer = parallelize(made(name), equality.make_optimizer, plan, precision="fp64")
+            known = anatomy_of(name) if name == "grouped" else None
+            trainer = parallelize(made(name), equality.make_optimizer, plan, precision="fp64", anatomy=known)
             loss, _, gradients = trainer.gradients(batch_of(name, length))
             trainer.close()
     except InputError as error:
@@ -316,7 +323,9 @@ def test_checkpoints_go_from_any_layout_to_context_ranks_and_back(ranks: Any, tm
 
 def one_step(plan: str, folder: str, number: int) -> tuple[float, float]:
     """Goes on from the newest checkpoint; the loss on the batch of the step before, and after one more step."""
-    trainer = parallelize(make("grouped"), equality.make_optimizer, plan, precision="fp64")
+    trainer = parallelize(
+        make("grouped"), equality.make_optimizer, plan, precision="fp64", anatomy=anatomy_of("grouped")
+    )
     if number:
         trainer.load(newest(Path(folder)))
     batch = batch_of("grouped", 24)

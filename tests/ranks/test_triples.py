@@ -50,8 +50,8 @@ PLACES = {
 }  # fmt: skip
 
 SAMPLE = [
-    ("hf-gpt2", "tp2.cp2.z2.mb2.rc-full"), ("mixture", "pp2.cp2.ep2.z3.rc-full"),
-    ("llama-tied", "pp2.z3.mb2.off-optimizer-disk60.off-parameters-disk50"),
+    ("hf-gpt2", "tp2.cp2.z2.mb4.rc-full"), ("mixture", "pp2.cp2.ep2.z3.mb4.rc-full"),
+    ("llama-tied", "pp2.z3.mb4.off-optimizer-disk60.off-parameters-disk50"),
 ]  # fmt: skip
 """For every `make test`: each strategy among others."""
 SOAKED = [
