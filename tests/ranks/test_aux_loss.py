@@ -178,7 +178,8 @@ def moved(plan: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.ep2.z1.rc-full", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp3", "tp2.pp2.ep2.mb2"))]
+    "plan",
+    ["dp2.ep2.z1.rc-full.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("pp3", "tp2.pp2.ep2.mb2"))],
 )
 def test_routers_biases_move_as_on_one_device_and_stand_in_checkpoints(ranks: Any, plan: str, tmp_path: Any) -> None:
     losses, biases = moved_alone()

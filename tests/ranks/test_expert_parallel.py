@@ -72,7 +72,7 @@ def test_a_mixture_computes_what_one_device_computes_under_more_plans(
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("tp2", "dp2.ep2.z1"),
+        ("tp2.mb4", "dp2.ep2.z1.mb2"),
         pytest.param("dp2.tp2.ep4.z3", "tp2", marks=pytest.mark.soak),
         pytest.param("dp4.ep2.z2", "pp2", marks=pytest.mark.soak),
         pytest.param("dp2.tp2.ep4.z3.order-tp-dp-pp", "tp2", marks=pytest.mark.soak),
@@ -171,7 +171,7 @@ def refusal(plan: str, model: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("plan", ["dp2.tp2.ep2.z1", pytest.param("pp2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("plan", ["dp2.tp2.ep2.z1.mb2", pytest.param("pp2", marks=pytest.mark.soak)])
 def test_the_record_says_how_much_busier_the_busiest_expert_is_whatever_the_plan(ranks: Any, plan: str) -> None:
     model, batch = make_model("mixture").double(), make_batch("mixture", 0)
     chosen: list[torch.Tensor] = []
@@ -243,7 +243,7 @@ def test_every_two_choices_with_experts_compute_what_one_device_computes(ranks: 
     sweep("experts", "Experts under every two choices of a plan", covering(product(), 2), judge)
 
 
-@pytest.mark.parametrize(("plan", "part"), [("dp2.ep2.z3", ".experts."), ("tp2.ep2.mb2", "_bias")])
+@pytest.mark.parametrize(("plan", "part"), [("dp2.ep2.z3.mb2", ".experts."), ("tp2.ep2.mb2", "_bias")])
 def test_frozen_experts_and_frozen_parts_of_them_are_dealt_too(ranks: Any, plan: str, part: str) -> None:
     model = frozen_model(part).double()
     batch = make_batch("gpt-oss", 0)
@@ -287,7 +287,7 @@ SIX = {
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp3.ep3.z2",
+        "dp3.ep3.z2.mb2",
         *(
             pytest.param(plan, marks=pytest.mark.soak)
             for plan in ("tp3.ep3", "dp3.tp2.ep6.z3", "pp2.dp3.ep3.z1", "dp6.ep3.z3")
@@ -320,7 +320,8 @@ def adapted_mixture() -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.ep2.z3", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2.ep2.mb2", "pp2.dp2.ep2.z1"))]
+    "plan",
+    ["dp2.ep2.z3.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2.ep2.mb2", "pp2.dp2.ep2.z1"))],
 )
 def test_adapters_beside_dealt_experts_train_as_on_one_device(ranks: Any, plan: str) -> None:
     pytest.importorskip("peft")

@@ -53,7 +53,7 @@ FAMILIES: dict[str, Any] = {
 STARTS = [
     ("llama", "dp2"), ("llama", "dp2.z3"), ("llama", "tp2"), ("llama", "pp2"), ("llama", "dp2.tp2.z1"),
     ("llama", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.pp2.z3"),
-    ("mixtral", "dp2.z3"), ("mixtral", "pp2"), ("mixtral", "dp2.ep2.z1"),
+    ("mixtral", "dp2.z3"), ("mixtral", "pp2"), ("mixtral", "dp2.ep2.z1.mb2"),
 ]  # fmt: skip
 
 
@@ -184,7 +184,8 @@ def test_weights_that_do_not_fit_are_one_line_before_any_is_read(tmp_path: Path,
     FAMILIES["llama"]().save_pretrained(tmp_path)
     spoil(tmp_path)
     with pytest.raises(InputError, match=sentence) as caught:
-        parallelize(start(str(tmp_path)), make_optimizer, "dp1").load_weights(tmp_path)
+        model, anatomy = start(str(tmp_path)), read_once("llama of transformers", FAMILIES["llama"])
+        parallelize(model, make_optimizer, "dp1", anatomy=anatomy).load_weights(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -207,7 +208,7 @@ def test_rotary_frequencies_and_tensors_of_earlier_versions_do_not_hinder_a_star
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [pytest.param("llama", "tp2.pp2.mb4", marks=pytest.mark.soak), ("gpt2", "dp2.z3"), ("mixtral", "dp2.z1")],
+    [pytest.param("llama", "tp2.pp2.mb4", marks=pytest.mark.soak), ("gpt2", "dp2.z3.mb2"), ("mixtral", "dp2.z1.mb2")],
 )
 def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
     ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str, plan: str
@@ -374,7 +375,8 @@ def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trai
 
 ADAPTED = [
     ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"),
-    ("llama", "tp2.pp2.mb4"), ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
+    ("llama", "tp2.pp2.mb4"), ("llama", "dp2.pp2.z3.mb2"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"),
+    ("gpt2", "dp2.z2"),
 ]  # fmt: skip
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -475,7 +477,7 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(
     import peft
 
     folder = str(folders[name])
-    ranks.run(2, train_adapters, folder, "dp2.z3", 1, str(tmp_path / "run"))
+    ranks.run(2, train_adapters, folder, "dp2.z3.mb2", 1, str(tmp_path / "run"))
     path = tmp_path / "run" / "step-00000001"
     export_adapter(path, tmp_path / "adapter", LORA, folder, {})
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as handle:
@@ -498,9 +500,9 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(
 RELOADED = [
     ("llama", "tp2.pp2.mb4"), ("llama", "tp2.sp.mb4"), ("llama", "tp4"), ("llama", "cp2"), ("llama", "pp2"),
     ("llama", "dp2.pp2.z3"), ("llama", "dp2.tp2.z1"), ("gpt2", "tp2"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
-    ("mixtral", "dp2.ep2.z1"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
+    ("mixtral", "dp2.ep2.z1.mb2"), ("mixtral", "tp2.mb4"), ("mixtral", "dp2.pp2.z3"),
 ]  # fmt: skip
-FEW = {("mixtral", "dp2.ep2.z1")}
+FEW = {("mixtral", "dp2.ep2.z1.mb2")}
 
 
 @pytest.mark.parametrize(
@@ -530,13 +532,16 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def resumed(folder: str, plan: str, path: str) -> float:
-    trainer = parallelize(adapted(start(folder), LORA), make_optimizer, plan, precision="fp64", clip=1.0)
+    anatomy = read_once(f"adapters of {folder}", lambda: with_adapters(folder))
+    trainer = parallelize(
+        adapted(start(folder), LORA), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy
+    )
     trainer.load(path)
     return trainer.step(make_batch("model", 1)).loss
 
 
 def test_a_run_with_adapters_goes_on_under_another_plan(ranks: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = str(folders["llama"])
-    ranks.run(2, train_adapters, folder, "dp2.z3", 1, str(tmp_path / "run"))
-    after = ranks.run(2, resumed, folder, "tp2", str(tmp_path / "run" / "step-00000001"))
+    ranks.run(2, train_adapters, folder, "dp2.z3.mb2", 1, str(tmp_path / "run"))
+    after = ranks.run(2, resumed, folder, "tp2.mb4", str(tmp_path / "run" / "step-00000001"))
     assert after[0] == after[1] == pytest.approx(expected_adapters("llama", folder)["losses"][1], rel=1e-10)
