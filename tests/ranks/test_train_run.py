@@ -51,8 +51,11 @@ def furnished(folder: Path, text: Path, job: str) -> Path:
     return folder
 
 
-def environment(place: Path) -> dict[str, str]:
-    return {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def environment(place: Path, checked: bool = False) -> dict[str, str]:
+    """`checked`: with the checks of rows and writes before the first steps also outside of the soak."""
+    surroundings = {"MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    checks = "first" if checked else os.environ["MESHWRIGHT_TEST_CHECKS"]
+    return {**os.environ, **surroundings, "MESHWRIGHT_CHECKS": checks}
 
 
 def held(place: Path, run: str, step: int) -> dict[str, str]:
@@ -70,7 +73,12 @@ def let_go(place: Path, run: str) -> None:
 
 
 def start(
-    place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,), until: int = 0
+    place: Path,
+    run: str,
+    *more: str,
+    launcher: tuple[str, ...] = (sys.executable,),
+    until: int = 0,
+    checked: bool = False,
 ) -> subprocess.Popen:
     """`until`: the step from which on it is held."""
     command = [
@@ -83,12 +91,12 @@ def start(
         f"runs/{run}",
         *more,
     ]
-    there = {**environment(place), **(held(place, run, until) if until else {})}
+    there = {**environment(place, checked), **(held(place, run, until) if until else {})}
     return subprocess.Popen(command, cwd=place, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def train(place: Path, run: str, *more: str) -> tuple[int, str, str]:
-    process = start(place, run, *more)
+def train(place: Path, run: str, *more: str, checked: bool = False) -> tuple[int, str, str]:
+    process = start(place, run, *more, checked=checked)
     out, err = process.communicate(timeout=900)
     return process.returncode, out, err
 
@@ -116,8 +124,8 @@ def losses(place: Path, run: str) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> tuple[int, str, str]:
-    """A run that nothing disturbed."""
-    return train(place, "whole", "--json")
+    """A run that nothing disturbed, with all checks."""
+    return train(place, "whole", "--json", checked=True)
 
 
 def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, whole: tuple[int, str, str]) -> None:
@@ -309,7 +317,7 @@ def test_a_fork_server_killed_again_while_it_loads_costs_no_step(
 ) -> None:
     """The process that forks ranks, and the one that takes its place: both count as failures of the run."""
     run = f"fork-{times}"
-    process = start(place, run, until=20)
+    process = start(place, run, until=20, checked=True)
     wait_for_step(place, run, 10, process)
     assert len(kill(process, times)) == times
     let_go(place, run)
