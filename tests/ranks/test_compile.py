@@ -61,7 +61,7 @@ def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp1.rc-attn.compile",
+        "dp1.mb4.rc-attn.compile",
         *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp1.compile", "cp2.compile", "dp1.rc-sac.compile")),
     ],
 )

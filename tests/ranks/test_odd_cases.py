@@ -37,9 +37,9 @@ RUNS = {
     "a loss that counts its calls": ("loss:grows", "| tp2.mb8 pp2.mb8"),
 }
 REFUSALS = {
-    "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 pp2.mb2.z3"),
+    "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 | pp2.mb2.z3"),
     "reused blocks between which lists are made": ("back:tolist stack:reused", "pp2.mb2"),
-    "a counter that two stages increment": ("between:counter", "pp2.mb8 pp2.mb8.zbv"),
+    "a counter that two stages increment": ("between:counter", "pp2.mb8.zbv | pp2.mb8"),
     "a teacher whose weights are freed between the layers": ("block:moving-teacher", "dp2.z3.mb4.off-parameters"),
     "a maximum over the rows that moves the loss by 2e-9": ("back:item block:detach", "dp2.tp2.z3.mb4"),
     "a capacity of tokens in front of the blocks": ("front:capacity head:first", "dp2.z3"),
@@ -47,7 +47,7 @@ REFUSALS = {
 PROVEN = {
     "a loss that counts its calls": ("loss:grows", "pp2.mb8 | tp2.mb8"),
     "a teacher between blocks that the forward moves": ("between:moving-teacher", "dp2.mb4 | dp2.z1.mb4"),
-    "a teacher in blocks that the forward moves": ("block:moving-teacher", "dp2.mb4 | dp2.z2.mb4"),
+    "a teacher in blocks that the forward moves": ("block:moving-teacher", "| dp2.mb4 dp2.z2.mb4"),
 }
 
 
