@@ -97,7 +97,7 @@ def losses_of(plan: str, prove: Any) -> list[float]:
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    "plan", ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2", "pp2", "dp2.z3"))]
+    "plan", ["dp2.z1.mb2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp2", "pp2", "dp2.z3"))]
 )
 def test_a_run_with_proofs_has_the_same_bits_as_one_without(ranks: Any, plan: str, every: int) -> None:
     assert ranks.run(2, losses_of, plan, every) == ranks.run(2, unchecked, losses_of, plan, "never")

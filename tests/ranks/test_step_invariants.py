@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import make_batch, make_model
+from equality import anatomy_of, make_batch, make_model
 from pool import unchecked
 
 from meshwright.spec.record import ProofMode
@@ -21,9 +21,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def made(plan: str, prove: ProofMode = "never") -> Trainer:
+    model = make_model("llama").double()
+    return parallelize(model, adamw, plan, precision="fp64", prove=prove, anatomy=anatomy_of("llama"))
+
+
 def drifting(plan: str, fault: str, at: int) -> tuple[int, str]:
     """Steps that counted, and the line; `fault` is planted before step `at`."""
-    trainer = parallelize(make_model("llama").double(), adamw, plan, precision="fp64")
+    trainer = made(plan)
     try:
         for step in range(10):
             batch: Any = make_batch("llama", step)
@@ -112,10 +117,7 @@ def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
 
 def mended(at: int, prove: ProofMode = "never", steps: int = 5) -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
-    trainer, found = (
-        parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove),
-        set[int](),
-    )
+    trainer, found = made("dp3.mb2", prove), set[int]()
     trainer.mend = partial(repair_replicas, trainer, lambda line, step, rank: found.add(step))
     losses = []
     for step in range(steps):
