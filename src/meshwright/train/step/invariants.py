@@ -42,7 +42,7 @@ from meshwright.train.step.guards import Outside, SizeRanges, StepGuards
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.state import TrainState
 
-MAX_STEP_FRACTION = 8e-4
+MAX_STEP_FRACTION = 5e-4
 """The checksums may take at most this fraction of a step's time."""
 SMALL_MODEL_PARAMETERS = 1 << 20
 """All elements of a model with fewer parameters are read in less than a millisecond."""
@@ -109,6 +109,7 @@ class StepInvariants:
         self.guards, self.prover = StepGuards(optimizer), prover
         self._mine = torch.zeros(2, 2)
         self._outside = Outside()
+        self._elements = sum(shape.numel() for shape in engine.shapes.values())
         self.guards.untrained(engine)
         self.guards.check_hooks(engine)
 
@@ -119,16 +120,17 @@ class StepInvariants:
         It is called when the gradients of the step are reduced. `batches`: this rank's micro-batches. `labels`: the
         number of valid labels in the global batch.
         """
-        found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
         engine, plan = state.engine, state.plan
         same = plan.pp * plan.tp * plan.cp
-        found[0] = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
-        found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(state.mesh.coords.pp))
+        counted = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
+        stages = len(plan.stages_of(state.mesh.coords.pp))
+        surplus = engine.run.passes - engine.preflight.began - len(batches) * stages
         self._outside = self.guards.outside(engine, batches, self.prover.sizes)
         written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
-        found[4:] = torch.tensor([float(bool(each)) for each in (self._outside.trained, self._outside.is_any, written)])
+        flags = (bool(self._outside.trained), self._outside.is_any, written)
+        found = torch.tensor([counted, surplus, 0, 0, *flags], dtype=torch.float64)
         found = found.to(state.mesh.device)
-        self._mine = _replica_checksums(state, labels)
+        self._mine = _replica_checksums(state, labels, self._elements)
         found[2:4] = self._mine[:, 0]
         return found
 
@@ -280,38 +282,40 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
     ...     window_count(1 << 30, 8000, 8, "cpu"),
     ...     window_count(1 << 30, 30000, 6, "cuda"),
     ... )
-    (1, 16, 1, 5)
+    (1, 16, 1, 7)
     """
     by_cost = math.ceil(width * backend_of(device).nominal_flops_per_byte / (6 * max(tokens, 1) * MAX_STEP_FRACTION))
     return max(min(by_cost, -(-elements // SMALL_MODEL_PARAMETERS), MAX_WINDOWS), 1)
 
 
-def _replica_checksums(state: TrainState, labels: int) -> torch.Tensor:
+def _replica_checksums(state: TrainState, labels: int, elements: int) -> torch.Tensor:
     """Returns this rank's checksums, float64 of shape (2, 2) on the device: a row for the weights and a row for the
     reduced gradients. A row has the sum of checksums with their cancelling factors, and their plain sum.
 
     All checksums are weighted in one matrix product, since many small operations would cost more than reading the
-    windows. `labels`: the number of valid labels in the global batch.
+    windows. `labels`: the number of valid labels in the global batch. `elements`: the number of parameters of the model.
     """
     plan, engine, step = state.plan, state.engine, state.steps
-    elements = sum(shape.numel() for shape in engine.shapes.values())
+    tokens, device = labels / (plan.dp * plan.cp), state.mesh.device
+    parts: dict[int, int] = {}
     sums: list[torch.Tensor] = []
     factors: list[list[float]] = []
     for unit in engine.zero.units:
         sharing = unit.placement
         similarity = sharing.shards * sharing.replicas
         width = unit.weights.full.element_size() + unit.gradients.shard.element_size()
-        parts = window_count(elements, labels / (plan.dp * plan.cp), width, state.mesh.device.type)
+        if width not in parts:
+            parts[width] = window_count(elements, tokens, width, device.type)
         if plan.zero < 3 and similarity > 1:
-            sums.append(_window_checksum(unit.weights.full, step, parts))
+            sums.append(_window_checksum(unit.weights.full, step, parts[width]))
             factors.append([_cancelling_factor(similarity, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
         if not unit.frozen and unit.gradients.host is None and sharing.replicas > 1:
-            sums.append(_window_checksum(unit.gradients.shard, step, parts))
+            sums.append(_window_checksum(unit.gradients.shard, step, parts[width]))
             factors.append([0.0, 0.0, _cancelling_factor(sharing.replicas, sharing.replica), 1.0])
     if not sums:
-        return torch.zeros(2, 2, dtype=torch.float64, device=state.mesh.device)
+        return torch.zeros(2, 2, dtype=torch.float64, device=device)
     values = torch.stack(sums).remainder(CHECKSUM_MODULUS).double()
-    return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
+    return (values @ torch.tensor(factors, dtype=torch.float64, device=device)).view(2, 2)
 
 
 def _cancelling_factor(replicas: int, index: int) -> float:
