@@ -293,7 +293,7 @@ def _replica_checksums(state: TrainState, labels: int, elements: int) -> torch.T
     reduced gradients. A row has the sum of checksums with their cancelling factors, and their plain sum.
 
     All checksums are weighted in one matrix product, since many small operations would cost more than reading the
-    windows. `labels`: the number of valid labels in the global batch. `elements`: the number of parameters of the model.
+    windows. `labels`: the number of valid labels in the global batch. `elements`: the number of the model's parameters.
     """
     plan, engine, step = state.plan, state.engine, state.steps
     tokens, device = labels / (plan.dp * plan.cp), state.mesh.device
