@@ -38,8 +38,11 @@ QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/t
 train: $(READY)
 	$(BIN)/meshwright train $(ARGS)
 
-test: lint
-	$(PYTEST) $(SIDES) $(ARGS)
+# Lint and types run beside the tests: without a cache, mypy takes more than a minute of one core.
+test: $(READY)
+	$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(PYTEST) $(SIDES) $(ARGS); tests=$$?; \
+	wait $$lint || { echo "lint or types failed: see the first lines, or make lint" >&2; exit 1; }; exit $$tests
 
 quick: lint
 	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)
