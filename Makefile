@@ -13,7 +13,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter. Which registry or mirror pip asks is pip's own configuration.
 
-# Else each process of the tests would compile every module that it imports.
+# With this variable set, each process of the tests would compile every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
@@ -29,8 +29,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDES  := -n auto --dist loadfile
 
 # One file for each part: plans on ranks against one device, golden plans, schedules, estimates, checkpoints, models, messages.
-QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py unit/test_cost_in_flight.py \
-         mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
+QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py \
+         unit/test_cost_in_flight.py mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
 .PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock setup clean
 .SILENT:
@@ -42,7 +42,7 @@ train: $(READY)
 test: $(READY)
 	$(MAKE) --no-print-directory lint & lint=$$!; \
 	$(PYTEST) $(SIDES) $(ARGS); tests=$$?; \
-	wait $$lint || { echo "lint or types failed: see the first lines, or make lint" >&2; exit 1; }; exit $$tests
+	wait $$lint || { echo "lint, format or types failed: run make lint" >&2; exit 1; }; exit $$tests
 
 quick: lint
 	$(PYTEST) $(SIDES) $(QUICK) $(ARGS)

@@ -4,7 +4,7 @@ python -m bench.proof                         # TinyLlama 1.1B on 4 ranks of thi
 python -m bench.proof --blocks 4              # the same with fewer blocks, to try
 python -m bench.proof --precision bf16-pure   # where the processor multiplies bfloat16; else 30 times slower
 
-Without --blocks it writes bench/results/proof.md.
+With all 22 blocks it writes bench/results/proof.md. The estimate is always that of 22 blocks.
 
 The estimate is of this machine where `meshwright probe` has measured it, or of the cluster of `--cluster`: a file that
 `meshwright probe --cluster local:4 --save` wrote.

@@ -30,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "MESHWRIGHT_PROVE", "never"
     )  # tests compare with one device themselves; those of the proof ask for one
-    # checks of rows and writes take longer than the steps of a run that fails, whose end is compared with another's
+    # The preflight checks take longer than all steps of the small runs with faults. The results of these runs are
+    # compared with those of undisturbed runs.
     os.environ.setdefault("MESHWRIGHT_TEST_CHECKS", "first" if config.getoption("-m") == "soak" else "never")
     if "MESHWRIGHT_CACHE" not in os.environ:  # nor what other runs have kept; and a home may be read only
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
@@ -40,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak; cases with the mark
-    `soak` are not among those that it chooses from. A case that is asked for by its name runs."""
+    """Of each test with the mark `covering`, the cases that are not chosen run only in the soak. The choice leaves out
+    cases that have the mark `soak` themselves. A case that is requested by name runs."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):

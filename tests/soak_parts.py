@@ -142,7 +142,7 @@ def soak_files() -> list[str]:
 
 
 def listing() -> str:
-    """Yields one line for each part."""
+    """Returns one line for each part."""
     return "\n".join(f"{name:<12}about {part.minutes:>3} min   {part.what}" for name, part in PARTS.items())
 
 

@@ -90,7 +90,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Reading(NamedTuple):
-    """A model and what was found in it, with its tensors and the random state of before."""
+    """A model and its analysis, with the tensors and the random state from before the analysis."""
 
     model: nn.Module
     found: ModelGraph
@@ -100,7 +100,7 @@ class Reading(NamedTuple):
 
 @cache
 def reading(name: str) -> Reading:
-    """Once for the tests that look at the same model."""
+    """Analyses the model `name`. Tests of the same model share the result."""
     model = {**LLAMAS, **OTHERS}[name]().train()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()

@@ -23,7 +23,7 @@ from moe_models import MIXTURES, build_mixture
 
 @cache
 def analyzed(name: str) -> ModelGraph:
-    """What is found in a mixture as it is built, which several tests ask for."""
+    """Returns the analysis of the mixture-of-experts model `name`. Several tests share it."""
     return analyze_model(build_mixture(name))
 
 

@@ -271,7 +271,7 @@ def test_a_live_model_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("layers", [2, pytest.param(8, marks=pytest.mark.soak)])
 def test_layers_of_a_large_model_take_no_memory(layers: int) -> None:
-    """Eight are a tenth of Llama 3 70B, with 36 GB of weights and, at this batch, 60 GB of activations."""
+    """Eight layers are a tenth of Llama 3 70B: 36 GB of weights and, at this batch size, 60 GB of activations."""
     config = transformers.AutoConfig.for_model(
         "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256,

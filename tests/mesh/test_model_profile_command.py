@@ -48,7 +48,7 @@ class Simple(Encoder):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all of these tests, so that the model of the folder is traced once."""
+    """One cache for all tests of this file, so that they trace the model of the folder only once."""
     return tmp_path_factory.mktemp("cache")
 
 

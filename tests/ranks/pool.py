@@ -70,8 +70,8 @@ def checks() -> str:
 
 
 def unchecked(function: Callable[..., Any], *args: Any) -> Any:
-    """On a rank: `function(*args)` without the checks of rows and writes, in a file whose other tests need them. For
-    what a checked run is compared with, and for what is itself compared with one device."""
+    """Runs `function(*args)` on a rank without the preflight checks of rows and writes. In CHECKED_FILES it is used for
+    runs that serve as the reference of another run, or that are compared with one device."""
     os.environ["MESHWRIGHT_CHECKS"] = "never"  # each call sets it anew
     return function(*args)
 

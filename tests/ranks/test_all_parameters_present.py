@@ -24,7 +24,7 @@ CUTS = [
 ]  # fmt: skip
 
 FEW = ["pp2.ls6-4", "pp2.interleaved2", "pp2.zbv"]
-"""Of two ranks, for every `make test`."""
+"""The plans on two ranks that `make test` runs. `make soak` runs all plans."""
 
 
 def build_deep(layers: int = LAYERS) -> Any:

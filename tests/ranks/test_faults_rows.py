@@ -105,7 +105,7 @@ def test_an_oom_rank_is_named_with_the_reason_and_the_run_goes_on(
 
 
 def test_a_lasting_oom_ends_the_run_with_the_reason(agent: LocalAgent, tmp_path: Path, text: Path) -> None:
-    """Row 23, where nobody knows a plan to go on with."""
+    """Row 23, for a job without another plan that needs less memory."""
     with pytest.raises(MeshwrightError, match=r"rank 0 is out of memory in step 5: .*; something else than dp1$"):
         train(agent, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
 

@@ -9,7 +9,7 @@ import pytest
 from odd_jobs import EQUAL, REFUSED, run
 from odd_models import Job
 
-# Plans behind a bar are left to the soak.
+# Only `make soak` runs the plans after the bar.
 RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 | tp2.sp.mb8 dp2.tp2.mb4"),
     "dropout inside a block that is recomputed": (

@@ -36,7 +36,7 @@ def test_experts_are_divided_as_far_as_their_training_shows_it(way: str) -> None
 
 
 FEW = ["noise", "capacity", "backward tokens", "many tokens", "zero gate"]
-"""For every `make test`."""
+"""The cases that `make test` runs. `make soak` runs all cases."""
 
 
 def outcomes_of(ranks: Any, plan: str, ways: list[str]) -> dict[str, Any]:

@@ -169,7 +169,8 @@ def test_offload_fractions_of_states_and_weights_are_bit_identical(
 
 
 def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[float], list[float]]:
-    """Losses of four steps under `plan`, and of the last two after a checkpoint that `other` goes on from."""
+    """Returns the losses of four steps under `plan`, and those of the last two steps when `other` resumes from the
+    checkpoint of step 2."""
     first = made("llama", f"{plan}.mb2", "bf16", folder)
     whole = [first.step(make_batch("llama", step)).loss for step in range(2)]
     path = first.save(checkpoints)

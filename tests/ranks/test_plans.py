@@ -33,7 +33,7 @@ EVERY_TIME = [
     ("llama", "dp2.tp2.pp2.z3.mb2.rc-full"), ("llama", "tp2.sp.pp2.mb2"),
     ("bert", "pp2.rc-full"), ("convnet", "dp2.z1"),
 ]  # fmt: skip
-"""Of it, for every `make test`: each axis."""
+"""The pairs that `make test` runs. Each parallelism axis occurs in one of them."""
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_bit_flip_in_a_gradient_is_found_if_recomputed_or_large(
 def test_a_flipped_sign_in_a_step_that_is_computed_once_is_not_seen(
     agent: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
-    """In step 15, where every other step is computed twice."""
+    """Only every second step is computed twice. The fault is in step 15, which is computed once."""
     whole, missed = (
         launch(text, tmp_path / name, plan, sdc_check_every=2, hang_timeout=0.0) for name in ("whole", "missed")
     )

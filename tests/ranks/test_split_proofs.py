@@ -23,11 +23,11 @@ in a long batch alone."""
 
 
 FEW = ("first token", "length", "rare")
-"""For every `make test`: one that reads a place, one that reads a length, one that moves results little."""
+"""The cases that `make test` runs: a read of a position, a read of the length, and a small effect on the result."""
 
 
 def few_and_others(few: list[str], every: list[str]) -> list[Any]:
-    """Cases of lists of ways: a few for `make test`, the others for the soak."""
+    """Returns two test cases: the list `few` for `make test`, and the rest of `every` for `make soak`."""
     others = [way for way in every if way not in few]
     return [pytest.param(few, id="few"), pytest.param(others, id="others", marks=pytest.mark.soak)]
 

@@ -197,7 +197,7 @@ EVERY = [
     for name in MODELS
     for way in WAYS
 ]
-"""One model for every `make test`; all of them in all ways in the soak."""
+"""`make test` runs one model. `make soak` runs all models in all ways."""
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)

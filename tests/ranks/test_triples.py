@@ -53,7 +53,7 @@ SAMPLE = [
     ("hf-gpt2", "tp2.cp2.z2.mb4.rc-full"), ("mixture", "pp2.cp2.ep2.z3.mb4.rc-full"),
     ("llama-tied", "pp2.z3.mb4.off-optimizer-disk60.off-parameters-disk50"),
 ]  # fmt: skip
-"""For every `make test`: each strategy among others."""
+"""The pairs that `make test` runs. Each strategy occurs in one of them, combined with others."""
 SOAKED = [
     ("mixtral", "tp2.pp2.ep2.zbh1.mb2.off-activations"),
     ("llama", "dp2.pp2.z3.zbh1.rc-full.off-activations"), ("llama-tied", "pp2.cp2.z3.rc-attn"),

@@ -150,7 +150,7 @@ FEW = {
     False: ["as they are", "log of softmax", "some words", "in rows of so many words"],
     True: ["capped", "by a parameter", "the last places"],
 }
-"""For every `make test`: of the loss over shares, and of a loss of one's own."""
+"""The cases that `make test` runs. False: with the loss over vocabulary shards. True: with a loss of the user."""
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ BANNED_IN_PROSE = re.compile(
 )
 
 
-# What the tree contains. It is computed by the first test that asks: other tests import nothing of it.
+# What the source tree contains. Cached functions compute it on first use, so that collection of the tests stays fast.
 
 
 @cache

@@ -206,7 +206,7 @@ def test_python_in_the_pages_compiles_and_names_what_the_package_has() -> None:
 RUNNABLE = {(block.language, block.text, block.exit_code) for _, block in BLOCKS if "run" in block.marks}
 LONG = ("mine:Net", "meshwright.analysis", "fit --cluster", "gpt3-175b", "1x1:", "z=0", "--advice", "--why-not")
 LONG += ("--seq 2048 --top", "--fleet-table", "--days 90", "dp8.tp2.pp4")
-"""Of blocks that take long, and whose commands the tests of these commands run too."""
+"""Parts of slow code blocks, which only `make soak` runs. Other tests in `make test` run the same commands."""
 TRAINING = {(block.language, block.text, block.exit_code) for _, block in BLOCKS if "soak" in block.marks}
 
 

@@ -1,5 +1,5 @@
-"""Ranks that another launcher has started, and that are asked to stop one after another: they end together, and one of
-them says why."""
+"""Another launcher has started the ranks. They get a stop signal one after another. All ranks end with the same exit
+code, and only rank 0 prints the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def started(rank: int, how: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("how", ["waits", "loses its peer"])
 def test_ranks_that_are_asked_one_after_another_end_alike_and_the_first_says_why(how: str) -> None:
-    """One that loses its peer first waits for its own signal, and tells of no error."""
+    """A rank that loses the connection to its peer before its own signal arrives waits for the signal. It prints no
+    error."""
     ranks = [started(rank, how) for rank in (0, 1)]
     for process in ranks:
         process.send_signal(signal.SIGINT)

@@ -20,7 +20,8 @@ FAULT_VERBS = ("crash", "kill")
     scope="module", params=[1, pytest.param(FAULTS, marks=pytest.mark.soak)], ids="{} faults at most".format
 )
 def graph(request: pytest.FixtureRequest) -> Graph:
-    """All states after so many faults, in order of their distance from the first, and what follows each of them."""
+    """Returns all states that are reachable with at most this number of faults, in breadth-first order, with the
+    successors of each."""
     found: Graph = {}
     waiting = deque([FIRST])
     while waiting:

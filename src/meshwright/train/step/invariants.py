@@ -315,7 +315,7 @@ def _replica_checksums(state: TrainState, labels: int, elements: int) -> torch.T
     if not sums:
         return torch.zeros(2, 2, dtype=torch.float64, device=device)
     values = torch.stack(sums).remainder(CHECKSUM_MODULUS).double()
-    return (values @ torch.tensor(factors, dtype=torch.float64, device=device)).view(2, 2)
+    return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
 
 
 def _cancelling_factor(replicas: int, index: int) -> float:
