@@ -54,7 +54,7 @@ def furnished(folder: Path, text: Path, job: str) -> Path:
 def environment(place: Path, checked: bool = False) -> dict[str, str]:
     """`checked`: with the checks of rows and writes before the first steps also outside of the soak."""
     surroundings = {"MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    checks = "first" if checked else os.environ["MESHWRIGHT_TEST_CHECKS"]
+    checks = "first" if checked else os.environ.get("MESHWRIGHT_TEST_CHECKS", "first")
     return {**os.environ, **surroundings, "MESHWRIGHT_CHECKS": checks}
 
 
