@@ -13,6 +13,8 @@ from pool import unchecked
 
 from meshwright.core.errors import PlanRefused
 from meshwright.spec.record import ProofResult
+from meshwright.train.proof.proof_run import ReferenceSide
+from meshwright.train.proof.proof_tolerance import STRICT_TOLERANCES
 from meshwright.train.trainer import Trainer, parallelize
 
 
@@ -52,6 +54,31 @@ def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> 
     assert all(proof == proofs[0] for proof in proofs)
     assert proofs[0].equal, proofs[0].to_json()
     assert proofs[0].parameters > 5
+
+
+def measured(plan: str, gradient: float) -> tuple[ProofResult, list[torch.dtype]]:
+    """The proof in float32, where the strict tolerance of a gradient is `gradient`, and the dtype of each run of one
+    device's side."""
+    trainer, kinds = trainer_of("llama", plan, "fp32"), []
+    forward = ReferenceSide.forward
+
+    def recorded(self: ReferenceSide, content: Any, options: Any) -> Any:
+        kinds.append(options.dtype)
+        return forward(self, content, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STRICT_TOLERANCES, torch.float32, (1e-6, gradient))
+        patch.setattr(ReferenceSide, "forward", recorded)
+        return trainer.prove(make_batch("llama", 0)), kinds
+
+
+def test_float32_beyond_the_strict_tolerance_is_compared_with_float64_from_then_on(ranks: Any) -> None:
+    low, high = torch.float32, torch.float64
+    for proof, kinds in ranks.run(2, measured, "tp2", 1e-9):
+        assert proof.equal and proof.is_rounding_measured, proof.to_json()
+        assert kinds == [low, high, low, high, low] and len(proof.contents) == 2
+    for proof, kinds in ranks.run(2, measured, "tp2", 1e-5):
+        assert proof.equal and not proof.is_rounding_measured and kinds == [low, low]
 
 
 def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:

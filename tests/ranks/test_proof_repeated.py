@@ -44,14 +44,14 @@ def test_a_later_proof_follows_plain_numbers_that_modules_hold(ranks: Any) -> No
     assert ranks.run(2, scheduled) == [[(0, True), (1, True), (2, True)]] * 2
 
 
-def announced(seconds: float) -> tuple[list[str], int]:
-    """What is said around a proof that was predicted to take `seconds`, and how often the rank gave a sign of life
-    meanwhile."""
+def announced(seconds: float, rounding: float = 0.0) -> tuple[list[str], int]:
+    """What is said around a proof that was predicted to take `seconds`, or `rounding` more if rounding is measured, and
+    how often the rank gave a sign of life meanwhile."""
     trainer = parallelize(Net().double(), make_optimizer, "dp2", precision="fp64", prove="start")
     lines: list[str] = []
     beats: list[int] = []
     trainer.prover.say, trainer.mesh.error_propagator.report_alive = lines.append, lambda: beats.append(1)
-    trainer.prover.predicted = ProofCost(seconds=seconds, step=1e-3)
+    trainer.prover.predicted = ProofCost(seconds=seconds, step=1e-3, rounding=rounding)
     trainer.step(batch_of())
     return lines, len(beats)
 
@@ -60,6 +60,14 @@ def test_a_long_proof_is_announced_and_gives_signs_of_life(ranks: Any) -> None:
     for (first, *others), beats in ranks.run(2, announced, 75.0):
         assert first == "proving the plan before step 1, for about 1 min 15 s"
         assert others[0].startswith("proven equal to one device before step 1: ") and beats > 20
+
+
+def test_a_proof_that_may_measure_rounding_is_announced_with_both_times(ranks: Any) -> None:
+    for (first, second, *_), _ in ranks.run(2, announced, 75.0, 60.0):
+        assert first == (
+            "proving the plan before step 1, for about 1 min 15 s, or 2 min 15 s if rounding has to be measured"
+        )
+        assert second.endswith(", 1 min 15 s predicted)")
 
 
 @pytest.mark.soak

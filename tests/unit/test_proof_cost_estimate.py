@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.planner.cost.step import PROOF_PLAN_PASSES, estimate, proof_price, proof_seconds
+from meshwright.planner.cost.step import PROOF_PLAN_PASSES, estimate, proof_price, proof_seconds, rounding_seconds
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
 from meshwright.spec.job import Job
@@ -69,3 +69,16 @@ def test_the_plans_side_is_four_thirds_of_a_step_of_its_rows_at_both_lengths(nam
         for each in (length, half_sequence_length(plan, length) or length)
     ]
     assert proof_seconds(job, plan, length) > PROOF_PLAN_PASSES * sum(steps) > 0
+
+
+def test_measured_rounding_has_a_price_in_float32_alone() -> None:
+    plan, job = parse_plan("dp4.z3"), job_of("tinyllama-1.1b", "1x4:a100-80gb", 16, 1024)
+    prices = {}
+    for precision in ("fp32", "bf16"):
+        chosen = job.but(workload=job.workload.but(precision=precision))
+        prices[precision] = rounding_seconds(chosen, plan, 64), proof_price(chosen, plan, 1.0)
+    assert prices["bf16"][0] == 0.0
+    more, price = prices["fp32"]
+    assert more > 0 and price.rounding == rounding_seconds(
+        job.but(workload=job.workload.but(precision="fp32")), plan, price.length
+    )

@@ -317,6 +317,10 @@ class ProofCost(StrictModel):
     seconds: float = 0.0
     step: float = Field(default=0.0, description="seconds of a training step")
     length: int = Field(default=0, description="tokens of each row that the proof reads; 0: all")
+    rounding: float = Field(
+        default=0.0,
+        description="additional seconds if the rounding of float32 has to be measured; 0 for other precisions",
+    )
 
 
 class ProofResult(StrictModel):
@@ -335,6 +339,9 @@ class ProofResult(StrictModel):
         description="tolerances of the loss, and of the gradient of parameter `where`"
     )
     parameters: int = Field(description="number of compared gradients")
+    is_rounding_measured: bool = Field(
+        default=False, description="whether the tolerance contains a measured rounding error"
+    )
     rounding: int = Field(
         default=0, description="number of compared gradients that consist only of rounding errors on both sides"
     )

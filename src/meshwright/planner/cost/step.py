@@ -361,17 +361,54 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
         length = half
         seconds = proof_seconds(job, plan, length)
-    return ProofCost(seconds=seconds, step=step, length=length)
+    return ProofCost(seconds=seconds, step=step, length=length, rounding=rounding_seconds(job, plan, length))
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
     """Returns the seconds of a proof run whose rows have `length` tokens. Each of the two batches is computed under the
-    plan and by the reference."""
-    lengths = (length, half_sequence_length(plan, length) or length)
+    plan and by the reference. In float32 this is without the measurement of rounding (`rounding_seconds`)."""
     return sum(
-        _one_device(job, plan, each) + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
-        for each in lengths
+        sum(_reference_seconds(job, plan, each, run) for run in _reference_runs(job))
+        + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
+        for each in _proof_lengths(plan, length)
     )
+
+
+def rounding_seconds(job: Job, plan: Plan, length: int) -> float:
+    """Returns the additional seconds of a proof run in float32 if its rounding has to be measured. The first batch is
+    also computed by a reference in float64 and by one more in float32. For the second batch these two replace the
+    reference. Returns 0 for other precisions: below float32 the measurement is part of every proof run."""
+    recipe = job.workload.recipe
+    if recipe.size != 4:
+        return 0.0
+    first, second = _proof_lengths(plan, length)
+    measurement = (_ReferenceRun("fp64", 4, True, True), _ReferenceRun(recipe.rate, 4, False, True))
+    both = sum(_reference_seconds(job, plan, each, run) for each in (first, second) for run in measurement)
+    return both - sum(_reference_seconds(job, plan, second, run) for run in _reference_runs(job))
+
+
+class _ReferenceRun(NamedTuple):
+    """A run of the reference of a proof. `rate`: the precision of its matrix products. `size`: the bytes of a weight or
+    gradient that is sent to rank 0. `is_compared`: whether its gradients are compared with those of the plan.
+    `has_sketches`: whether it computes sketches of its gradients."""
+
+    rate: str
+    size: int
+    is_compared: bool
+    has_sketches: bool
+
+
+def _reference_runs(job: Job) -> tuple[_ReferenceRun, ...]:
+    """Returns the runs of the reference for each batch, without the measurement of the rounding of float32."""
+    recipe = job.workload.recipe
+    if recipe.size >= 4:
+        return (_ReferenceRun(recipe.rate, recipe.size, True, False),)
+    return _ReferenceRun("fp32", 4, True, True), _ReferenceRun(recipe.rate, recipe.size, False, True)
+
+
+def _proof_lengths(plan: Plan, length: int) -> tuple[int, int]:
+    """Returns the tokens of a row in the two batches of a proof run."""
+    return length, half_sequence_length(plan, length) or length
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
@@ -380,20 +417,20 @@ def _of_proof(job: Job, plan: Plan, length: int) -> Job:
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 
-def _one_device(job: Job, plan: Plan, length: int) -> float:
+def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) -> float:
     shared = build_cost_context(job)
-    low = shared.recipe.size < 4
-    rates = [shared.recipe.rate, "fp32"] if low else [shared.recipe.rate]
-    computed = sum(
-        PROOF_REFERENCE_PASSES * model_flops(_of_proof(job, plan, length)) / sustained_flops(shared, rate)
-        for rate in rates
-    )
-    high_bytes = float(job.model.parameters * max(shared.recipe.size, 4))
-    sent = [high_bytes] * (PROOF_WEIGHT_GATHERS + 1) + [
-        float(job.model.parameters * shared.recipe.size)
-    ] * PROOF_WEIGHT_GATHERS * low
+    computed = PROOF_REFERENCE_PASSES * model_flops(_of_proof(job, plan, length)) / _reference_flops(shared, run.rate)
+    sent = [float(job.model.parameters * run.size)] * (PROOF_WEIGHT_GATHERS + run.is_compared)
     reduce = sum(float(collective_rates(shared.fabric, plan.world, 1).reduce(size)) for size in sent)
     touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
-        COMPARE_BYTES_PER_ELEMENT + 2 * SKETCH_BYTES_PER_ELEMENT * low
+        COMPARE_BYTES_PER_ELEMENT * run.is_compared + SKETCH_BYTES_PER_ELEMENT * run.has_sketches
     )
     return computed + reduce + touched / shared.device.bandwidth
+
+
+def _reference_flops(shared: CostContext, rate: str) -> float:
+    """Returns the FLOP/s of the reference. Without a catalogue entry, float64 has half the rate of float32, as on V100,
+    A100 and H100 (NVIDIA's data sheets, products without tensor cores)."""
+    if rate == "fp64" and rate not in shared.device.peak:
+        return sustained_flops(shared, "fp32") / 2
+    return sustained_flops(shared, rate)

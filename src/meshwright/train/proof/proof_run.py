@@ -67,6 +67,10 @@ class ReferenceSide:
         self.tensors = GatherService(engine, self.compute)
         self.is_rank_0 = engine.mesh.rank == 0
         self.trains, self.seed = True, 1
+        self.measures_rounding = self.is_low
+        """Whether the reference has a higher precision than the plan from the start, since the rounding of the plan's
+        precision is measured in any case. In float32 this holds after the first batch that exceeds the strict
+        tolerances."""
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         """The names of weights whose values on the ranks differ from those of the original model."""
@@ -78,14 +82,18 @@ class ReferenceSide:
 
     @property
     def is_low(self) -> bool:
-        """Returns whether the plan computes in a precision below float32. If so, the reference computes in float32."""
+        """Returns whether the plan computes in a precision below float32."""
         return self.compute in LOW_PRECISION_FLOORS
 
     def options(self) -> ReferenceOptions:
         """Returns the options of the reference that the plan is compared with."""
-        return ReferenceOptions(
-            torch.float32 if self.is_low else self.compute, high=self.is_low, streamed=self.streamed
-        )
+        kind = self.higher if self.measures_rounding else self.compute
+        return ReferenceOptions(kind, high=self.measures_rounding, streamed=self.streamed)
+
+    @property
+    def higher(self) -> torch.dtype:
+        """Returns the dtype of the reference in the next higher precision."""
+        return torch.float32 if self.is_low else torch.float64
 
     def isolated(self) -> AbstractContextManager[None]:
         """Returns a context that restores the model and the random states at its end (`isolate_pass`)."""
@@ -286,6 +294,7 @@ class ProofRun:
             "bytes": self.side.tensors.bytes,
             "contents": tuple(done),
             "notes": tuple(dict.fromkeys(self.side.notes)),
+            "is_rounding_measured": self.side.measures_rounding,
             "rows": sum(num_rows(content.batch) for content in contents[: len(done)]),
             "step": state.steps,
         }
@@ -297,7 +306,7 @@ class ProofRun:
         """Compares one batch. Returns None and adds a note in two cases: the loss or gradients of the reference are not
         finite, or the batch is optional and the reference cannot run its forward. Raises InputError if the reference
         cannot run the forward of a batch that is not optional, or the backward of any batch."""
-        low = self.side.is_low
+        low, measured = self.side.is_low, self.side.measures_rounding
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
         if problem:
             if content.optional:
@@ -307,7 +316,7 @@ class ProofRun:
         planned, planned_labels, scale, reached = self._planned(content.batch)
         compared = ProofComparison((loss, planned), (labels, planned_labels), planned=reached)
         sketches: dict[str, torch.Tensor] = {}
-        if problem := self.side.backward(reference, compared, scale, sketches if low else None):
+        if problem := self.side.backward(reference, compared, scale, sketches if measured else None):
             return self._without_streaming(content, problem)
         if not self.side.agreed(all(map(math.isfinite, (loss, *(gap.norm for gap in compared.gaps.values()))))):
             self.side.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
@@ -318,11 +327,13 @@ class ProofRun:
         )
         del reference
         verdict = judge_comparison(compared, limits)
-        if low or not self.side.agreed(verdict.good):
+        measured = measured or not self.side.agreed(verdict.good)
+        if measured:
             self._measure(content, compared, sketches, scale)
             verdict = judge_comparison(compared, limits)
         if not self.side.agreed(verdict.good) and self._draws(content, loss):
             return self._content(content)
+        self.side.measures_rounding = measured
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
@@ -340,11 +351,11 @@ class ProofRun:
 
         It compares the plan with a reference in the next higher precision, unless `compared` already has these values.
         Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`: sketches of
-        the gradients in the higher precision, filled here if empty.
+        the gradients in the higher precision, filled here if `compared` has not these values.
         """
-        if not sketches and not self.side.is_low:
+        if not self.side.measures_rounding:
             high, (loss, _, problem) = self.side.forward(
-                content, ReferenceOptions(torch.float64, high=True, streamed=self.side.streamed)
+                content, ReferenceOptions(self.side.higher, high=True, streamed=self.side.streamed)
             )
             if problem:
                 self.side.notes.append(f"{content.title}: rounding was not measured ({problem})")

@@ -210,13 +210,7 @@ class ProofSchedule:
             return
         when = f"again ({reason})" if self.required else reason
         if self.predicted.seconds > ANNOUNCE_SECONDS:
-            self.say(
-                Message(
-                    "proving the plan {when}, for about {seconds}",
-                    when=when,
-                    seconds=show_seconds(self.predicted.seconds),
-                )
-            )
+            self.say(_announcement(when, self.predicted))
         state.on_phase(RankPhase.prove)
         try:
             run_preflight(state, batch)
@@ -259,7 +253,7 @@ class ProofSchedule:
         self._seconds = proof.seconds
         self.record(proof)
         if proof.equal and shown:
-            self.say(_passed_line(proof, when, self.predicted.seconds))
+            self.say(_passed_line(proof, when, self.predicted))
         if not proof.equal:
             raise PlanRefused(
                 Message(
@@ -403,12 +397,25 @@ def _before_step(updates: int) -> str:
     return Message("before step {updates}", updates=updates + 1)
 
 
-def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
-    """Returns the line about a passed proof for the user. `when`: such as "before step 1". `predicted`: the planner's
-    estimate of the proof in seconds, or 0."""
+def _announcement(when: str, predicted: ProofCost) -> str:
+    """Returns the line before a long proof. `when`: such as "before step 1"."""
+    seconds, longer = show_seconds(predicted.seconds), show_seconds(predicted.seconds + predicted.rounding)
+    if predicted.rounding:
+        return Message(
+            "proving the plan {when}, for about {seconds}, or {longer} if rounding has to be measured",
+            when=when,
+            seconds=seconds,
+            longer=longer,
+        )
+    return Message("proving the plan {when}, for about {seconds}", when=when, seconds=seconds)
+
+
+def _passed_line(proof: ProofResult, when: str, predicted: ProofCost) -> str:
+    """Returns the line about a passed proof for the user. `when`: such as "before step 1"."""
     seconds = show_seconds(proof.seconds)
-    if predicted:
-        seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
+    if predicted.seconds:
+        expected = predicted.seconds + predicted.rounding * proof.is_rounding_measured
+        seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(expected))
     line = Message(
         "proven equal to one device {when}: loss {loss:.1e}, gradients {gradient:.1e}, {parameters} parameters, "
         "{rows} rows in {batches} batches ({seconds})",
