@@ -41,7 +41,8 @@ _PUNCTUATION_PATTERN = re.compile(
     r"(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])[!-@\[-`{-~\u3001\u3002\uff0c]"
 )
 _STRING_BODY_PATTERN = re.compile(
-    r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
+    r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+"
 )
 """The pattern of the longest prefix of a JSON string without incomplete escapes or surrogate pairs."""
 
