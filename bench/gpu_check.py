@@ -46,7 +46,7 @@ from meshwright.core.errors import InputError, MeshwrightError, NothingFits
 from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.cost.calibration import calibrate
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.report.memory import read_timelines
 from meshwright.runtime.backend import init_local_device

@@ -62,7 +62,7 @@ def question(world: int, sizes: Sizes, budget: float = 0.0) -> Any:
     """The planner's: recompute alone is left to choose."""
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes as Architecture
-    from meshwright.planner.inputs.clusters import read_cluster
+    from meshwright.planner.inputs.cluster_parser import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 

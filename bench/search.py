@@ -11,8 +11,8 @@ import argparse
 import statistics
 import time
 
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.job import Job

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from bench.peers import machine, write
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.planner.simulate.fleet import (
     DEFAULT_FAILURE_SOURCE,
     FleetSpec,

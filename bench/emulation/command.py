@@ -20,7 +20,7 @@ from meshwright.core.errors import InputError, MeshwrightError, translate_system
 from meshwright.core.quantities import parse_quantity
 from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
 from meshwright.core.units import show_rate, show_seconds
-from meshwright.planner.inputs.clusters import available_cpus, read_cluster
+from meshwright.planner.inputs.cluster_parser import available_cpus, read_cluster
 
 USAGE = (
     "usage: python -m bench.emulation CLUSTER -- COMMAND, such as: python -m bench.emulation 2x2:cpu@1Gb -- "

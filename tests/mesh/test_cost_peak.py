@@ -13,7 +13,7 @@ from meshwright.models.registry import build_reference_model
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload

@@ -12,7 +12,7 @@ import transformers
 
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import read_hf_config
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.model_parser import read_model
 
 SMALL = {
     "vocab_size": 96,

@@ -22,7 +22,7 @@ from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_hf_config
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.spec.model import LayerSpec, ModelSpec
 
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.analysis.profile.model_spec import describe
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import parse_plan

@@ -53,7 +53,7 @@ def expected(model: str, plan: str, precision: str, apart: bool) -> tuple[list[A
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-    from meshwright.planner.inputs.clusters import read_cluster
+    from meshwright.planner.inputs.cluster_parser import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 

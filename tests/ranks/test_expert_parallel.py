@@ -122,7 +122,7 @@ def test_ranks_store_the_estimated_bytes_with_experts_on_data_and_tensor_ranks(
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-    from meshwright.planner.inputs.clusters import read_cluster
+    from meshwright.planner.inputs.cluster_parser import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 

@@ -21,8 +21,8 @@ from meshwright.core.errors import InputError, Interrupted, MeshwrightError
 from meshwright.data.token_arrays import DIGEST_BLOCK_TOKENS
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.local_agent import LocalAgent
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.report.run import read_run, summarize_run
 from meshwright.spec.job import Job
 

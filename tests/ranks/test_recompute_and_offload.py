@@ -122,8 +122,8 @@ def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
     """Of those that wait one is on the device while other blocks run, and two while one of them does: 8 make room for
     7, 16 for 15, all 32 for 30 or, at the head, 31."""
     from meshwright.planner.cost.step import estimate
-    from meshwright.planner.inputs.clusters import read_cluster
-    from meshwright.planner.inputs.models import read_model
+    from meshwright.planner.inputs.cluster_parser import read_cluster
+    from meshwright.planner.inputs.model_parser import read_model
     from meshwright.spec.job import Job
     from meshwright.spec.plan import parse_plan
     from meshwright.spec.workload import Workload

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.job import Job
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec

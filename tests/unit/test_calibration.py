@@ -17,7 +17,7 @@ from meshwright.planner.cost.constants import CPU_OPS_PER_STAGE_PASS, CPU_UPDATE
 from meshwright.planner.cost.links import LinkModel, link_model
 from meshwright.planner.cost.plan_grid import TpEpShape
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import load_local_profile, parse_cluster, read_cluster, save_local_profile
+from meshwright.planner.inputs.cluster_parser import load_local_profile, parse_cluster, read_cluster, save_local_profile
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.cluster import (
     Cluster,

@@ -263,7 +263,7 @@ def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.Capt
 def test_a_probe_with_too_many_ranks_names_the_number_that_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshwright.planner.inputs.clusters.available_cpus", lambda: 2)
+    monkeypatch.setattr("meshwright.planner.inputs.cluster_parser.available_cpus", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, err = called(capsys, "probe", "--cluster", "local:900")
     assert (
@@ -403,7 +403,7 @@ def test_a_ctrl_c_is_one_line_and_its_own_exit_code(
 
 
 def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.planner.inputs.clusters.cuda_device_names", tuple)
+    monkeypatch.setattr("meshwright.planner.inputs.cluster_parser.cuda_device_names", tuple)
     for cluster, words in (
         ("local:2", []),
         ("1x2:a100-80gb", ["has a100-80gb, but this machine has cores"]),

@@ -15,8 +15,8 @@ from jobs import answering_once, cluster, small_job
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import (
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import (
     model_title,
     parse_model_size,
     read_model,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import InputError
-from meshwright.planner.inputs import clusters
+from meshwright.planner.inputs import cluster_parser
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_hf_config
-from meshwright.planner.inputs.clusters import (
+from meshwright.planner.inputs.cluster_parser import (
     available_cpus,
     cluster_from_data,
     cpu_cluster,
@@ -22,7 +22,7 @@ from meshwright.planner.inputs.clusters import (
     read_cluster,
 )
 from meshwright.planner.inputs.job import JobFile, ModelChoice, load_job, read_job, resolve_job, resolve_sizes
-from meshwright.planner.inputs.models import needs_tracing, read_model, read_sizes
+from meshwright.planner.inputs.model_parser import needs_tracing, read_model, read_sizes
 from meshwright.planner.inputs.plans import parse_pins, pins_from_plan, read_plan, validate_pins
 from meshwright.spec.constraints import validate_plan
 from meshwright.spec.plan import Plan, parse_plan
@@ -385,8 +385,8 @@ def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: in
     (folder / "dev").mkdir()
     for minor in range(files):
         (folder / "dev" / f"nvidia{minor}").touch()
-    monkeypatch.setattr(clusters, "_NVIDIA_PROC_FOLDER", folder / "gpus")
-    monkeypatch.setattr(clusters, "_DEVICE_FOLDER", folder / "dev")
+    monkeypatch.setattr(cluster_parser, "_NVIDIA_PROC_FOLDER", folder / "gpus")
+    monkeypatch.setattr(cluster_parser, "_DEVICE_FOLDER", folder / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -19,7 +19,7 @@ from meshwright.core.printable_text import FORBIDDEN_CATEGORIES, check_one_line,
 from meshwright.elastic.launch import kubernetes, slurm, torchrun
 from meshwright.elastic.launch.quoting import comment_line, to_yaml
 from meshwright.elastic.launch.submission import JobSubmission, NodeSet, network_settings
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 
 PIECES = [
     "\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\x00", "\x1b[2J", "\t", " ", "  #", "'", '"', "\\",

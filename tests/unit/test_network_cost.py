@@ -19,9 +19,9 @@ from meshwright.elastic.launch.submission import network_settings
 from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
 from meshwright.planner.cost.links import LinkModel, collective_rates
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.planner.search.advice import rank_improvements
 from meshwright.planner.search.infeasible import fastest_plan
 from meshwright.spec.cluster import Link

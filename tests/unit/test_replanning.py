@@ -10,8 +10,8 @@ import pytest
 from meshwright.cli.launch_plan import PlanChoice
 from meshwright.cli.replanning import Replanner, lower_memory_hint
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import read_cluster
-from meshwright.planner.inputs.models import read_model
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.spec.enums import Offload
 from meshwright.spec.job import Job, LaunchSpec
 from meshwright.spec.plan import Plan, parse_plan

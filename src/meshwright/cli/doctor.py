@@ -87,7 +87,7 @@ def package_versions() -> Iterator[tuple[str, str | None]]:
 def hardware_facts() -> dict[str, Any]:
     """Returns the number of CPU cores, the bytes of memory and of free shared memory, and the CUDA devices that the
     driver lists."""
-    from meshwright.planner.inputs.clusters import available_cpus, cuda_device_names, host_memory_bytes
+    from meshwright.planner.inputs.cluster_parser import available_cpus, cuda_device_names, host_memory_bytes
 
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {

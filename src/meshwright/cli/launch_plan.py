@@ -61,7 +61,7 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
 def build_model_source(file: JobFile) -> ModelSource:
     """Returns the model source of a job: how ranks build the model."""
     from meshwright.planner.inputs.job import resolve_sizes
-    from meshwright.planner.inputs.models import is_user_code
+    from meshwright.planner.inputs.model_parser import is_user_code
     from meshwright.spec.job import ModelSource
 
     name = file.model.source
@@ -343,7 +343,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 def cluster_mismatches(question: Job) -> list[str]:
     """Compares the cluster of a job with this machine, on which all ranks of the job will start. Returns a line if the
     cluster has several nodes, and a line if only one of the two has GPUs."""
-    from meshwright.planner.inputs.clusters import cuda_device_names
+    from meshwright.planner.inputs.cluster_parser import cuda_device_names
 
     cluster = question.cluster
     found: list[str] = []

@@ -93,7 +93,7 @@ class JobOptions:
     def overrides(self) -> dict[str, Any]:
         """Returns the options as entries of a job file."""
         from meshwright.planner.inputs.job import parse_lora
-        from meshwright.planner.inputs.models import is_user_code
+        from meshwright.planner.inputs.model_parser import is_user_code
 
         model = "model.module" if self.model and is_user_code(self.model) else "model.name"
         entries = {

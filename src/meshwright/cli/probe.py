@@ -52,7 +52,7 @@ def probe(
     """
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
-    from meshwright.planner.inputs.clusters import read_cluster, save_local_cluster
+    from meshwright.planner.inputs.cluster_parser import read_cluster, save_local_cluster
     from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
     from meshwright.train.rank_main import read_external_launch
 
@@ -110,7 +110,7 @@ def _check_ranks(known: Cluster) -> None:
     """Raises InputError for more than MAX_RANKS_PER_CORE ranks per CPU core, because the ranks would mostly wait for
     each other. MIN_CPU_RANKS ranks are always allowed. With CUDA devices there is no limit."""
     from meshwright.core.errors import InputError
-    from meshwright.planner.inputs.clusters import MIN_CPU_RANKS, available_cpus, cuda_device_names
+    from meshwright.planner.inputs.cluster_parser import MIN_CPU_RANKS, available_cpus, cuda_device_names
 
     most = max(MIN_CPU_RANKS, MAX_RANKS_PER_CORE * available_cpus())
     if not cuda_device_names() and known.devices > most:

@@ -35,7 +35,7 @@ def trace_job_model(file: JobFile) -> JobFile:
     Raises: InputError if the job sets sizes or rules that this model does not accept.
     """
     from meshwright.planner.inputs.job import resolve_precision
-    from meshwright.planner.inputs.models import needs_tracing
+    from meshwright.planner.inputs.model_parser import needs_tracing
     from meshwright.spec.job import ModelSource
 
     name = file.model.source

@@ -188,7 +188,7 @@ def _supervise(
     from meshwright.elastic.snapshot_adoption import SNAPSHOT_LIFETIME_SECONDS, json_digest
     from meshwright.elastic.snapshot_inventory import AdoptionPolicy
     from meshwright.elastic.supervisor import Supervisor
-    from meshwright.planner.inputs.clusters import cuda_device_names
+    from meshwright.planner.inputs.cluster_parser import cuda_device_names
 
     shared = _options_after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:

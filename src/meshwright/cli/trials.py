@@ -166,7 +166,7 @@ def job_from_trials(
     MAX_BUSY_PROCESSORS processors during each trial.
     """
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
-    from meshwright.planner.inputs.clusters import save_local_cluster
+    from meshwright.planner.inputs.cluster_parser import save_local_cluster
     from meshwright.planner.search.ranking import search_plans
     from meshwright.planner.search.trials import best_trial, refit_job
     from meshwright.spec.cluster import MAX_BUSY_PROCESSORS

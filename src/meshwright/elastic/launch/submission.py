@@ -101,7 +101,7 @@ def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
     """Returns the nodes of `cluster` in order, as sets. Consecutive nodes with equal devices are in one set. Raises
     InputError if devices are of several vendors or not supported for training, or if `request` does not match the sets.
 
-    >>> from meshwright.planner.inputs.clusters import read_cluster
+    >>> from meshwright.planner.inputs.cluster_parser import read_cluster
     >>> sets = node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())
     >>> [(each.first, each.nodes, each.words) for each in sets]
     [(0, 3, '8 x h100'), (3, 2, '4 x h100')]

@@ -26,8 +26,8 @@ from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.inputs.clusters import cluster_from_data, read_cluster
-from meshwright.planner.inputs.models import model_title, read_sizes
+from meshwright.planner.inputs.cluster_parser import cluster_from_data, read_cluster
+from meshwright.planner.inputs.model_parser import model_title, read_sizes
 from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, RunConfig

@@ -2,8 +2,9 @@
 `meshwright fit` prints both.
 
 Only memory matters here, so only plans with low memory are searched: one sequence per micro-batch and device, and full
-recompute. A plan that fits without a safety margin (a tight plan) does not count. `planner.inputs.models` creates a
-model for each number of parameters. Memory grows with this number, so bisection finds the largest model within 1 %.
+recompute. A plan that fits only without its safety margin (a tight plan) does not count. `sizes_for_parameters` in
+planner/inputs/model_parser.py creates a model for each number of parameters. Memory grows with this number, so bisection
+finds the largest model within 1 %.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import Field
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.models import MIN_PARAMETERS, SizesByName, scalable_sizes, sizes_for_parameters
+from meshwright.planner.inputs.model_parser import MIN_PARAMETERS, SizesByName, scalable_sizes, sizes_for_parameters
 from meshwright.planner.search.branch_and_bound import find_best_plan
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.job import Job

@@ -45,7 +45,7 @@ from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.links import all_to_all_seconds, collective_rates, link_model
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
-from meshwright.planner.inputs.clusters import parse_cluster, parse_link
+from meshwright.planner.inputs.cluster_parser import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import RISK_MARGIN, uses_unmeasured_link
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
 from meshwright.planner.validation.tables import MeasurementRow
@@ -388,7 +388,7 @@ def predict_collective(row: MeasurementRow, size: float) -> float | None:
 
 
 def link_text(text: str) -> str:
-    """Returns the network `text` of a row in the notation of `@LINK` (inputs/clusters.py)."""
+    """Returns the network `text` of a row in the notation of `@LINK` (inputs/cluster_parser.py)."""
     if "EFA" in text:
         return EFA_LINK if "v2" in text else "efa-p6"
     ports = re.search(r"(\d+)x(\d+)\s*Gb/s", text)

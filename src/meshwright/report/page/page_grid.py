@@ -27,7 +27,7 @@ from meshwright.core.signals import blocked_stop_signals
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.search.best_plans import PlanFamily, RankedPlan, SearchObjective
 from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
 from meshwright.planner.search.ranking import rank_plans
