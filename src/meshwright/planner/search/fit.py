@@ -3,8 +3,8 @@
 
 Only memory matters here, so only plans with low memory are searched: one sequence per micro-batch and device, and full
 recompute. A plan that fits only without its safety margin (a tight plan) does not count. `sizes_for_parameters` in
-planner/inputs/model_parser.py creates a model for each number of parameters. Memory grows with this number, so bisection
-finds the largest model within 1 %.
+inputs/model_parser.py creates a model for each number of parameters. Memory grows with this number, so bisection finds
+the largest model within 1 %.
 """
 
 from __future__ import annotations
