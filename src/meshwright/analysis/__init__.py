@@ -12,20 +12,21 @@ The structure comes from three kinds of forward:
 - `trace_ops` (op_trace.py) runs one forward on the meta device and follows sharded features through every torch
   function. It finds blocks, regions, per-head arguments and parameter order. If a weight must stay unsharded, the
   sharding of all later operations changes. So the forward repeats, up to MAX_TRACE_PASSES times, until no further
-  weight must stay unsharded. If a forward fails in the model's own dtypes, it runs in bfloat16, which some kernels
-  require. One more forward, in eval mode, finds weights that the model writes to only in eval mode.
+  weight must stay unsharded. If a forward fails in the model's own dtypes, it is repeated in bfloat16, which some
+  kernels require. One more forward, in eval mode, finds weights that the model writes to only in eval mode.
 - `record_dataflow` (dataflow_recorder.py) runs one forward on the meta device and records which storages every torch
   function reads and writes. The record gives the modules that use each parameter, the tensors that cross stage
   boundaries, and the parameters of each stage. If the forward reads tensor values, it is repeated with real tensors. If
   its Python code uses random numbers, it is repeated with several seeds.
 - `analysis.profile` runs two training steps on fake tensors, with all modules in training mode. The second step has
-  twice as many rows. The difference gives FLOPs and activation bytes per token.
+  twice the batch size. The difference between the steps gives FLOPs and activation bytes per token.
 
 Shapes cannot show that a sharded block computes the same values as the full block. So three numeric checks repeat parts
 of the forward with real values. If the model is small enough, they use float64:
-- `ShardingCheck` (verify_sharding.py, simulated_ranks.py) runs blocks on simulated tensor-parallel ranks with two texts
-  of different lengths, and compares outputs and gradients. It finds the integers, such as head counts, that each rank
-  must divide. It also finds code that runs only in training or only for some lengths.
+- `ShardingCheck` (verify_sharding.py, simulated_ranks.py) runs blocks on simulated tensor-parallel ranks with two
+  sequences of different lengths, and compares their outputs and gradients with those of the full blocks. It finds the
+  integer attributes, such as head counts, that each rank must divide by tp. It also finds code that runs only in
+  training or only for some sequence lengths.
 - `sequence_parallel_objection` (verified_regions.py) runs the code between blocks on slices of the sequence. This code
   belongs to no block, so `ShardingCheck` does not run it.
 - `ExpertCheck` (verify_experts.py) runs each expert module separately as expert-parallel and tensor-parallel ranks,

@@ -58,11 +58,11 @@ def analyze_model(
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
-    `use_random_weights`: meta parameters that the numeric checks need get random values. These are all parameters
-    outside of the blocks and those of the first block among identical ones. `example`: a batch to call the model with,
-    if the model does not describe its own inputs (example_inputs.py). `splits`: if False (no tensor parallelism), no
-    region is verified and none is in the result. `sequence`: if False, sequence parallelism is not checked, and the
-    result refuses it.
+    `use_random_weights`: whether meta parameters that the numeric checks need get random values. These are all
+    parameters outside of the blocks and, of identical blocks, those of the first. `example`: a batch to call the model
+    with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions are verified for
+    tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism is checked. If
+    False, the result refuses it.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -112,7 +112,7 @@ def analyze_model(
 
 
 def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
-    """Returns one finding for each of `lists`: its path and the number of its blocks."""
+    """Returns a finding for each of `lists`, with the path of the list and its number of blocks."""
     return [
         Message("{count} blocks in {path}", count=len(list(model.get_submodule(path).children())), path=path)
         for path in lists
@@ -232,7 +232,7 @@ def _module_from_getter(model: nn.Module, method: str) -> Any:
 
 def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
     """Returns the path of the first module of type `kind` whose `weight` attribute is the parameter named `weight`. For
-    a tied parameter this module may have another name. Returns None if there is no such module.
+    a tied parameter, this path may differ from the one in `weight`. Returns None if there is no such module.
     """
     wanted = model.get_parameter(weight)
     return next(
@@ -246,8 +246,9 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
 
 
 def _lookup_layer(model: nn.Module, weight: str) -> str | None:
-    """Returns the path of the module that looks up rows of `weight`. This is an `nn.Embedding`, or any other module
-    except an `nn.Linear` that owns the weight. Returns None if there is no such module.
+    """Returns the path of the module that uses the parameter `weight` as an embedding table. An `nn.Embedding` that
+    owns the parameter is preferred to other owners. An `nn.Linear` does not count. Returns None if there is no such
+    module.
     """
     wanted = model.get_parameter(weight)
     own = (
@@ -346,8 +347,8 @@ def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
-    """Returns for each name in `RegionCandidate.sizes` the greatest common divisor of its sizes in all regions. tp must
-    divide it.
+    """Returns the greatest common divisor of each size in `RegionCandidate.sizes` over all regions, by name (such as
+    'heads'). tp must divide the result.
     """
     result: dict[str, int] = {}
     for one in found:
@@ -372,8 +373,8 @@ def _region_summary(state: AnalysisState) -> tuple[list[str], list[str]]:
 
 
 def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) -> dict[str, str]:
-    """Returns the reasons of `ModelGraph.unsupported`. `matrix` is the name of a matrix inside the blocks that stays
-    unsharded, '' if there is none. `whole` are the findings about unsharded layers.
+    """Returns the value of `ModelGraph.unsupported`. `matrix` is the name of a matrix inside the blocks that stays
+    unsharded, '' if all are sharded. `whole` are the findings about unsharded layers.
     """
     against_sequence = _no_sequence_parallel_reason(state)
     found = {
@@ -396,8 +397,8 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
 
 
 def _no_sequence_parallel_reason(state: AnalysisState) -> str:
-    """Returns why the lists of blocks, their calls, or the shapes of regions rule out sequence parallelism, '' if they
-    do not.
+    """Returns why sequence parallelism is impossible: there are several lists of blocks, a block runs more than once,
+    or a region merges the batch and sequence dimensions. Returns '' if none of these holds.
     """
     if len(state.lists) > 1:
         return f"the blocks are in several lists ({', '.join(state.lists)})"

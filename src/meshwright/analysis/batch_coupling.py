@@ -1,16 +1,16 @@
-"""Finds modules whose result for one row or token depends on other rows of the batch. With such a module the loss
-depends on how the batch is divided over micro-batches and ranks, so the runtime refuses or checks such plans.
+"""Finds modules whose result for one sample or token depends on other samples of the batch. With such a module the loss
+depends on how the batch is divided over micro-batches and ranks, so the runtime refuses or checks plans that divide it.
 
 `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that rank a token among all
 tokens of the batch. Such a module computes a running sum along a dimension that spans all tokens, and compares the sum
 with a number, such as the capacity of an expert (GShard, arXiv 2006.16668, algorithm 1). Or it computes a top-k along
-such a dimension, as when experts choose tokens (arXiv 2202.09368). A sort that only reorders rows, and is undone later,
-does not count.
+such a dimension, as when experts choose tokens (arXiv 2202.09368). A sort that only reorders tokens, and is undone
+later, does not count.
 
-The number of tokens follows from the input of the block: rows x positions for (rows, positions, features), and rows x
-pixels for images. A dimension of this size does not count if the dimensions before it already contain the tokens. The
-detector sees only shapes. A check in the first step (runtime/preflight/batch_separability.py) determines whether the
-dependence changes values.
+The number of tokens follows from the input of the block: batch size x sequence length for (batch, sequence, features),
+and batch size x pixels for images. A dimension of this size does not count if the dimensions before it already span all
+tokens. The detector sees only shapes. A check in the first step (runtime/preflight/batch_separability.py) determines
+whether the dependence changes the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.analysis.propagation import OpCall
 def find_batch_norm(model: nn.Module) -> str:
     """Returns the path of the first norm that uses batch statistics in its current mode, '' if there is none.
 
-    A norm in eval mode uses its running statistics, if it has any. They are equal for every row. An instance norm
+    A norm in eval mode that has running statistics uses them for every sample, so it does not count. An instance norm
     counts if it updates running statistics, which are means over the batch.
     """
     return next((path for path, module in model.named_modules() if _couples_samples(module)), "")
@@ -108,8 +108,9 @@ def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
 
 
 def spans_all_tokens(shape: torch.Size | tuple[int, ...], dim: int, tokens: set[int]) -> bool:
-    """Returns whether dimension `dim` of a tensor of `shape` spans all rows of the example or all tokens. `tokens` are
-    the possible numbers of tokens.
+    """Returns whether dimension `dim` of a tensor of `shape` spans all samples or all tokens of the example. `tokens`
+    are the possible numbers of tokens. A dimension of EXAMPLE_BATCH elements spans all samples if it is the first of
+    several. A dimension with as many elements as tokens spans all tokens, unless the dimensions before it already do.
 
     >>> spans_all_tokens((128, 8), 0, {128}), spans_all_tokens((8, 128), 1, {128})
     (True, True)

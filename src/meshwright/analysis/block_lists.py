@@ -112,8 +112,8 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
 def find_block_lists(model: nn.Module) -> list[str]:
     """Returns the paths of the outermost lists of blocks.
 
-    All elements of the list must have submodules. They must be of one class, or in a `ModuleList` of several classes at
-    least one class must occur twice. A list of lists does not count, because an inner list is never called.
+    All elements of the list must have submodules and be of one class. A `ModuleList` may have elements of several
+    classes if at least one class occurs twice. A list of lists does not count, because an inner list is never called.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -147,8 +147,8 @@ def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | No
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
-    """Returns whether the forward of the trace `seen` read any weight in the list at `path`, True without a trace
-    (None). For example, no weight of a vision encoder is read if the model receives only text.
+    """Returns whether the traced forward read any weight in the list at `path`. For example, it reads no weight of a
+    vision encoder if the model receives only text. Returns True if there is no trace (`seen` is None).
     """
     return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
 
@@ -178,7 +178,7 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
 
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Returns for each stack except the last the parameters that are first used between this stack and the next.
+    """Returns, for each stack except the last, the parameters that are first used between this stack and the next.
     `stacks` are in the order in which they run. `order` maps parameter names to the order of their first use.
 
     >>> order = {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4}

@@ -82,9 +82,9 @@ class TracedOp(NamedTuple):
 class BlockInput(NamedTuple):
     """A block argument that depends on parameters or comes from another block.
 
-    `tensor` is the Python id of the argument, and `storage` the index of its storage. `copied` is the storage of the
-    copy that the block received. `made_from` has one bit for each parameter that the argument depends on. `is_sent`:
-    messages between stages support the dtype of the argument.
+    `tensor` is the Python id of the argument, and `storage` the index of its storage. `copied` is the storage index of
+    the copy that the block received. `made_from` has one bit for each parameter that the argument depends on.
+    `is_sent`: whether stages can send the argument to each other, which requires a floating-point or complex dtype.
     """
 
     tensor: int
@@ -102,8 +102,8 @@ class BlockEntry(NamedTuple):
 
 
 class BlockExit(NamedTuple):
-    """The return of a block. `writes` are the storages of the returned tensors. `values` is the length of the returned
-    tuple, 0 for any other result.
+    """The return of a block. `writes` are the storage indices of the returned tensors. `values` is the length of the
+    returned tuple, 0 for any other result.
     """
 
     block: int
@@ -136,8 +136,8 @@ class DataflowRecord:
     obstacle: tuple[Obstacle, int] | None = None
     """Why stages cannot begin and end at calls of blocks, and the block at which the reason was detected.
 
-    'again': the model itself checkpoints activations; 'no_grad': no gradient is recorded; 'random': with other seeds
-    the model calls other blocks, or calls them in another order.
+    'again': the model itself checkpoints activations; 'no_grad': no gradient is recorded; 'random': which blocks the
+    model calls, or in which order, depends on the random seed.
     """
 
     @property
@@ -150,8 +150,8 @@ class DataflowRecord:
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:
-        """Maps the name of each buffer that the forward writes to in place to the blocks during or after which it
-        writes. -1 means before the first block.
+        """Returns the buffers that the forward writes to in place. Each name maps to the indices of the blocks during
+        or after which the buffer is written. -1 means before the first block.
         """
         found: dict[str, set[int]] = {}
         last = -1
@@ -225,8 +225,8 @@ class StageDataflow:
     placeholder, whose code does not run.
     """
     sources: dict[int, int] = field(default_factory=dict)
-    """Maps each storage to the bits of the parameters outside of the stage, and of the placeholders, that it comes
-    from.
+    """Maps each storage to a bit mask of what its values are computed from: one bit for each parameter outside of the
+    stage, and one for each placeholder.
     """
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
     """Received tensors as (stack, argument position, tensor id). If a later block of the same stack gets the tensor at
@@ -312,9 +312,9 @@ def trace_stage_parameters(
     record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
 ) -> tuple[set[str], str]:
     """Returns the names of the parameters that `stage` needs in addition to those of its blocks. Also returns a
-    description of the first tensor that it cannot compute, '' if it can compute all.
+    description of the first tensor that the stage cannot compute, '' if it can compute all.
 
-    `blocks` are the paths of all blocks. `any_output`: the user supplies the loss, which may read any output.
+    `blocks` are the paths of all blocks. `any_output`: whether the user supplies the loss, which may read any output.
     """
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
@@ -334,7 +334,7 @@ def trace_stage_parameters(
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)
 
-    while True:  # with a further parameter on the stage, its module runs there and may need more parameters
+    while True:  # the module of an added parameter runs on the stage and may need more parameters
         found = StageDataflow(record, stage, own, any_output, is_present).run()
         needed = names_from_bits(record.names, found.needed)
         if found.missing or needed == assigned:

@@ -10,7 +10,7 @@ results follow from the record: the modules that read each parameter, the tensor
 [Note: real tensors] The model runs on the meta device first. If the forward reads tensor values (`tolist`, `nonzero`,
 numpy), it runs again with real tensors, provided the model is small enough to be copied. If neither run succeeds, the
 model is not analysed, and plans that depend on the analysis are refused. A forward runs with several seeds if its
-Python code uses random numbers: it reads a random number of torch, as in `if torch.rand(()) < p`, or draws from
+Python code uses random numbers: it reads the value of a random tensor, as in `if torch.rand(()) < p`, or draws from
 Python's or numpy's generator. All seeds must call the same blocks in the same order.
 
 The record follows storages, not tensors. So it covers views, in-place operations and functions with a custom backward.
@@ -307,9 +307,9 @@ def _record_over_seeds(
 ) -> tuple[DataflowRecord, bool]:
     """Returns the record with seed 0, and whether the forward read tensor values.
 
-    A forward whose Python code uses random numbers also runs with other seeds. If it then calls other blocks or changes
-    their order, the record gets an obstacle, unless it already has one. Its block is the first that only one of the
-    runs calls, or block 0 if only the order differs.
+    A forward whose Python code uses random numbers also runs with other seeds. If the calls of blocks then differ from
+    those with seed 0, the record gets an obstacle, unless it already has one. The obstacle is at the first block that
+    only one of the two forwards calls, or at block 0 if only the order differs.
     """
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():

@@ -115,7 +115,7 @@ R = TypeVar("R")
 
 
 class StorageSpan(NamedTuple):
-    """A range of elements in the storage of the tensor `of`. This storage may be freed and allocated again."""
+    """The elements [`first`, `stop`) of the storage of tensor `of`. The storage may be freed and allocated again."""
 
     of: torch.Tensor
     first: int
@@ -205,7 +205,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function`, whose writes are not those of the model, so that no `ParamWriteRecorder` records them."""
+    """Hides the writes of `function` from every `ParamWriteRecorder`, because they are not those of the model."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -227,11 +227,11 @@ def dry_run(
     as_it_trains: bool = False,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[ParamWriteRecorder]:
-    """Prepares `model` for a call in eval mode, or in its own modes if `as_it_trains`. On exit restores the model and
-    the state of the user's `loss`.
+    """Prepares `model` for a call. On exit restores the model and the state of the user's `loss`.
 
-    Yields the recorder of writes to `parameters`. These are storage ranges by name, by default those of the model's
-    parameters. With {} no write is recorded.
+    `as_it_trains`: whether modules remain in their own train or eval modes. If False, the model runs in eval mode.
+    `parameters` are storage ranges by name, by default those of the model's parameters. Yields the recorder of writes
+    to them. With {} no write is recorded.
     """
     states = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
@@ -328,11 +328,11 @@ def _clone_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
 DEFAULT_LIMIT_SECONDS = 600.0
-"""Default limit in seconds. The analysis of 1.1 B parameters takes 5 s on one core."""
+"""Default time limit of an analysis in seconds. The analysis of 1.1 B parameters takes 5 s on one core."""
 INTERRUPT_INTERVAL_SECONDS = 5.0
 """Seconds between two interruptions, in case the forward catches the first one."""
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt, if the exception must be postponed."""
+"""Seconds until the next attempt to raise the timeout, if it must be postponed (`_must_postpone`)."""
 
 
 class _AnalysisTimeout(BaseException):

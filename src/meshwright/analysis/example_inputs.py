@@ -39,11 +39,11 @@ KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "
 MAX_EXAMPLE_ATTEMPTS = 24
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name. Dimension 0 of a tensor counts the rows of the batch. The argument named '' is passed
-by position. Of meta tensors only shapes and dtypes are used.
+"""Arguments of forward by name. Dimension 0 of a tensor is the batch. The argument named '' is passed by position. Of
+meta tensors only shapes and dtypes are used.
 """
 InputForm = tuple[tuple[int, ...], torch.dtype]
-"""The shape and the dtype of one row of an input."""
+"""The shape and the dtype of one sample of an input."""
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -103,11 +103,11 @@ def requires_input(model: nn.Module, name: str) -> bool:
 def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
-    """Returns the example inputs with which `model` is analysed. They have the model's floating-point dtype and
-    EXAMPLE_BATCH rows. Only if the tensors of a user's example have different numbers of rows, these numbers remain.
+    """Returns the example inputs with which `model` is analysed. They have the model's floating-point dtype and a batch
+    size of EXAMPLE_BATCH. If the tensors of a user's example have different batch sizes, these sizes do not change.
 
     `given` is the user's example. Its `labels` are left out unless forward requires them. Without an example, `length`
-    is the number of token ids per row. `side` is the width and height of images in pixels, if the model does not
+    is the number of token ids per sample. `side` is the width and height of images in pixels, if the model does not
     specify a size.
     """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
@@ -201,8 +201,8 @@ def _materialize_input(
 
 
 def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
-    """Returns `value`, converted to the dtype `kind` if it is floating-point. With `cut`, its rows are repeated or cut
-    to EXAMPLE_BATCH.
+    """Returns `value`, converted to the dtype `kind` if it is floating-point. `cut`: whether samples are repeated or
+    dropped to get a batch size of EXAMPLE_BATCH.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -244,8 +244,8 @@ def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict
 def _with_labels(
     model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]
 ) -> Iterator[dict[str, InputForm]]:
-    """Yields `candidates`. If forward requires labels, yields each candidate twice: with a label for each position, and
-    with a label for each row.
+    """Yields `candidates`. If forward requires labels, yields each candidate twice: with one label per position, and
+    with one label per sample.
     """
     forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
     for one in candidates:

@@ -1,13 +1,13 @@
 """Finds the stacked experts of a mixture-of-experts model and determines how ranks can divide them. `analyze_model`
 adds the result to the `ModelGraph`.
 
-A candidate is a module inside the blocks. Its forward takes exactly (hidden states, expert indices of each token,
-routing weights of each token), or only rows grouped by expert. All its parameters are stacked by expert along their
-first dimension. It should compute each (token, expert) pair independently. verify_experts.py verifies four properties
-numerically:
+A module of stacked experts is inside the blocks. Its forward takes exactly (hidden states, expert indices of each
+token, routing weights of each token), or only rows grouped by expert. All its parameters are stacked by expert along
+their first dimension. It should compute each (token, expert) pair independently. verify_experts.py verifies four
+properties numerically:
 - Expert parallelism: a rank that has some of the experts, and receives only their pairs, computes its partial sum.
 - A pair whose index is at least the number of experts contributes nothing, if the module accepts such an index.
-- A routing weight is a factor of the output. So the rank that the token came from may apply it.
+- The output is proportional to the routing weight. So the rank that sent the token may apply the weight.
 - Tensor ranks that have a shard of each expert's inner features compute partial sums. A bias after the inner features
   is replicated, and each of tp ranks adds 1 / tp of it (`replicated`).
 
@@ -47,7 +47,7 @@ def add_experts(
 ) -> ModelGraph:
     """Returns `graph` with the experts of the model.
 
-    `inputs` has the input of each module inside the blocks. `modes` are the training modes of the modules.
+    `inputs` maps the path of each module inside the blocks to its input. `modes` are the training modes of the modules.
     """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
@@ -91,9 +91,11 @@ def find_experts(
     messages: ExpertMessages,
     modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
-    """Returns all experts in the order of registration. Of identical modules only the first is verified.
+    """Returns all modules of stacked experts in the order of registration. Of identical modules only the first is
+    verified.
 
-    `lists` are the paths of the lists of blocks. `widths` has the number of input features of each module inside them.
+    `lists` are the paths of the lists of blocks. `widths` maps the path of each module inside them to its number of
+    input features.
     """
     found: list[StackedExperts] = []
     known: dict[object, StackedExperts | None] = {}
@@ -202,6 +204,7 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
     """Returns the split of a projection with `size` output features along `dim`. If `size` is larger than `features`,
-    the projection consists of several fused ones, which are concatenated (`together`) or interleaved.
+    the projection consists of several fused projections. `together`: whether they are concatenated (True) or
+    interleaved (False).
     """
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

@@ -19,8 +19,8 @@ class TpSplit:
     """The split of a parameter over tensor ranks along `dim`. If the parameter is fused (such as Q, K and V in one
     matrix), `parts` are the sizes of the fused matrices along `dim`. Each of them is sharded separately.
 
-    `ways` has the maximum number of shards of each part: the number of key-value heads, 0 without a limit. If there are
-    more ranks than shards, neighbouring ranks use the same shard.
+    `ways` has the maximum number of shards of each part: the number of key-value heads, or 0 if there is no maximum. If
+    there are more ranks than shards, neighbouring ranks use the same shard.
     """
 
     dim: int
@@ -54,7 +54,7 @@ class PerHeadArg:
     and slices out the entries of its heads.
 
     `argument` is a position or a name. `heads` is the number of heads. If dimension `dim` has more than `heads`
-    entries, it is (rows x heads).
+    entries, it combines batch and heads (batch size x heads).
     """
 
     path: str
@@ -69,11 +69,11 @@ class TpRegion:
     module paths.
 
     At the entry of a region every tensor rank has the full input. The entry is the identity in forward and sums the
-    gradient over ranks in backward. Usually the entry is the input of `module`. `module` is '' if no module has an
-    input that only the column layers read. Then the entries are the inputs of the layers `entries`, or of the column
-    layers if `entries` is empty. The outputs of the unsharded layers `mla_inputs` are further entries, because only
-    this region uses them ([Note: MLA inputs] in trace_log.py). `inner_columns` are the column layers whose inputs are
-    computed from these outputs, so that they need no entry.
+    gradient over ranks in backward. Usually the entry is the input of `module`. If no module has an input that only the
+    column layers read, `module` is ''. Then the entries are the inputs of the layers `entries`, or of all column layers
+    if `entries` is empty. The outputs of the unsharded layers `mla_inputs` are further entries, because only this
+    region uses them ([Note: MLA inputs] in trace_log.py). `inner_columns` are the column layers whose inputs are
+    computed from the outputs of `mla_inputs`. They need no entry.
     """
 
     module: str
@@ -119,9 +119,10 @@ class StackedExperts:
 class ModelGraph:
     """The structure of a model for the runtime. Paths are dotted module paths, and names are full parameter names.
 
-    `blocks` is the path of the main list of blocks, None if the model has no blocks. `count` is the number of its
-    blocks, or of all blocks (see `spans_stacks`). `embedding` and `head` are the paths of the vocabulary layers, None
-    if there are none. `tied`: both have one weight. `vocabulary` is the number of rows of the embedding table.
+    `blocks` is the path of the main list of blocks, None if the model has no blocks. `count` is the number of blocks in
+    this list, or in all stacks (see `spans_stacks`). `embedding` and `head` are the paths of the vocabulary layers,
+    None if there are none. `tied`: whether `embedding` and `head` have the same weight. `vocabulary` is the number of
+    rows of the embedding table.
     """
 
     blocks: str | None = None
@@ -146,14 +147,14 @@ class ModelGraph:
     unsupported: dict[str, str] = field(default_factory=dict)
     """Reasons why a feature is unsupported. The keys are:
 
-    - 'sequence': why sequence parallelism would be wrong;
+    - 'sequence': why sequence parallelism would compute wrong results;
     - 'matrix': the unsharded matrix inside the blocks that rules out sequence parallelism, if it is the only reason;
     - 'slices': the first difference between a run on a slice of the sequence and the full run;
     - 'proof': why splits are unverified;
     - 'run': why the model does not run with the example;
     - 'remedy': what the user can do if the model fails to read a file or the network;
     - 'tensors': the layers that stay unsharded on tensor ranks, with the reasons;
-    - 'rows': the module that couples rows (batch_coupling.py);
+    - 'rows': the module that couples samples of the batch (batch_coupling.py);
     - 'gathering': a parameter that the forward writes to;
     - 'stages': why stages cannot begin between blocks;
     - 'experts': why experts are not distributed.
@@ -172,8 +173,8 @@ class ModelGraph:
     and the next.
     """
     partly_used: dict[str, TpSplit] = field(default_factory=dict)
-    """Splits of the parameters that every tensor rank stores in full but of which it uses only a shard. `for_tp` sets
-    them.
+    """Splits of the parameters that every tensor rank stores in full although it uses only a shard. `for_tp` sets this
+    field.
     """
 
     def block(self, index: int) -> str:

@@ -76,8 +76,8 @@ class LocalHeadsHook:
         return args, {**kwargs, key: self.cut(kwargs[key])}
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the heads of this rank from `tensor`, whose dimension `dim` is (heads) or (rows x heads). Returns
-        `tensor` unchanged if an earlier block has computed it from local heads.
+        """Returns the heads of this rank from `tensor`, whose dimension `dim` has heads or batch size x heads elements.
+        Returns `tensor` unchanged if an earlier block has computed it from local heads.
         """
         dim = self.arg.dim
         if tensor.shape[dim] * self.ranks == self.arg.heads:

@@ -91,8 +91,8 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen, so the numeric checks did not compare their gradients. Only these would show whether
-    # a layer outside of the blocks works on a slice of the sequence.
+    # The base weights are frozen, so the numeric checks did not compare their gradients. Only these gradients would
+    # show whether a layer outside of the blocks is correct on a slice of the sequence.
     outside = next(
         (
             path

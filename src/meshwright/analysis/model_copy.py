@@ -122,7 +122,7 @@ class FunctionRebinder:
 
     def rebind_copies(self) -> None:
         """Replaces functions in copied lists, dictionaries and objects by rebuilt functions."""
-        done: set[int] = {id(self.memo)}  # the entry with this key has the originals and not a copy
+        done: set[int] = {id(self.memo)}  # deepcopy stores the originals under this key
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)
             for holder in [self.memo[key] for key in fresh]:

@@ -118,7 +118,7 @@ def trace_ops(
         if inflow.rejected:
             watch.reject(
                 inflow.needed,
-                Message("they meet the output of {layer}, and {rejected}", layer=layer, rejected=inflow.rejected),
+                Message("they use the output of {layer}, and {rejected}", layer=layer, rejected=inflow.rejected),
             )
         else:
             watch.trace.mla_inputs[layer] = inflow
@@ -166,7 +166,7 @@ class OpTracer(TorchFunctionMode):
         self.shapes: dict[str, torch.Size] = {}
         self.ids = {id(tensor) for tensor in inputs if not tensor.is_floating_point()}
         self.stack: list[str] = []
-        self.plain: dict[str, str | None] = {}  # maps layers that ran and add their bias last to this bias
+        self.plain: dict[str, str | None] = {}  # maps each layer that ran and adds its bias last to the bias name
         self.sharded: dict[int, ShardedTensorInfo] = {}
         # `from_params` maps each tensor that is computed from parameters alone to the names of these parameters.
         self.from_params: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}
@@ -235,10 +235,10 @@ class OpTracer(TorchFunctionMode):
             self.trace.hidden_uses[name] = HiddenStateUse(
                 hidden.shape == given.shape, id(given) in self.returned, count
             )
-            self.returned.add(id(hidden))  # later stages receive no other output of the block
+            self.returned.add(id(hidden))  # the only output of the block that later stages receive
             for tensor in nested_tensors(result):
                 self.mla_inputs.reject(self.mla_inputs.sources(tensor), Message("it leaves the block"))
-            info = self.sharded.pop(id(hidden), None)  # only other outputs (attention weights) may stay sharded
+            info = self.sharded.pop(id(hidden), None)  # only other outputs, such as attention weights, may stay sharded
             self.reject(info.columns if info else frozenset(), Message("its output leaves the block"))
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))

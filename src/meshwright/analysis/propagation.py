@@ -79,9 +79,9 @@ class ShardedTensorInfo:
     """Describes a sharded tensor. `columns` are the weights of the column layers that it comes from.
 
     `dims` are the dimensions that contain the features, outermost first. Ranks split `dims[0]`. `dims` is empty if the
-    features cannot be followed. `inner` is how often the features repeat inside `dims[0]`: for a dimension (rows x
-    heads), the number of rows. `product_slice` is the range (start, stop) of the output features of one product that
-    the tensor contains, None if the tensor comes from several products.
+    features cannot be followed. `inner` is how often the features repeat inside `dims[0]`: for a dimension (batch size
+    x heads), the batch size. `product_slice` is the range (start, stop) of the output features of one product that the
+    tensor contains, None if the tensor comes from several products.
     """
 
     columns: frozenset[str]
@@ -149,7 +149,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
     # The features may begin at a dimension of size 1: the head dimension of a single head. A leading dimension of size
-    # 1 is skipped, because it is the batch dimension of a single row.
+    # 1 is skipped, because it is the batch dimension of a single sample.
     first = next((dim for dim in begins if dim or after.shape[0] > 1), None)
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)

@@ -1,11 +1,11 @@
 """Plans selective recompute by a minimum cut between the values that cannot be recomputed and the values that autograd
 saves. `RematTape` (recompute_tape.py) records the values of a block and executes the plan.
 
-[Note: minimum cut] From the saved storages, backward must be able to recompute every requested tensor. Of all such sets
-of storages, a minimum cut has the fewest bytes. The plan saves a minimum cut. If there are several, it saves one with
-short chains of recomputed values. Inputs of the block, weights and buffers are resident anyway and cost nothing.
-Source: H. He, Min-cut optimal recomputation with AOTAutograd, 2022. torch.compile applies this method to compiled
-graphs. This module applies it to eager blocks, with one vertex for each storage.
+[Note: minimum cut] From the saved storages, backward must be able to recompute every requested tensor. Of all sets of
+storages that allow this, a minimum cut has the fewest bytes. The plan saves a minimum cut. If several cuts have equally
+many bytes, it saves one with short chains of recomputed values. Inputs of the block, weights and buffers are resident
+anyway and cost nothing. Source: H. He, Min-cut optimal recomputation with AOTAutograd, 2022. torch.compile applies this
+method to compiled graphs. This module applies it to eager blocks, with one vertex for each storage.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ to recompute. A value is represented by its index in `ancestors_in_order`.
 class RematValue:
     """One storage in the forward of a block.
 
-    - `function` made the storage, as its result number `place`, from `args` and `kwargs`, in which a `StorageView`
-      replaces each tensor. `function` is None if the storage cannot be recomputed.
-    - `free`: the storage is resident anyway, as a block input, a weight or a buffer.
-    - `entered`: the storage is an input of the block.
-    - `gathered`: the storage is a weight, which is freed and later filled with the same values again.
+    - `function` made the storage from `args` and `kwargs`, in which a `StorageView` replaces each tensor. If it returns
+      several tensors, `place` is the index of the tensor with this storage. `function` is None if the storage cannot be
+      recomputed.
+    - `free`: whether the storage is resident anyway, as a block input, a weight or a buffer.
+    - `entered`: whether the storage is an input of the block.
+    - `gathered`: whether the storage is a weight that ZeRO 3 frees and later fills with the same values again.
     - `saved` is the result of saving the storage, None if it is not saved.
     - `recomputed` is the recomputed tensor. `pending_tensors` is the number of saved tensors that still need it.
     - `pending_values` is the number of recomputed values that still read the storage.
@@ -128,7 +129,7 @@ class RematPlan(NamedTuple):
     """A plan for one block. `saved` values are saved. `needed` values are resident and must stay referenced.
     `recomputed` values are recomputed, in the order in which they were made.
 
-    `recomputed_for` has, for each requested value that is not saved, the values to recompute.
+    `recomputed_for` maps each requested value that is not saved to the values to recompute for it.
     """
 
     saved: list[RematValue]

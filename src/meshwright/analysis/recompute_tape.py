@@ -16,7 +16,7 @@ intermediate result, but cannot be saved.
 
 [Note: freeing recomputed tensors] A recomputed tensor is freed when backward has requested the last saved tensor that
 needs it. A tensor that only other recomputed values read is freed as soon as these values exist. Backward never
-requests some tensors, such as those of a result that no loss reads. Such a tensor keeps only its sources in memory.
+requests some tensors, such as those of a result that no loss reads. Of such a tensor, only the sources stay in memory.
 
 [Note: in-place writes] If a value is written to after an operation has read it, recomputing the operation would read
 the new value. Version counters detect this, and the result of the operation is saved. If a saved value is written to
@@ -105,8 +105,8 @@ class RematTape(TorchFunctionMode):
     """The tape of one forward of a block, and of the backward of this block. `entering` are the inputs of the block.
 
     `keep` saves a tensor, for example to CPU memory, and `take` loads the result of `keep`. By default both return
-    their argument. Tensors of types other than `plain` are not recomputed. `weights` are the storages (`_cdata`) that
-    are freed and gathered again (ZeRO 3).
+    their argument. Only tensors of the types `plain` are recomputed. `weights` are the storages (`_cdata`) that are
+    freed and gathered again (ZeRO 3).
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class RematTape(TorchFunctionMode):
             else:
                 saved.saved = self.save(tensor)
         for value in cut.recomputed:
-            value.pending_values += value in requested  # backward reads a requested value too
+            value.pending_values += value in requested  # backward itself also reads a requested value
             for source in value.reads:
                 source.pending_values += 1
         for value in cut.saved:

@@ -1,5 +1,5 @@
 """Builds tensor-parallel regions from the trace of a block for analyze.py. Finds which column layers belong to which
-row layers, where a region begins, and which integers tp must divide.
+row layers, where a region begins, and which sizes tp must divide.
 
 A region consists of row layers and the column layers whose sharded outputs the row layers read. It begins at the
 outermost module inside the block whose input only these column layers read ([Note: consumers] in op_trace.py).
@@ -257,7 +257,7 @@ def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[s
 
 def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
     """Returns the integer attributes whose name and value match the number of heads, of key-value heads, or of heads
-    per key-value head. `configured`: searches the configurations of modules instead of the modules.
+    per key-value head. `configured`: whether to search the configurations of the modules instead of the modules.
     """
     region = found.region
     if not region.heads:
@@ -315,7 +315,7 @@ class AnalysisState:
     findings: list[str]
     example: ExampleInputs
     modes: dict[nn.Module, bool]
-    """Whether each module trains in training mode (run_conditions.py)."""
+    """Whether each module is in training mode when the model trains (`training_modes` in run_conditions.py)."""
     whole: list[str] = field(default_factory=list)
     """The findings about layers that stay unsharded, each with the reason."""
     failed_run: str = ""
@@ -330,8 +330,8 @@ class AnalysisState:
     sequence_error: str = ""
     """The reason why the hidden state cannot be split along the sequence, '' if the numeric check accepts it."""
     sequence_sliced: tuple[str, ...] = ()
-    """Names of parameters between blocks that each rank applies to its slice of the sequence, so that their gradient is
-    partial.
+    """Names of parameters between blocks that each rank applies to its slice of the sequence. Their gradient is partial
+    on each rank.
     """
     unverified_reason: str = ""
     """The reason why splits are not verified numerically, '' if they are."""

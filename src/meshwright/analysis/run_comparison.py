@@ -72,7 +72,7 @@ class GradProjection(TorchFunctionMode):
         return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Maps each weight name to the matrix of zeros whose gradient is the projection."""
+        """Returns, by weight name, the matrices of zeros whose gradients are the projections."""
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
@@ -203,7 +203,7 @@ def compare_comm_points(
     """Compares what `ranks` contribute, and the gradients of what they receive, with the full run `known`. Returns a
     description of the first difference, which begins with `part`. Returns None if there is no difference.
 
-    With `is_meta`, compares the shapes of the contributed tensors instead of their values.
+    `is_meta`: whether to compare only the shapes of the contributed tensors and not their values.
     """
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
@@ -253,8 +253,9 @@ def compare_param_grads(
     """Compares the gradients of parameters on `ranks` with the full run `known`. Returns a description of the first
     difference, None if there is none.
 
-    Every rank must compute the full gradient. With `summed`, the gradients of all ranks may instead add up to the full
-    gradient. `summed` records for each parameter whether they add up, which must not change between calls.
+    Every rank must compute the full gradient. If `summed` is not None, the gradients of all ranks may instead add up to
+    the full gradient. `summed` records for each parameter whether its gradients add up. This must not change between
+    calls.
     """
     scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
     for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):

@@ -2,7 +2,7 @@
 float64 computation. The checks of the analysis and the proofs of the runtime use it.
 
 A check compares a full run with runs on shards. Three effects could hide a difference or create a false one. All runs
-exclude them, but rounding only if they are `exact`:
+exclude randomness and constants. Only `exact` runs exclude rounding:
 - Rounding: an exact run computes in float64, even where the model casts to float32. If a model is too large for float64
   or fails in it, the run is not exact, and the tolerance is larger.
 - Randomness: dropout becomes a factor of 1 + p, where p is the dropout rate. So the check detects a missing dropout.
@@ -48,7 +48,7 @@ MAX_RANDOM_PARAMS = 1 << 27
 """Maximum number of parameter elements of a model that gets random values. In float32 they take 0.5 GiB."""
 
 CHECK_VOCAB_ROWS = 512
-"""Number of token ids that a check may use. Only so many rows of the vocabulary need values."""
+"""Number of token ids that a check may use. Only this many rows of the embedding table need values."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
     parameters on exit.
 
     `needed(name)` returns whether a parameter needs values. Of embedding tables only the first `read` rows get random
-    values. The others are zero.
+    values. All later rows are zero.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -84,16 +84,16 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
 
 
 MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
-"""Maximum number of parameter elements of a model of which every block is checked. Up to this size, the parameters of a
-meta model get random values.
+"""Maximum number of parameter elements of a model whose blocks are all checked. Up to this size, the parameters of a
+model on the meta device get random values for the checks.
 """
 MAX_PARAMS_FLOAT64 = 1 << 27
 """Maximum number of parameter elements of a model that a check computes in float64. They take 1 GiB."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Maximum relative difference of two results that count as equal, by dtype. Rounding errors are far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Additional difference that two results that count as equal may have, relative to the largest compared norm, by dtype.
-A gradient whose norm is below this difference consists of rounding errors.
+"""Absolute tolerance in addition to RELATIVE_TOLERANCES, as a fraction of the largest compared norm, by dtype. A
+gradient whose norm is below this tolerance consists of rounding errors.
 """
 NOISE_SCALE = 0.1
 """Standard deviation of the noise on constant tensors."""
@@ -102,7 +102,7 @@ RANDOM_PERIOD_NUMEL = (1 << 20) - 3
 length divides it.
 """
 MIN_TABLE_NUMEL = 1 << 14
-"""Maximum number of elements of a tensor that gets its own random numbers. Larger tensors are filled from the table."""
+"""Tensors with at most this many elements get new random numbers. Larger tensors are filled from the table."""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
@@ -155,8 +155,8 @@ def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
-    """Returns for each module whether it trains in training mode. If `model` is in eval mode, all modules do. Otherwise
-    each module trains in its present mode.
+    """Returns, for each module, whether it is in training mode when the model trains. If `model` is now in eval mode,
+    the result is True for all modules. Otherwise it is the present mode of each module.
     """
     return {module: module.training or not model.training for module in model.modules()}
 
@@ -195,8 +195,8 @@ def check_parameters(
     remains.
 
     `needed(name)` returns whether a tensor is replaced. Meta parameters get random values, which are equal on every
-    rank. Of embedding tables and of the layer at path `head`, only the first `read` rows have values. Unless `real`,
-    all copies are meta tensors.
+    rank. Of embedding tables and of the layer at path `head`, only the first `read` rows have values. `real`: whether
+    the copies have values. If False, all copies are meta tensors.
     """
     random = _NormalNumbers(torch.Generator().manual_seed(0))
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -331,9 +331,9 @@ def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tenso
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """Returns the difference of `here` and `there` relative to `there`, None if it may be rounding. Returns infinity
-    for different shapes or integers. NaN at the same positions counts as equal. `scale` is the largest norm among the
-    compared tensors.
+    """Returns the norm of `here` - `there` relative to the norm of `there`, None if the difference may be rounding.
+    Returns infinity if the shapes differ, or if tensors of integers differ. NaN at the same positions counts as equal.
+    `scale` is the largest norm among the compared tensors.
     """
     if here.shape != there.shape:
         return math.inf
@@ -350,7 +350,7 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: Sequence[nn.Module], indices: Sequence[int] | None = None) -> list[int]:
-    """Returns for each block the position of the first block that is identical to it. Identical blocks have equal
+    """Returns, for each block, the position of the first block that is identical to it. Identical blocks have equal
     modules, shapes and plain attributes, except for attributes that store the index of the block.
 
     `indices` are the indices of the blocks in their lists, by default their positions in `blocks`.

@@ -61,8 +61,8 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """A split of a block: `regions` over `ranks` tensor ranks. If `sequence` is set, the hidden state is also split
-    along the sequence.
+    """A split of a block: `regions` over `ranks` tensor ranks. `sequence`: whether the hidden state is also split along
+    the sequence.
     """
 
     regions: Sequence[RegionCandidate]
@@ -99,8 +99,8 @@ class SimulatedBlockRuns:
         """
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Returns for each of `cases` why the block cannot be split like this, None if it can. All cases must have
-        equal regions. If `gradients`, also compares gradients.
+        """Returns, for each of `cases`, why the block cannot be split in this way, None if it can. All cases must have
+        equal regions. `gradients`: whether gradients are compared too.
         """
         slices = {
             case.ranks: [self._local_tensors(case, rank) for rank in range(case.ranks)] for case in reversed(cases)
@@ -356,8 +356,8 @@ LAYER_SIZE_ATTRIBUTES = frozenset(
 
 
 def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: Any, entered: EnteredTensors) -> Any:
-    """Returns a pre-hook that cuts the run at the hidden state of its module. Layers that read one tensor use one
-    cut.
+    """Returns a pre-hook that cuts the run at the hidden state of its module. If several layers read the same tensor,
+    the run is cut only once.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -447,11 +447,11 @@ def splits_of_case(case: SplitCase) -> dict[str, TpSplit]:
 
 
 def _describe_run_failure(error: Exception) -> str:
-    return f"it does not run when shared ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
+    return f"it does not run when sharded ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
 
 
 def add_shard_gradient(total: torch.Tensor, gradient: torch.Tensor, split: TpSplit, rank: int, ranks: int) -> None:
-    """Adds `gradient`, that of the shard of `rank`, in place to `total`, the gradient of the full tensor."""
+    """Adds `gradient`, the gradient of the shard of `rank`, to `total`, the gradient of the full tensor, in place."""
     begin = 0
     for start, stop in shard_intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):
         total.narrow(split.dim, start, stop - start).add_(gradient.narrow(split.dim, begin, stop - start))

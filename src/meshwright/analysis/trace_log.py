@@ -4,8 +4,8 @@ read their outputs. At its entry every rank has the full input.
 
 Three trackers follow the operations of the forward. `MlaInputTracker` follows outputs of unsharded layers that only
 sharded tensors use. `VocabularyTracker` determines whether the vocabulary can be sharded. `ParamDependence` finds
-tensors whose values depend on parameters, with or without a gradient. If a block receives such a tensor, no other stage
-can compute it.
+tensors whose values depend on parameters, with or without a gradient. A pipeline stage without these parameters cannot
+compute such a tensor.
 
 [Note: MLA inputs] In multi-head latent attention, all heads use one compressed key and one rotary key. An unsharded
 layer computes these keys. Its output may reach sharded tensors in two ways:
@@ -138,7 +138,7 @@ class MlaInputTracker:
         return bool(layers)
 
     def entry_inputs(self) -> dict[str, MlaInput]:
-        """Returns by path the layers that need a region entry at their output. Rejected layers have `rejected` set."""
+        """Returns, by path, the layers that need a region entry at their output, including rejected layers."""
         return {layer: inflow for layer, inflow in self.inputs.items() if inflow.needed}
 
 
@@ -150,7 +150,7 @@ ELEMENTWISE_OPS = frozenset(
 )  # fmt: skip
 """Functions that compute each element independently."""
 TABLE_WIDE_OPTIONS = ("max_norm", "scale_grad_by_freq")
-"""Options of an embedding that make each row depend on all rows of its table."""
+"""Options of an embedding that scale rows of its table or their gradients. They prevent sharding of the table."""
 
 
 @dataclass
@@ -217,8 +217,9 @@ class VocabularyTracker:
             self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """Records a problem for an operation `call` inside an embedding module, other than the lookup. Token ids (which
-        a rank shifts to its shard), other parameters, and operations that are not elementwise are problems.
+        """Records a problem if the operation `call` inside an embedding module could give different results on a shard
+        of the table. This is the case if it reads token ids (which a rank shifts to its shard) or other parameters, or
+        if it is not elementwise. `call` is not the lookup itself.
         """
         meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
@@ -400,7 +401,9 @@ class TraceLog:
     """Paths of the blocks in forward order, with the number of runs of each."""
     products: dict[str, list[WeightProduct]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
-    """The products, and those of queries and keys, of each block in forward order."""
+    """Products with weights (`products`), and products of queries and keys (`attentions`), of each block in forward
+    order.
+    """
     problems: dict[str, str] = field(default_factory=dict)
     """Maps the weights of column layers that must stay unsharded to the reason."""
     problem_times: dict[str, int] = field(default_factory=dict)
@@ -428,7 +431,9 @@ class TraceLog:
     sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Maps each block to its arguments with one entry for each head that an earlier block has already sharded."""
+    """Maps each block to the arguments that an earlier block has already sharded by heads, with the column layers of
+    the heads.
+    """
     extra_args: dict[str, str] = field(default_factory=dict)
     """Maps the names of block arguments that depend on parameters, except the hidden state and outputs of blocks, to
     the first block that receives them.
@@ -449,7 +454,9 @@ class TraceLog:
     alive: list[Any] = field(default_factory=list)
 
     def begin(self, block: str, own_checkpoint: bool) -> None:
-        """Records the start of a block. `own_checkpoint`: the model itself checkpoints the activations of the block."""
+        """Records the start of a block. `own_checkpoint`: whether the model itself checkpoints the activations of the
+        block.
+        """
         for what, found in (("no_grad", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
                 self.obstacles.setdefault(what, block)

@@ -2,9 +2,9 @@
 analyze.py calls `accept_verified_regions` with the candidates of all blocks. A region consists of column-parallel
 layers and the row-parallel layers that read their outputs.
 
-In a small model every block is checked. In a larger model only the first of identical blocks is checked. A region stays
-unsharded if its shards do not compute the same values and gradients as the full block. If the sequence cannot be split,
-`AnalysisState.sequence_error` contains the reason.
+In a small model every block is checked. In a larger model only the first of several identical blocks is checked. A
+region stays unsharded if its shards do not compute the same values and gradients as the full block. If the sequence
+cannot be split, `AnalysisState.sequence_error` contains the reason.
 
 Sequence parallelism scatters the hidden state at the first block and gathers it after the last block (Korthikanti et
 al., 2022, section 4.2.2). So the code of the model between its blocks runs on slices. `sequence_parallel_objection`
@@ -66,9 +66,9 @@ KnownRegions = dict[str, tuple[str, RegionCandidate, str | None]]
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
     """Removes the regions from `state.candidates` whose shards do not compute the same values and gradients as the full
-    block, and records the reasons in `state`. In a large model, checks only the first of identical blocks. On the meta
-    device without random values, only shapes are compared. If the model does not run in the check, all regions from a
-    trace are removed.
+    block, and records the reasons in `state`. In a large model, checks only the first of several identical blocks. On
+    the meta device without random values, only shapes are compared. If the model does not run in the check, all regions
+    from a trace are removed.
     """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):
@@ -177,8 +177,8 @@ def _verify_block(
 
 
 def _block_order_error(state: AnalysisState) -> str:
-    """Returns why the order in which the blocks run rules out sequence parallelism, '' if it is the order of their
-    list.
+    """Returns why the order in which the blocks run rules out sequence parallelism, '' if they run in the order of
+    their list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
     """
@@ -225,8 +225,8 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
 
 
 def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
-    """Returns a function of a parameter name. It returns whether the parameter is outside of all blocks or in one of
-    the blocks `patterns`, so that the check runs its module.
+    """Returns a function that takes a parameter name and returns whether the check runs the module of the parameter. It
+    does if the parameter is outside of all blocks or in one of the blocks `patterns`.
     """
     run = tuple(f"{block}." for block in patterns)
     inside = tuple(f"{blocks}." for blocks in state.lists)

@@ -97,7 +97,7 @@ class ExpertRunResult(NamedTuple):
 class ExpertBatch(NamedTuple):
     """A batch of N tokens: hidden (N, C); chosen (N, K), the expert indices; weights (N, K), the routing weights.
 
-    With `trains`, the batch runs with gradients in the module's training modes. Otherwise it runs in eval mode.
+    `trains`: whether the batch runs with gradients, in the module's training modes. If False, it runs in eval mode.
     """
 
     hidden: torch.Tensor
@@ -491,7 +491,7 @@ class ExpertCheck:
 
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
-    """Returns a name whose tensor is missing on one side or differs, None if all tensors agree."""
+    """Returns a name whose tensor differs or is in only one of `here` and `there`, None if all tensors agree."""
     names = sorted(here.keys() ^ there.keys()) or [
         name for name in here if relative_difference(here[name], there[name]) is not None
     ]

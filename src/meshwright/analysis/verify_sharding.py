@@ -215,10 +215,10 @@ def open_sharding_check(
 ) -> Iterator[ShardingCheck]:
     """Yields the check of `blocks`. While the context is open, the parameters of the check replace those of the model.
 
-    `needed(name)` returns whether the check needs the parameter or buffer `name`. `use_random_weights`: meta parameters
-    get random values, which small models always get. If a needed buffer is a meta tensor, nothing gets values, and only
-    shapes are checked. `vocabulary` is the number of rows of the embedding table. Only the first rows of this table and
-    of the layer at path `head` get values.
+    `needed(name)` returns whether the check needs the parameter or buffer `name`. `use_random_weights`: whether meta
+    parameters get random values (in small models they always do). If a needed buffer is a meta tensor, nothing gets
+    values, and only shapes are checked. `vocabulary` is the number of rows of the embedding table. Only the first rows
+    of this table and of the layer at path `head` get values.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
@@ -272,8 +272,8 @@ def model_calls(
     """Returns the calls of a check, as functions that return the arguments.
 
     If the example has a sequence, two calls have all inputs and texts of the two `lengths`. Two more calls have all
-    inputs and two texts of the length of the example. They are left out if the example has a sequence and `lengths` is
-    GENERATED_TEXT_LENGTHS. Further calls have either none or one of the optional inputs.
+    inputs and two texts of the length of the example. These two calls are left out if the example has a sequence and
+    `lengths` is GENERATED_TEXT_LENGTHS. Further calls have either none or one of the optional inputs.
     """
     length, (first, second) = _sequence_length(example), lengths
 
@@ -353,7 +353,8 @@ def _text_lengths(example: ExampleInputs) -> tuple[int, int]:
 
 def _even_lengths(length: int) -> tuple[int, int]:
     """Returns the lengths of the two texts that are cut from an example of `length` tokens. They are even and at most
-    MAX_TEXT_LENGTH. An example of 0 or 1 tokens keeps its length.
+    MAX_TEXT_LENGTH. The second is half of the first, rounded down to an even number, but at least 2. If `length` is 0
+    or 1, both are `length`.
 
     >>> _even_lengths(16), _even_lengths(2048), _even_lengths(7), _even_lengths(1)
     ((16, 8), (32, 16), (6, 2), (1, 1))
@@ -364,7 +365,7 @@ def _even_lengths(length: int) -> tuple[int, int]:
 
 def _resize_sequence(value: Any, length: int, size: int) -> Any:
     """Returns `value` with `size` instead of `length` positions along every dimension of size `length`, except the
-    first dimension (rows).
+    first dimension (the batch).
     """
     if not isinstance(value, torch.Tensor) or not length or size == length:
         return value
@@ -431,7 +432,7 @@ def has_fewer_kv_heads(found: RegionCandidate) -> bool:
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
     """Returns whether tp may exceed the number of key-value heads. Then each rank has one key-value head, and several
-    ranks have equal ones.
+    ranks have the same one.
     """
     ranks = min_tp_ranks([found], found.region.kv_heads + 1)
     return not has_fewer_kv_heads(found) or ranks is None or check.check_forward(block, [found], ranks) is None
@@ -459,9 +460,8 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Makes the blocks of `lists` that are not in `run` return their hidden state. The output has the structure that a
-    running block of their list returned last. Before any has run, the output is the hidden state itself. Restores all
-    blocks on exit.
+    """Makes the blocks of `lists` that are not in `run` return their hidden state. The returned structure is that of
+    the last output of a block in `run` of the same list, or a bare tensor if none has run. Restores all blocks on exit.
     """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []

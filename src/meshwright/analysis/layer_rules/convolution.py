@@ -11,7 +11,7 @@ from meshwright.analysis.layer_rules.rule import LayerRule
 
 
 class ConvolutionRule(LayerRule):
-    """The rule of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`: weight (out, in, ...), output (rows, out, ...)."""
+    """The rule of `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`: weight (out, in, ...), output (batch, out, ...)."""
 
     adds_bias_last = True
 

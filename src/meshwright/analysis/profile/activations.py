@@ -5,23 +5,23 @@ is running. fake_step.py runs the step, and model_spec.py derives the costs per 
 first. A storage that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not
 count. Elements in the compute dtype and bytes in fixed dtypes are counted separately. A cast to float32 makes a new
 storage only if the compute dtype is narrower. The profile runs in the job's compute dtype on CPU tensors. Shapes, saved
-tensors and dtypes are those of a GPU, with three exceptions that the profile corrects. On a GPU dropout saves a mask of
-one byte per element. Attention applies dropout inside its kernel. Statistics of norms take 4 bytes each. On the CPU
-torch computes full score matrices if attention has dropout, or if values and queries have different widths (multi-head
-latent attention). CUDA kernels recompute dropout from its seed, and the memory-efficient kernel supports any width.
+tensors and dtypes are those of a GPU, with three exceptions that the profile corrects. On a GPU, dropout saves a mask
+of one byte per element. Statistics of norms take 4 bytes each on a GPU. Attention saves no score matrices on a GPU. On
+the CPU, torch computes them if attention has dropout, or if values and queries have different widths (multi-head latent
+attention). CUDA kernels recompute dropout from its seed, and the memory-efficient kernel supports any width.
 
 [Note: sharded activations] The output of a column-parallel weight is sharded over tensor ranks. So is everything that
 is computed from this output, until a row-parallel weight reads it. The size of saved sharded tensors is divided by tp.
 The size of all others is not.
 
 [Note: compiled] A compiled block saves fewer tensors (runtime/compile.py). It drops a tensor that is saved only for
-recomputable functions and can itself be recomputed. Exceptions are reductions whose result is less than a quarter of
-their inputs, such as the 1/rms of a norm. torch does not recompute them. `RematTape`, which finds what selective
-recompute drops, also records for which functions a tensor is saved.
+recomputable functions and can itself be recomputed. torch does not recompute reductions whose result is smaller than a
+quarter of their inputs, such as the 1/rms of a norm. `RematTape`, which finds what selective recompute drops, also
+records for which functions a tensor is saved.
 
-[Note: transient] The transient bytes of a layer are measured while backward runs this layer. They are the live bytes in
-addition to what this layer and all earlier layers have saved. The saved tensor that backward requests shows which layer
-is running.
+[Note: transient] The transient bytes of a layer are measured while backward runs this layer. They are the live bytes
+minus the bytes that this layer and all earlier layers have saved. The saved tensor that backward requests shows which
+layer is running.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ STATISTIC_BYTES = 4
 class DroppedBytes:
     """What a layer does not save: `derived_*` under selective recompute, `fused_*` in compiled blocks.
 
-    The suffixes are those of `LayerStats`. `fused_gates` are elements that a block compiled in pieces saves.
-    `derived_moved` are bytes that the recompute reads and writes.
+    The suffixes are those of `LayerStats`. `fused_gates` are the elements of `fused_split` that a block does save if it
+    is compiled in pieces. `derived_moved` are the bytes that the recompute reads and writes.
     """
 
     derived_split: float = 0.0
@@ -136,9 +136,10 @@ class LayerStats:
 class StorageOrigin(NamedTuple):
     """Describes where a storage comes from.
 
-    `layer` made the storage. `weight` is set if the storage is computed from weights alone. `is_sharded`: tensor ranks
-    have shards of it. `is_statistic`: it is the mean or 1/std of a norm. `is_core`: fused attention saves it in
-    addition to its operands and output. `from_input`: it is an input of the model, or is computed from one.
+    `layer` made the storage. `weight` is the name of a weight if the storage is computed from weights alone.
+    `is_sharded`: whether tensor ranks have shards of the storage. `is_statistic`: whether it is the mean or 1/std of a
+    norm. `is_core`: whether fused attention saves it in addition to its operands and output. `from_input`: whether it
+    is an input of the model or computed from one.
     """
 
     layer: str
@@ -168,7 +169,9 @@ class ActivationProfiler:
     rows: int
     layers: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
     looked_up: dict[str, int] = field(default_factory=dict)
-    """For each table that is indexed by position alone, such as learned positions: the number of positions."""
+    """Maps each table that is indexed by position alone, such as learned positions, to the number of positions looked
+    up.
+    """
     origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
     saved: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
@@ -180,7 +183,7 @@ class ActivationProfiler:
     save them.
     """
     gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Maps dropped storages to their block, if this block saves them when it is compiled in pieces between products."""
+    """Maps storages that a compiled block drops to this block, if it saves them when it is compiled in pieces."""
     tape: RematTape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     """Saved tensors of the running block, and for each whether it is saved for a recomputable function."""
@@ -250,8 +253,8 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Returns the values of `requested` for which a product runs between the saving of their inputs and their own
-        saving.
+        """Returns the values of `requested` that a matrix product separates from their inputs: the product runs after
+        the inputs are saved and before the value is saved.
 
         If products separate the compiled graphs of a block, such a value crosses from one graph to the next, so it is
         saved. See [Note: in pieces] in planner/cost/activations.py.

@@ -1,8 +1,8 @@
 """Runs one training step of a model on fake tensors and returns the statistics of every layer. model_spec.py runs two
 steps and derives the costs per token. A stack is a list of blocks that pipeline stages cut (block_lists.py).
 
-For a model that reads token ids, a token of the profile is a token id. For any other model, a row of the batch counts
-as one token, and `Workload.sequence` is 1. FLOPs and saved bytes per token are then those of a row. As in the runtime,
+For a model that reads token ids, a token of the profile is a token id. For any other model, a sample counts as one
+token, and `Workload.sequence` is 1. FLOPs and saved bytes per token are then those per sample. As in the runtime,
 parameters have the compute dtype of the job and buffers have their own dtypes. These dtypes decide what norms and
 attention cast to float32. Fake tensors replace the tensors of the model, so the model does not change.
 """
@@ -32,8 +32,8 @@ DEFAULT_IMAGE_PIXELS = 224
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """The shapes and dtypes of the inputs by name. The shapes are those of one row of the batch. The input named '' is
-    passed by position. `tokens` is the number of tokens per row.
+    """The shapes and dtypes of the inputs by name. The shapes are those of one sample. The input named '' is passed by
+    position. `tokens` is the number of tokens per sample.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -45,8 +45,8 @@ class TraceInputs:
         )
 
     def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Returns positional and keyword arguments with `rows` rows. Floating-point arguments have the dtype `compute`,
-        as in the runtime.
+        """Returns positional and keyword arguments with a batch size of `rows`. Floating-point arguments have the dtype
+        `compute`, as in the runtime.
         """
         made = {
             name: torch.zeros(rows, *shape, dtype=compute if dtype.is_floating_point else dtype)
@@ -56,8 +56,8 @@ class TraceInputs:
 
 
 def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
-    """Returns the inputs with which `model` is traced. `batch` is the user's example. Without it, a row has `sequence`
-    token ids.
+    """Returns the inputs with which `model` is traced. `batch` is the user's example. Without it, a sample has
+    `sequence` token ids.
     """
     example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
     shapes = {
@@ -75,7 +75,7 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 
 @dataclass(frozen=True)
 class FakeStepResult:
-    """The result of a step over `rows` rows.
+    """The result of a step over a batch of `rows` samples.
 
     `itemsize` are the bytes per element of the compute dtype. `layers` has the statistics of each layer in forward
     order. `logits` is the number of elements of the logits, and `width` the size of their last dimension. `positions`
@@ -93,7 +93,7 @@ class FakeStepResult:
 def trace_step(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Returns the result of one step over `rows` rows in the dtype `compute`. Exceptions of the model propagate.
+    """Returns the result of one step over `rows` samples in the dtype `compute`. Exceptions of the model propagate.
 
     The step runs with a key-value cache first, because without one Hugging Face models read values to check whether a
     batch is packed. If it fails and the configuration of the model has `use_cache`, it is repeated without a cache,
@@ -184,8 +184,8 @@ def layer_order(place: str) -> tuple[int, int]:
 
 
 def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """Returns (layer, module) pairs of the modules whose forward counts for a layer: blocks, embedding and head. For a
-    model without blocks, these are its children with parameters.
+    """Returns (layer, module) for each block, the embedding and the head. The operations of the module's forward count
+    for the layer. For a model without blocks, the modules are its children with parameters.
     """
     if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]

@@ -21,13 +21,13 @@ FUSED_ATTENTION_OPS = frozenset(
      "_scaled_dot_product_attention_math_for_mps"}
 )  # fmt: skip
 IS_CAUSAL_INDEX = {"_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_cudnn_attention": 6}
-"""The position of `is_causal` among the arguments of a kernel. It is 4 for all other kernels."""
+"""The position of the argument `is_causal` by kernel. It is 4 for the kernels that are not listed."""
 GROUPED_MM = "_grouped_mm"
 
 
 class OperationCost(NamedTuple):
     """The forward cost of one operation: `flops` of a product with a weight, `attention` FLOPs of any other product,
-    bytes `moved` by any other operation. `is_product`: it is a matrix product or convolution.
+    bytes `moved` by any other operation. `is_product`: whether it is a matrix product or convolution.
     """
 
     flops: float = 0.0
@@ -42,10 +42,10 @@ def operation_name(operation: Any) -> str:
 
 
 def operation_cost(
-    operation: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], weighs: bool
+    operation: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], has_weight: bool
 ) -> OperationCost:
-    """Returns the cost of one call of `operation`. `given` and `made` are its input and output tensors. `weighs`: an
-    input is a parameter.
+    """Returns the cost of one call of `operation`. `given` and `made` are its input and output tensors. `has_weight`:
+    whether an input is a parameter. If so, FLOPs count as `flops`, otherwise as `attention`.
     """
     name = operation_name(operation)
     if name in FUSED_ATTENTION_OPS:
@@ -58,7 +58,9 @@ def operation_cost(
         )
     else:
         return OperationCost(moved=float(sum(tensor_bytes(tensor) for tensor in (*given, *made))))
-    return OperationCost(flops=flops, is_product=True) if weighs else OperationCost(attention=flops, is_product=True)
+    return (
+        OperationCost(flops=flops, is_product=True) if has_weight else OperationCost(attention=flops, is_product=True)
+    )
 
 
 def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:

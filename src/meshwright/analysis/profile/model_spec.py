@@ -1,7 +1,7 @@
 """Makes a `ModelSpec` of a module for the planner. The analysis determines the structure of the model, and two steps on
 fake tensors determine costs and saved bytes.
 
-The second step has twice as many rows as the first. The cost of a layer per token is the difference between the two
+The second step has twice the batch size of the first. The cost of a layer per token is the difference between the two
 steps, divided by the number of added tokens. So tables that do not grow with the batch do not count, and neither do
 gradients of weights. Saved bytes and attention are valid for the traced sequence length. They include terms that grow
 with the square of this length (probabilities of unfused attention, masks). The tensors that the loss saves are added to
@@ -37,8 +37,9 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""The smaller batch has MIN_TOKENS tokens, rounded down to whole rows, but at least 2 and at most MAX_ROWS rows. With
-this many tokens, the peak of the transient bytes of a layer comes from activations and not from gradients of weights.
+"""The smaller batch has MIN_TOKENS tokens, rounded down to whole samples, but at least 2 and at most MAX_ROWS samples.
+With this many tokens, the peak of the transient bytes of a layer comes from activations and not from gradients of
+weights.
 """
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
@@ -57,7 +58,7 @@ def describe(
     """Returns the `ModelSpec` of `model`, or of the model that `model` builds if it is a function. The profiled steps
     run on fake tensors.
 
-    `sequence` is the number of token ids per row. `batch` is an example batch, if the model does not describe its
+    `sequence` is the number of token ids per sample. `batch` is an example batch, if the model does not describe its
     inputs. `precision` is the precision recipe of the job. Its compute dtype determines which tensors are cast to
     float32. `name` is the name of the model, by default that of its class.
 
@@ -110,7 +111,7 @@ def _trace_rows(
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """Returns the model that `make` builds on the meta device. If `make` raises an exception there other than
+    """Returns the model that `make` builds on the meta device. If `make` fails on the meta device, except with an
     InputError, it is called again without a default device.
 
     Raises:
@@ -145,8 +146,8 @@ def _error_line(error: Exception) -> str:
 def spec_from_runs(
     name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
-    """Returns the `ModelSpec` from the results `runs` of the two steps. `tokens` is the number of tokens per row. The
-    layers of the spec are in forward order.
+    """Returns the `ModelSpec` from the results `runs` of the two steps. `tokens` is the number of tokens per sample.
+    The layers of the spec are in forward order.
     """
     few, many = runs
     accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
@@ -260,7 +261,7 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
     """
     if path := find_batch_norm(model):
         return Message("{path} is a norm with batch statistics", path=path)
-    # A contrastive model returns one logit for each pair of rows.
+    # A contrastive model returns one logit for each pair of samples.
     pairs = many.logits * few.rows**2 == few.logits * many.rows**2
     return Message("its output grows with the square of the number of rows") if pairs else ""
 
