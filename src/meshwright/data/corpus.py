@@ -2,7 +2,7 @@
 glob patterns of text, JSON lines, Parquet and Arrow, or the Python sources of the standard library.
 
 A document is a text file, a JSON line or a table row. Long text files are read in chunks of about 256 KiB, so that no
-file has to fit in memory. A chunk ends after a line end, if it has one. The concatenated chunks equal the file,
+file has to fit in memory. A chunk ends at a line end, if it contains one. The concatenated chunks equal the file,
 character for character. Long documents of other file types are read in chunks that have the same tokens as the whole
 document ([Note: safe boundaries] in records.py).
 
@@ -43,7 +43,7 @@ STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
 # The standard library is read without tests, tools and third-party packages. `encodings` is left out, because the
-# tables of its code pages would be a tenth of the validation rows.
+# tables of its code pages would make up a tenth of the validation data.
 _EXCLUDED_FOLDERS = {
     "encodings",
     "test",
@@ -57,7 +57,7 @@ _EXCLUDED_FOLDERS = {
 
 
 class DocumentChunk(NamedTuple):
-    """A chunk of a document. `ends` is True for the last chunk of the document."""
+    """A chunk of a document. `ends`: whether it is the last chunk of the document."""
 
     text: str
     ends: bool
@@ -65,7 +65,7 @@ class DocumentChunk(NamedTuple):
 
 def find_files(sources: tuple[str, ...]) -> list[Path]:
     """Returns the files that `sources` name, in the given order. The files of a folder or a pattern are sorted by path,
-    without empty files. Those of a folder that `datasets` saved are in the order of its state.json.
+    without empty files. The files of a folder that Hugging Face `datasets` saved are in the order of its state.json.
 
     Raises:
         InputError: a source does not exist, cannot be read, is an empty file, or has only empty files.

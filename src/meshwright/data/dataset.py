@@ -1,5 +1,6 @@
 """Opens the data set of a job for the ranks. The module finds the files, chooses or trains the tokenizer, encodes the
-text once, separates validation rows, and packs rows.
+text once, separates validation data, and packs tokens into rows. A row is one element of a data set: a sequence of
+tokens, or an image. Sample n is the n-th row that training reads, counted over all epochs.
 
 Masked-language labels: 15 % of the tokens are predicted. Of these tokens, 80 % are replaced by the mask token, 10 % by
 a random token, and 10 % remain unchanged. Special tokens are never masked. At least one token of a row is predicted,
@@ -9,8 +10,8 @@ Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
 Guarantees:
 - The same files and settings give the same rows on every machine. `digest` identifies the rows, so that ranks and
   checkpoints can compare them.
-- The masked positions are a pure function of (seed, sample number). A row has other masks in every epoch, but equal
-  masks under every plan.
+- The masked positions are a pure function of (seed, sample number). The masks of a row differ between epochs, but not
+  between plans.
 - Slow work is done once per user and cached. Later runs only read the names and modification times of the files.
 """
 
@@ -64,8 +65,8 @@ SampleIndices = NDArray[np.int64]
 def mask_tokens(
     tokens: SampleIndices, numbers: SampleIndices, seed: int, mask: int, special: list[int], vocabulary: int
 ) -> tuple[SampleIndices, SampleIndices]:
-    """Returns the inputs and the labels of masked-language training, both (rows, sequence) like `tokens`. Row i is the
-    sample with number `numbers[i]`. Labels are IGNORED_LABEL except at the predicted tokens.
+    """Returns the inputs and the labels of masked-language training, both (rows, sequence) like `tokens`. `tokens[i]`
+    is sample `numbers[i]`. Labels are IGNORED_LABEL except at the predicted tokens.
 
     `mask` is the id of the mask token, `special` are the ids that are never masked, and random tokens are below
     `vocabulary`.
@@ -89,14 +90,16 @@ LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
 DEFAULT_BPE_VOCABULARY = 8192
-# BPE training reads less than twice this number of bytes: of a larger corpus, only every n-th chunk.
+# BPE training reads less than twice this number of bytes. From a larger corpus it reads only every n-th chunk.
 _BPE_TRAINING_BYTES = 2**26
 SHAPES_SOURCE = "shapes"
 _CACHE_VERSION = 1  # version of the cache format
 
 
 class Dataset(Protocol):
-    """Rows for training and rows for validation, as the loader reads them. Equal digests mean equal rows."""
+    """Rows for training and rows for validation, as the loader reads them. Data sets with equal digests have equal
+    rows.
+    """
 
     rows: int
     validation_rows: int
@@ -115,8 +118,8 @@ class Dataset(Protocol):
         """Returns one line about the source and the number of rows."""
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`. Row i is the sample with number `numbers[i]`, which determines its
-        mask.
+        """Returns the batch of the training rows with indices `rows`. `rows[i]` is read as sample `numbers[i]`, which
+        determines its mask.
         """
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
@@ -135,7 +138,8 @@ class TokenCorpus(NamedTuple):
 
 class TextDataset:
     """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). With the objective `causal`, labels equal the
-    input ids, since causal models shift labels themselves, as in Hugging Face. With `masked`, `mask_tokens` makes both.
+    input ids, since causal models shift labels themselves, as in Hugging Face. With `masked`, `mask_tokens` makes the
+    input ids and the labels.
 
     With the objective `pairs`, a row is two consecutive sequences: an encoder reads the first sequence, and a decoder
     predicts the second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020,
@@ -151,8 +155,8 @@ class TextDataset:
         objective: DataObjective,
         separate_documents: bool = False,
     ) -> None:
-        """Makes the data set. With `separate_documents`, "position_ids" restart with each document, and its first token
-        is not a label.
+        """Makes the data set. `separate_documents`: whether "position_ids" restart with each document. If so, the first
+        token of a document is not a label.
         """
         self.name, self.tokenizer, self.objective, self.separate_documents = (
             name,
@@ -192,7 +196,7 @@ class TextDataset:
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`. Row i is the sample with number `numbers[i]`."""
+        """Returns the batch of the training rows with indices `rows`. `rows[i]` is read as sample `numbers[i]`."""
         return self._labelled(self._training.read(rows), numbers, seed)
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
@@ -244,10 +248,10 @@ def open_dataset(
 ) -> TextDataset | ShapeImages | InstructionDataset:
     """Opens the data set that `data` describes.
 
-    `vocabulary` is the number of tokens (or classes) of the model; 0: the data determine the number. `objective` is the
-    training objective. `say` receives one line for each slow operation whose result is not yet cached. `positions` says
-    whether the model accepts `position_ids`; if so, several conversations are packed into a row. `report_corruption`
-    receives one line for each corrupt block of a token array.
+    `vocabulary` is the number of tokens (or classes) of the model, or 0 if the data determine this number. `objective`
+    is the training objective. `say` receives one line for each slow operation whose result is not yet cached.
+    `positions`: whether the model accepts `position_ids`. If so, several conversations are packed into a row.
+    `report_corruption` receives one line for each corrupt block of a token array.
 
     Raises:
         InputError: the sources, the tokenizer and the model do not fit together.
@@ -322,10 +326,10 @@ def _open_instruction_dataset(
                 name=name,
             )
         )
-    look = _file_signatures(files)
-    tokenizer = _choose_tokenizer(data.but(field="completion"), files, look, vocabulary, name, say)
+    signatures = _file_signatures(files)
+    tokenizer = _choose_tokenizer(data.but(field="completion"), files, signatures, vocabulary, name, say)
     _check_vocabulary(tokenizer, vocabulary)
-    folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(look))
+    folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(signatures))
     return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)
 
 
@@ -347,7 +351,7 @@ def _json_digest(*parts: object) -> str:
 
 
 def _file_signatures(files: list[Path]) -> list[list[object]]:
-    """Returns path, size and modification time of each file, which detect changes without reading."""
+    """Returns path, size and modification time of each file. They reveal changes without reading the files."""
     seen = [(path, path.stat()) for path in files]
     return [[os.path.abspath(path), state.st_size, state.st_mtime_ns] for path, state in seen]
 
@@ -355,7 +359,7 @@ def _file_signatures(files: list[Path]) -> list[list[object]]:
 def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> TokenCorpus:
     tokenizer = None if data.tokenizer in ("auto", "bytes", "bpe") else open_tokenizer(data.tokenizer)
     bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
-    names = [f"array-{_json_digest(_CACHE_VERSION, look, bound > 2**16)}" for look in _file_signatures(files)]
+    names = [f"array-{_json_digest(_CACHE_VERSION, signature, bound > 2**16)}" for signature in _file_signatures(files)]
     arrays, documents, largest = open_token_arrays(files, names, bound)
     digest_folders = [
         cached_folder(f"blocks-{name}", partial(write_block_digests, array), has_block_digests)
@@ -369,9 +373,9 @@ def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> 
 
 
 def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name: str, say: LogFunction) -> TokenCorpus:
-    look = _file_signatures(files)
+    signatures = _file_signatures(files)
     size = sum(path.stat().st_size for path in files)
-    tokenizer = _choose_tokenizer(data, files, look, vocabulary, f"{name} ({show_bytes(size)})", say)
+    tokenizer = _choose_tokenizer(data, files, signatures, vocabulary, f"{name} ({show_bytes(size)})", say)
     _check_vocabulary(tokenizer, vocabulary)
 
     def make(folder: Path) -> None:
@@ -390,7 +394,9 @@ def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name
     def is_whole(folder: Path) -> bool:
         return packing.is_encoded_corpus(folder) and has_block_digests(folder)
 
-    folder = cached_folder(f"tokens-{_json_digest(_CACHE_VERSION, look, data.field, tokenizer.digest)}", make, is_whole)
+    folder = cached_folder(
+        f"tokens-{_json_digest(_CACHE_VERSION, signatures, data.field, tokenizer.digest)}", make, is_whole
+    )
     [array], documents = packing.read_encoded_corpus(folder)
     return TokenCorpus(
         [ChecksummedArray(array, np.load(folder / DIGESTS_FILE), str(folder / "tokens.bin"))],
@@ -415,7 +421,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
 
 
 def _choose_tokenizer(
-    data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, source: str, say: LogFunction
+    data: DataConfig, files: list[Path], signatures: list[list[object]], vocabulary: int, source: str, say: LogFunction
 ) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
@@ -439,7 +445,7 @@ def _choose_tokenizer(
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
     folder = cached_folder(
-        f"bpe-{_json_digest(_CACHE_VERSION, look, data.field, size)}",
+        f"bpe-{_json_digest(_CACHE_VERSION, signatures, data.field, size)}",
         make,
         lambda folder: (folder / "tokenizer.json").exists(),
     )

@@ -8,12 +8,12 @@ template, the assistant's text is the difference between two renderings: the con
 generation prompt, and the conversation with the answer. If the template changes earlier turns, the first rendering is
 not a prefix of the second. Then the labels are unknown, and the record is refused.
 
-[Note: packed rows] Conversations are packed by best fit, longest first. No conversation is split, and conversations do
-not attend to each other. `position_ids` restart with each conversation, which prevents attention across conversations
-in transformers' models. Padding is a separate conversation without labels. For a model that accepts no positions, a row
-has one conversation. So the loss of a packed row equals the loss of its conversations in separate rows. A conversation
-longer than a row is truncated, and `describe` reports the number of truncated conversations. Source: Ding et al., Fewer
-Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
+[Note: packed rows] Conversations are packed by best fit, longest first. No conversation is split. `position_ids`
+restart with each conversation, which prevents attention across conversations in transformers' models. If a model does
+not accept `position_ids`, each row has one conversation. So conversations never attend to each other, and the loss of a
+packed row equals the loss of its conversations in separate rows. Padding is a separate conversation without labels. A
+conversation longer than a row is truncated, and `describe` reports the number of truncated conversations. Source: Ding
+et al., Fewer Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenizedConversation(NamedTuple):
 
 
 def record_format(fields: dict[str, Any], field: str) -> str:
-    """Returns 'messages' or 'prompt' for a record of instructions, '' for a record with text in `field`."""
+    """Returns 'messages' or 'prompt', the form of a record of instructions, or '' for text in `field`."""
     if isinstance(fields.get("messages"), list) and (field == "messages" or field not in fields):
         return "messages"
     return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
@@ -143,7 +143,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InputError(
                 Message(
-                    "{place}: the chat template refuses it: {error}",
+                    "{place}: the chat template refuses this record: {error}",
                     place=record.place,
                     error=str(error).splitlines()[0][:200],
                 )
@@ -264,7 +264,7 @@ class InstructionDataset:
     def describe(self) -> str:
         """Returns one line about the source, the rows and the fraction of tokens that are labels."""
         share = float(np.mean(self._learned)) if len(self._learned) else 0.0
-        cut = f", {self.cut:,} longer ones cut" if self.cut else ""
+        cut = f", {self.cut:,} longer conversations truncated" if self.cut else ""
         return (
             f"{self.name} ({self.tokenizer.name}): {self.conversations:,} conversations in {self.rows:,} rows of "
             f"{self.sequence:,}{cut}, "
@@ -339,14 +339,14 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
     return np.setdiff1d(which, aside), aside
 
 
-def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
+def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, signature: str) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
-    `form` is `messages` or `prompt`. `place` is the folder of the tokenizer. `look` is a text that differs whenever a
-    file has changed.
+    `form` is `messages` or `prompt`. `place` is the folder of the tokenizer. `signature` is a text that changes
+    whenever a file changes.
 
     Raises:
-        InputError: a record has another form, or cannot be encoded.
+        InputError: a record does not have the form `form`, or cannot be encoded.
     """
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (
@@ -377,6 +377,6 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
         np.save(folder / "digests.npy", np.array(digests, np.uint64))
 
     key = xxhash.xxh3_128_hexdigest(
-        repr([_CACHE_VERSION, look, form, tokenizer.digest, template.digest if template else ""]).encode()
+        repr([_CACHE_VERSION, signature, form, tokenizer.digest, template.digest if template else ""]).encode()
     )
     return cached_folder(f"instructions-{key}", make, lambda folder: (folder / "digests.npy").exists())

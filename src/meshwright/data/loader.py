@@ -142,20 +142,19 @@ TensorBatch = dict[str, torch.Tensor]
 SampleRange = tuple[int, int]
 
 ACCELERATOR_READER_THREADS = 4
-"""Number of reading threads for an accelerator."""
+"""Number of threads that read batches for an accelerator."""
 
 
 class BatchLoader:
     """The batches of `dataset`, with `batch` rows per step, in the order that `seed` determines."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
-        """Makes the loader. With `next_token`, the label at position t is token t + 1. Without it, the label is token
+        """Makes the loader. `next_token`: whether the label at position t is token t + 1. If False, the label is token
         t, and the model shifts labels.
         """
         self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
         self.skipped_batches: Sequence[tuple[int, int]] = ()
-        """Sorted intervals [start, stop) of batches that no step reads. Steps read the next batch that is not
-        skipped.
+        """Sorted intervals [start, stop) of batches that no step reads. The steps read the remaining batches in order.
         """
 
     @property
@@ -196,7 +195,7 @@ class BatchLoader:
         if not (first >= 0 and 0 < count <= self.dataset.validation_rows - first):
             raise InputError(
                 Message(
-                    "{count} held-out rows from {first} on: the data set has {validation_rows}",
+                    "{count} held-out rows from row {first} on do not exist: the data set has {validation_rows}",
                     count=count,
                     first=first,
                     validation_rows=self.dataset.validation_rows,
@@ -205,9 +204,9 @@ class BatchLoader:
         return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
     def validation_batches(self, least: int) -> Iterator[TensorBatch]:
-        """Yields validation batches with as many rows as a training batch. They contain `least`
-        validation rows, or as many as one batch if that is more, or all validation rows if there are fewer. The rows
-        are evenly spaced in the validation data.
+        """Yields validation batches with as many rows as a training batch. Together they contain `least` validation
+        rows, but at least one batch, and at most all validation rows. The rows are evenly spaced in the validation
+        data.
 
         The last batch is padded with rows that have no valid label.
         """

@@ -8,8 +8,8 @@ Guarantees:
 [Note: validation split] Validation data are whole documents, chosen in the order of the digest of their content. The
 choice does not depend on a seed, on file names or on the order of files. Documents with equal content are in the same
 split. Validation data have at least `fraction` of the rows, and at least 32 rows or a fifth of the rows, whichever is
-less. If whole documents would be far more than this (one long file), the validation data are the end of the corpus, cut
-between two tokens. In both splits a remainder of less than one row is dropped.
+less. If whole documents would exceed this number by far (as in one long file), the validation data are the end of the
+corpus, cut between two tokens. In both splits a remainder of less than one row is dropped.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TokenizedCorpus(StrictModel):
 
 
 class DocumentIndex(NamedTuple):
-    """The documents of a corpus. For each: the index of its array, its first token, its number of tokens, and the
-    digest of its content."""
+    """The documents of a corpus. The fields have one element per document: the index of its token array, the index of
+    its first token in this array, its number of tokens, and the digest of its content."""
 
     array: Int64Array
     start: Int64Array
@@ -76,7 +76,9 @@ class DocumentIndex(NamedTuple):
 
 
 class TokenRuns(NamedTuple):
-    """Contiguous segments of tokens. For each: the index of its array, its first token, and its number of tokens."""
+    """Contiguous segments of tokens. The fields have one element per segment: the index of its token array, the index
+    of its first token in this array, and its number of tokens.
+    """
 
     array: Int64Array
     start: Int64Array

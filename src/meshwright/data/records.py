@@ -1,5 +1,5 @@
-"""Reads whole records of JSON lines, Parquet and Arrow files in order, for instruction data and text. Each record has
-its position, for error messages.
+"""Reads whole records of JSON lines, Parquet and Arrow files in order, for instruction data and text. Each record comes
+with its position in the files, for error messages.
 
 Arrow files come from a folder that Hugging Face `datasets` saved (`save_to_disk`). They are streams of record batches,
 which pyarrow reads without `datasets`.
@@ -12,9 +12,9 @@ boundary, the text is cut between a letter and a punctuation mark. A byte-level 
 pattern of GPT-2. In this pattern a space or a line end belongs to the following word, and a word has only letters. So
 no word, and no token, crosses a safe boundary, and the chunks have the same tokens as the whole text. Byte tokenizers
 may cut anywhere. More than MAX_CHUNK_CHARS characters without a safe boundary are cut at that length, which may add one
-token. A tokenizer from a user's `tokenizer.json` may treat the beginning of a text specially. With this tokenizer, a
-document of more than MAX_CHUNK_CHARS characters is encoded as several texts. Source: Radford et al., Language models
-are unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
+token. A tokenizer from a user's `tokenizer.json` may treat the beginning of a text specially. Such a tokenizer encodes
+a document of more than MAX_CHUNK_CHARS characters as several texts. Source: Radford et al., Language models are
+unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class LongJsonLine:
             )
 
     def outline(self) -> dict[str, Any]:
-        """Returns the names of the fields, each with an empty list, object or string according to its type, or with
-        None for a value of another type."""
+        """Returns the fields of the object. An empty list, object or string replaces each value of this type. None
+        replaces any other value."""
         found: dict[str, Any] = {}
         for name in self._fields():
             found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
@@ -319,8 +319,8 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time. They take at most about _MAX_DECODED_BYTES, by the
-    mean row size of the row group with the largest rows. The maximum is 4096 rows."""
+    """Returns how many rows of a Parquet file are decoded at a time: at most 4096, and at most about
+    _MAX_DECODED_BYTES. The size of a row is the mean over a row group, for the group with the largest mean."""
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))
@@ -403,8 +403,8 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """Returns the files of a folder that `datasets` saved, or None for any other folder. If the folder has several
-    splits, these are the files of 'train'.
+    """Returns the files of a folder that Hugging Face `datasets` saved, or None for any other folder. If the folder has
+    several splits, these are the files of 'train'.
 
     Raises:
         InputError: the folder has several splits, but no 'train'.

@@ -1,5 +1,5 @@
-"""Computes the order of samples for the loader: the row of sample n is a pure function of (seed, n). There is no state
-to save.
+"""Computes the order of samples for the loader. Sample n is the n-th row that training reads, counted over all epochs.
+The index of its row in the data set is a pure function of (seed, n), so there is no state to save.
 
 With batch size B, step s reads the samples from B * s to B * s + B - 1. In a data set of `size` rows, sample n belongs
 to epoch n // size. Its row is at position n % size of a permutation of all rows, keyed by (seed, epoch). The plan is
@@ -33,7 +33,7 @@ _UINT64_MASK = 2**64 - 1
 
 
 def derive_key(*parts: int) -> int:
-    """Returns one 64-bit key from several integers. The order of the integers counts.
+    """Returns one 64-bit key from several integers. The key depends on the order of the integers.
 
     >>> derive_key(1, 2) != derive_key(2, 1)
     True
