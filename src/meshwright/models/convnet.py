@@ -19,7 +19,8 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 @dataclass(frozen=True)
 class ConvNetConfig:
     """The sizes of the model: `layers` residual blocks of equal width after a stem that halves the image. `groups` is
-    the number of groups of a GroupNorm. `batch_norm` replaces GroupNorm by BatchNorm, which has batch statistics."""
+    the number of groups of a GroupNorm. `batch_norm`: whether BatchNorm, which has batch statistics, replaces
+    GroupNorm."""
 
     layers: int
     hidden: int

@@ -19,7 +19,7 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The sizes of the model. `dropout` is off by default."""
+    """The sizes of the model. `dropout` is the dropout rate."""
 
     layers: int
     hidden: int

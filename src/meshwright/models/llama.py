@@ -19,8 +19,8 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of the model. `head_dim` 0 means hidden / heads. `qkv_bias` adds biases to query, key and value, as in
-    Qwen.
+    """The sizes of the model. `head_dim` 0 means hidden / heads. `qkv_bias`: whether query, key and value have biases,
+    as in Qwen.
     """
 
     layers: int

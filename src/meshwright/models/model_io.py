@@ -1,7 +1,7 @@
 """The inputs and outputs of the reference models: packed documents, labels and the loss.
 
-A row may hold several documents. A token begins a document unless its position is the previous position plus one.
-Attention does not cross documents. Hugging Face models interpret `position_ids` in the same way.
+A sequence may contain several documents. A token begins a document unless its position is the previous position plus
+one. Attention does not cross documents. Hugging Face models interpret `position_ids` in the same way.
 
 A model returns logits, and with labels the mean loss over valid labels. A label of -100 is invalid. For a causal model
 the labels equal the input ids, and the model shifts them by one, as Hugging Face models do.
@@ -39,7 +39,9 @@ class ModelOutput(NamedTuple):
 
 
 def output_with_loss(logits: torch.Tensor, labels: torch.Tensor | None, shift: bool) -> ModelOutput:
-    """Returns `logits`, with the mean loss over the valid `labels`. `shift` compares position t with label t + 1."""
+    """Returns `logits`, with the mean loss over the valid `labels`. `shift`: whether the logits at position t are
+    compared with label t + 1 (instead of label t).
+    """
     if labels is None:
         return ModelOutput(logits)
     if shift:

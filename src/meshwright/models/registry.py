@@ -83,8 +83,9 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def reference_model_kind(sizes: Mapping[str, Any]) -> str:
-    """Returns the kind of the reference model with these sizes. It is convnet if they have `classes`, and bert for the
-    families bert and roberta. Otherwise the position encoding `pos` decides: gpt2 for learned positions, else llama."""
+    """Returns the kind of the reference model with these sizes: 'convnet' if they have `classes`, and 'bert' for the
+    families bert and roberta. Otherwise the position encoding `pos` decides: 'gpt2' for learned positions, else
+    'llama'."""
     if "classes" in sizes:
         return "convnet"
     if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
