@@ -10,8 +10,8 @@ The plan gives each block one of these modes:
 
 With activation offload, the saved tensors are in host memory or on disk instead of on the device.
 
-Guarantees: gradients are bitwise equal to those without recompute. The same kernels recompute from the same values and
-random state.
+Guarantees: gradients with recompute are bitwise equal to gradients without recompute, because the same kernels run
+again on the same values and the same random state.
 
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 
@@ -21,7 +21,7 @@ in the original forward, and does not change the buffers.
 [Note: buffer values of a pass] Between the forward and the backward of a block, other forwards of the block may change
 its buffers (pipelines, a block that is called twice). So full recompute reads copies of the buffers from the start of
 the original forward. Selective recompute reads copies of the values that the original forward read. The first forward
-copies all buffers and determines which of them change. Later forwards neither copy nor replace the other buffers.
+copies all buffers and determines which of them change. Later forwards copy and replace only these.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from meshwright.spec.grid import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
-    """A buffer before a forward of its block. `holder`: the `_buffers` dict that contains the buffer. `version`: its
-    autograd version counter. `value`: a copy, or None if the first forward did not change the buffer."""
+    """A buffer before a forward of its block. `holder`: the `_buffers` dict that contains the buffer. `version`: the
+    autograd version counter of the buffer. `value`: a copy of its values, or None if the first forward did not change
+    it."""
 
     holder: dict[str, torch.Tensor | None]
     name: str
@@ -68,8 +69,8 @@ class BufferSnapshot(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        """Whether the buffer has changed since the snapshot. Batch norm updates running means without advancing the
-        version counter. So the values are compared too, if the snapshot has a copy."""
+        """Whether the buffer has changed since the snapshot. If the snapshot has a copy, the values are compared too,
+        because batch norm updates running means without advancing the version counter."""
         written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
         return written or (self.value is not None and not torch.equal(self.buffer, self.value))
 
@@ -103,7 +104,8 @@ class MutatedBuffers:
         return self._moved is None or (id(holder), name) in self._moved
 
     def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
-        """Returns the snapshots in `before` of the buffers that the first forward changed. Called after each forward.
+        """Returns those snapshots in `before` whose buffers the first forward changed. Must be called after each
+        forward.
 
         Raises:
             InputError: this forward has changed a buffer that the first forward did not change.
@@ -123,7 +125,8 @@ class MutatedBuffers:
 
 
 class RestoredBuffers:
-    """Replaces buffers inside the context by copies of their snapshots. On exit, puts the replaced tensors back."""
+    """Inside the context, replaces each buffer in `moved` by a copy of its snapshot. On exit, restores the replaced
+    tensors."""
 
     def __init__(self, moved: list[BufferSnapshot]) -> None:
         self.moved = moved
@@ -154,9 +157,10 @@ def _no_recompute(place: int) -> Recompute:
 class RecomputePolicy:
     """Applies recompute and offload to all blocks of a rank.
 
-    `how`: returns the recompute mode of a block, by the index of the block in its stage. `sends`: returns whether the
-    block offloads its activations. `offload`: the activation offload, None if no block uses it. `cuts`: caches which
-    tensors `sac` saves for each graph of a block. `weights`: the `storage_id` of each parameter group's weights.
+    `how` and `sends` take the index of a block in its stage. `how` returns the recompute mode of the block, and `sends`
+    returns whether the block offloads its activations. `offload`: the activation offload, or None if no block offloads.
+    `cuts`: a cache of which tensors `sac` saves, by the graph of a block. `weights`: the `storage_id` of each parameter
+    group's weights.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
@@ -174,18 +178,18 @@ class RecomputePolicy:
         (context_parallel/attention.py), and `sac` in compiled blocks (compile.py).
         """
         plan = mesh.plan
-        elsewhere = {Recompute.attn} if plan.cp > 1 else set()
-        elsewhere |= {Recompute.sac} if plan.compile else set()
+        excluded = {Recompute.attn} if plan.cp > 1 else set()
+        excluded |= {Recompute.sac} if plan.compile else set()
 
-        def here(place: int) -> Recompute:
-            return Recompute.none if (how := recompute_at(plan, place)) in elsewhere else how
+        def mode_of_block(place: int) -> Recompute:
+            return Recompute.none if (how := recompute_at(plan, place)) in excluded else how
 
         offloaded = (
             ActivationOffload(mesh.device, weights, mesh.activation_store)
             if offloads_activations(plan.offload)
             else None
         )
-        return cls(here, offloaded, partial(offloads_block, plan), weights=weights)
+        return cls(mode_of_block, offloaded, partial(offloads_block, plan), weights=weights)
 
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
@@ -194,9 +198,9 @@ class RecomputePolicy:
         block's buffers.
 
         Raises:
-            InputError: the block computes gradients with torch.func under recompute or offload. Or the block does not
-                call scaled_dot_product_attention (`attn`). Or it changes a buffer that its first forward did not change
-                (`full` and `sac`).
+            InputError: the block computes gradients with torch.func, and the plan recomputes or offloads it. Or the
+                mode is `attn`, and the block does not call scaled_dot_product_attention. Or the mode is `full` or
+                `sac`, and the block changes a buffer that its first forward did not change.
         """
         try:
             if self.offload is None or not self.sends(place):
@@ -272,8 +276,8 @@ def _recompute_full(
 def with_function_modes(
     modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Activates the function modes of the original forward, such as one that disables dropout, and enters `buffers`.
-    Recompute needs this context, because torch deactivates function modes during backward."""
+    """Activates `modes`, the function modes of the original forward (one may disable dropout, for example), and enters
+    `buffers`. Recompute needs this context, because torch deactivates function modes during backward."""
     with buffers or nullcontext(), ExitStack() as stack:
         for mode in modes:
             if mode not in function_modes():
@@ -283,8 +287,8 @@ def with_function_modes(
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restores the values of `buffers` on exit, without advancing their version counters. With advanced counters,
-    backward would raise an error for a buffer that autograd saved, although backward does not read its value."""
+    """Restores the values of `buffers` on exit, without advancing their version counters. If a counter advanced and
+    autograd has saved the buffer, backward would raise an error, even if it does not read the values of the buffer."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -310,8 +314,9 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Makes attention save only its inputs. Changes nothing inside an activation checkpoint of the model's own code,
-    which recomputes attention already. torch.compile traces this mode, so compiled blocks recompute attention too."""
+    """Makes scaled_dot_product_attention save only its inputs. Has no effect inside an activation checkpoint of the
+    model's own code, which already recomputes attention. torch.compile traces this mode, so compiled blocks recompute
+    attention too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class DeviceStream(Protocol):
     """A stream of a device, with the methods of `torch.cuda.Stream`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Makes later work of this stream wait for all work of `stream` so far."""
+        """Makes later work of this stream wait for all work that `stream` has queued so far."""
 
     def record_event(self) -> DeviceEvent:
         """Returns an event at the point that this stream has reached."""
@@ -107,11 +107,11 @@ class Backend:
     has_fused_optimizer: ClassVar[bool] = False
     """Whether torch has fused optimizer kernels for the device."""
     nominal_flops: ClassVar[float] = 2e14
-    """Assumed FLOP/s of a device, for a plan without a predicted step time. train/proof/ estimates from it the time of
-    a proof run, which compares the loss and the gradients under the plan with those of one device."""
+    """Assumed FLOP/s of a device. If a plan has no predicted step time, train/proof/ uses this value to estimate the
+    time of a proof run, which compares the loss and the gradients under the plan with those of one device."""
     nominal_flops_per_byte: ClassVar[float] = 100.0
-    """Assumed FLOP/s of matrix products, divided by the bytes/s of memory: 400 TFLOP/s and 4 TB/s for accelerators, 80
-    GFLOP/s and 27 GB/s for CPUs."""
+    """Assumed FLOP/s of matrix products divided by the memory bandwidth in bytes/s. Accelerators: 400 TFLOP/s and
+    4 TB/s. CPUs: 80 GFLOP/s and 27 GB/s."""
     profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
 
     def __init_subclass__(cls) -> None:
@@ -153,12 +153,12 @@ class Backend:
         raise NotImplementedError(f"devices of type {self.device_type} have no events")
 
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """Returns the random state of `device`, or None if the device has no generator. `device` None means the current
-        device."""
+        """Returns the random state of `device`, by default the current device. Returns None if the device has no
+        generator."""
         return None
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
-        """Sets the random state of `device` to a value of `rng_state`."""
+        """Sets the random state of `device` to `state`, a result of `rng_state`."""
 
     def fork_rng(self, device: torch.device) -> AbstractContextManager[None]:
         """Restores the random states of the host and of `device` on exit."""
@@ -178,7 +178,7 @@ class Backend:
         return device.type, 0.0
 
     def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Returns the CUDA compute capability, None for other devices."""
+        """Returns the compute capability of a CUDA device, None for devices of other types."""
         return None
 
     def supports_flash_attention(
@@ -188,8 +188,8 @@ class Backend:
         return False
 
     def compile_obstacle(self) -> str:
-        """Returns what `torch.compile` lacks on this machine, and the remedy, as the end of an error message. '' if
-        nothing is missing."""
+        """Returns what `torch.compile` lacks on this machine, and the remedy, as text to append to an error message.
+        Returns '' if nothing is missing."""
         return ""
 
     @property
@@ -225,7 +225,7 @@ class CpuBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Returns the remedy for a missing C++ compiler, which Inductor needs for the CPU. '' if a compiler exists."""
+        """Inductor needs a C++ compiler for the CPU. Returns the remedy if there is none, '' if there is one."""
         if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
             return ""
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
@@ -320,7 +320,7 @@ class CudaBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Returns the remedy for a missing Triton, which Inductor needs for CUDA. '' if Triton is installed."""
+        """Inductor needs Triton for CUDA. Returns the remedy if Triton is not installed, '' if it is."""
         if importlib.util.find_spec("triton") is not None:
             return ""
         return "the package triton, which comes with torch for CUDA: leave compile out"
@@ -340,7 +340,7 @@ def backend_of(device: torch.device | str) -> Backend:
 
 
 def accelerators() -> Iterator[Backend]:
-    """Yields every backend whose devices have separate memory."""
+    """Yields every backend whose devices have their own memory, separate from host memory."""
     return (backend for backend in Backend.by_type.values() if not backend.memory_is_host)
 
 
@@ -361,8 +361,9 @@ def local_device() -> torch.device:
 def init_local_device() -> torch.device:
     """Makes `local_device()` the current device of this process and returns it.
 
-    Must be called before the first collective and the first matrix product. Random states, streams, and NCCL operations
-    that name no device use the current device. Warns if the machine has an accelerator without a `Backend`.
+    Must be called before the first collective and the first matrix product. Calls that set random states, create
+    streams or start NCCL operations without naming a device use the current device. Warns if the machine has an
+    accelerator without a `Backend`.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     device = local_device()
@@ -394,7 +395,8 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
 
 
 def host_id() -> str:
-    """Returns the id of this rank's host. Ranks in one network namespace of a machine have the same id."""
+    """Returns the id of this rank's host. Two ranks have the same host id if they run on one machine in one network
+    namespace."""
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -402,7 +404,7 @@ def host_id() -> str:
 
 
 def machine_id() -> str:
-    """Returns the id of this machine. Ranks under one running operating system kernel have the same id."""
+    """Returns the id of this machine. Two ranks have the same machine id if one operating system kernel runs both."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

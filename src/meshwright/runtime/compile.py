@@ -1,18 +1,18 @@
 """Compiles blocks with torch.compile. The build pass `wrap_blocks` uses it. All code outside of blocks stays eager.
 
 Only the forward inside a block wrapper is compiled. The wrapper's other work stays eager: all-gather of weights,
-recompute, and cuts of the sequence and of stages. The compiler also skips collectives, attention over context ranks,
-and the project's own layers (tensor parallelism, deferred weight gradients, experts). A block with such layers is
-compiled in the pieces between these layers. Identical blocks reuse the compiled code of the first of them.
+recompute, sequence cuts and stage boundaries. The compiler also skips collectives, attention over context ranks, and
+the project's own layers (tensor parallelism, deferred weight gradients, experts). In a block with such layers, only the
+code between them is compiled. All identical blocks use the code that was compiled for the first of them.
 
 [Note: what the compiler keeps] In a compiled block the compiler decides which tensors forward saves for backward. It
 saves the operands of matrix products, and recomputes the results of norms and activations. With selective recompute the
-rule of analysis/recompute_tape.py applies, and fewer tensors are saved. Only results of operations that are not cheap
-under this rule must be saved. All other results may be recomputed, including operands of matrix products. (By its own
-rule, torch would consider attention on a CPU cheap.)
+compiler saves fewer tensors: it must save the results of operations that analysis/recompute_tape.py does not consider
+cheap, and may recompute all others, including operands of matrix products. (torch's own rule considers attention on a
+CPU cheap.)
 
-Results equal those of eager mode within the rounding of fused operations. Without a compiler the plan is refused with a
-one-line error.
+Results equal those of eager mode within the rounding of fused operations. If the machine has no compiler, a plan with
+`compile` is refused with a one-line error.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ def compiler_backend() -> str:
 
 
 def compile_block(
-    forward: Callable[..., Any], block: nn.Module, is_lean: bool, defers_wgrad: bool
+    forward: Callable[..., Any], block: nn.Module, uses_sac: bool, defers_wgrad: bool
 ) -> Callable[..., Any]:
     """Returns a compiled version of `forward`, the forward of `block`. The first call compiles. Layers and hooks inside
     of `block` that this project has replaced or added stay eager.
 
-    `is_lean`: the block uses selective recompute. `defers_wgrad`: the weight gradients of the block are deferred.
+    `uses_sac`: whether the block uses selective recompute. `defers_wgrad`: whether its weight gradients are deferred.
     """
     for module in block.modules():
         _disable_compiler(module, block)
-    chosen = _backend_for_sac if is_lean else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
+    chosen = _backend_for_sac if uses_sac else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
     compiled: Callable[..., Any] = torch.compile(forward, backend=chosen, dynamic=False)
     return compiled
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """Compiles the graph of a block with deferred weight gradients. This is a separate compiler backend, so that torch
-    compiles separate code for these blocks. Otherwise torch could use this code in the recompute of other blocks."""
+    """Compiles the graph of a block with deferred weight gradients. With a separate compiler backend, torch compiles
+    separate code for these blocks. Otherwise torch could run this code when it recomputes other blocks."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
@@ -103,7 +103,7 @@ def _target_name(node: Any) -> str:
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
     """Replaces a `split` or `chunk` node by slices, which the compiler treats as views. Otherwise the compiler would
-    save the parts of the tensor, and results computed from the parts, in addition to the full tensor."""
+    save the parts of the tensor, and results computed from them, in addition to the full tensor."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2
@@ -125,7 +125,8 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
 
 
 def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
-    """Excludes the hooks of `module` from compilation, and a replaced `forward` unless `module` is `block` itself."""
+    """Excludes the hooks of `module` from compilation. Also excludes its `forward` if it was replaced and `module` is
+    not `block` itself."""
     stored: Any = vars(module)
     if module is not block and "forward" in stored:
         module.forward = torch.compiler.disable(stored["forward"])  # type: ignore[method-assign]

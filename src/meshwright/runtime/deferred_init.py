@@ -4,8 +4,8 @@
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)        # each rank materialises only its shards
 
-Guarantees: under any plan, the parameters are bit for bit those of an ordinary build. The random numbers that the
-caller draws afterwards are those of an ordinary build too.
+Guarantees: under any plan, the parameters are bit for bit those of an ordinary build. Random numbers that the caller
+draws after the build are also those that it would draw after an ordinary build.
 
 Inside the context, parameters are meta tensors. Each operation that writes to a parameter is recorded with its inputs
 and the state of the random generator. Random numbers are drawn and discarded, so that the generator advances as in an
@@ -13,13 +13,13 @@ ordinary build. To materialise a parameter, the recorded operations are replayed
 stores only its slice, and the full tensor exists only during the replay.
 
 [Note: recipes] A `StorageRecipe` describes how the content of a storage is computed. Recipes are immutable: an
-operation that writes to the storage replaces its recipe. So operations that read it earlier are replayed with the
-earlier content. The device of a deferred parameter reads as `cpu`, because many functions skip meta tensors. An
-operation that cannot be recorded, such as a read of values, raises. `build_deferred` then builds the full model. Idea:
-torchdistx, `deferred_init` (2022).
+operation that writes to a storage gives the storage a new recipe. A recorded operation refers to the recipes that its
+inputs had at that time, so the replay gives it the content of that time. The device of a deferred parameter reads as
+`cpu`, because many functions skip meta tensors. If an operation cannot be recorded, such as a read of values, the
+context raises an error, and `build_deferred` builds the full model. Idea: torchdistx, `deferred_init` (2022).
 
 A write after the end of the context is not recorded and would be lost. So `check_unchanged_after_recording` raises if a
-parameter was written to or converted afterwards. A new parameter that replaces a recorded one is not checked.
+parameter was written to or converted after the context. It does not check a new parameter that replaces a recorded one.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ OVERWRITING_OPS = {
 }
 """Operations that overwrite all previous content of the tensor that they write to."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Maximum number of elements of a constant tensor that is stored in full. Of a larger constant tensor only the value is
-stored. Also the minimum number of bytes of temporary memory that is allocated outside of the heap."""
+"""If a tensor has more than this number of elements and all are equal, only one element is stored. Temporary memory of
+at least this number of bytes is allocated outside of the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
 """Attribute of a module for its `DeferredInit`; attribute of a parameter for the `TensorRef` of its local shard."""
 
@@ -80,8 +80,8 @@ ReplayMemo = dict[int, torch.Tensor]
 class StorageRecipe:
     """Describes how a storage of `numel` elements gets its content.
 
-    The content starts as the tensor `initial`, as output `index` of the operation `made`, or uninitialised. `form` is
-    the size, the strides and the offset of this first content. Then the operations `steps` write to the storage.
+    The first content is the tensor `initial`, or output `index` of the operation `made`, or uninitialised. `form` is
+    its size, strides and offset. Then the operations `steps` write to the storage.
     """
 
     numel: int
@@ -98,7 +98,7 @@ class StorageRecipe:
         return self.initial is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
-        """Returns the content of the storage as a flat tensor of `numel` elements: from `memo`, or by a replay."""
+        """Returns the content of the storage as a flat tensor (`numel`). Replays the recipe if `memo` lacks it."""
         if id(self) in memo:
             return memo[id(self)]
         flat = _temporary_storage(self.numel, self.dtype)
@@ -139,8 +139,8 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """One recorded operation. Arguments that are meta tensors become `TensorRef`. `drawn`: the generator's state before
-    the operation, None if it draws no random numbers. `overwrites`: it overwrites all previous content."""
+    """One recorded operation, with `TensorRef`s instead of meta tensors. `drawn`: the generator's state before it, or
+    None if it draws no random numbers. `overwrites`: whether it overwrites all previous content of its storage."""
 
     operation: Any
     args: Any
@@ -176,11 +176,11 @@ class OpLog:
     origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
     untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
     given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter, StorageWeakRef]] = field(default_factory=dict)
-    """For each real storage: a real parameter, the meta parameter that replaces it, and the storage."""
+    """By storage of a replaced parameter: the parameter, the meta parameter that replaces it, and the storage."""
     digest: Any = field(default_factory=xxhash.xxh3_64)
     """Digest of the generator state before each draw."""
     ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """For each parameter at the end of the context, by id: the parameter and its version, which counts writes."""
+    """By id of each meta parameter: the parameter, and its version counter at the end of the context."""
 
     def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
         """Returns the recipe of the storage of `tensor`, None if the storage has no recipe."""
@@ -207,8 +207,8 @@ class DeferredInit(TorchDispatchMode):
     # --- parameters
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the meta parameter that replaces the real `parameter` of `module`; None leaves it as it is. torch
-        calls this hook. A shared parameter gets one meta parameter for all its names."""
+        """Returns the meta parameter that replaces the real `parameter` of `module`, or None if `parameter` is not
+        replaced. torch calls this hook. A shared parameter gets one meta parameter for all its names."""
         if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
             return None
         key = _storage_key(parameter)
@@ -244,7 +244,7 @@ class DeferredInit(TorchDispatchMode):
     def whole(
         self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Calls `function`, which fills `tensor`. Records the whole call, whose number of draws depends on values."""
+        """Calls `function`, which fills `tensor`. Records the call as one operation, because of rejection sampling."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
         state = self._draw(function, (tensor, *given), named)
@@ -252,7 +252,7 @@ class DeferredInit(TorchDispatchMode):
         return tensor
 
     def end(self) -> None:
-        """Ends the recording: stores the versions with which later writes are detected."""
+        """Ends the recording. Stores the version counters of the parameters, which later reveal writes."""
         self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
 
     # --- operations
@@ -320,7 +320,7 @@ class DeferredInit(TorchDispatchMode):
         return state
 
     def _frozen(self, value: Any, own: set[int]) -> Any:
-        """Returns a copy of an argument with its present value. A recorded meta tensor becomes a `TensorRef`."""
+        """Returns a real tensor as a copy, and a recorded meta tensor as a `TensorRef`. `own`: the written storage."""
         if not isinstance(value, torch.Tensor):
             return value
         origin = self.notes.origin(value)
@@ -370,10 +370,10 @@ class _ReportAsCpuTensors(TorchFunctionMode):
 def deferred_init() -> Iterator[DeferredInit]:
     """Defers the initialisation of the parameters of modules that are built inside the context.
 
-    Parameters are meta tensors with a recipe. `parallelize` materialises each rank's shards. Buffers are real tensors.
+    These parameters are meta tensors with a recipe. `parallelize` materialises each rank's shards. Buffers are real.
 
     Raises:
-        InputError: an operation cannot be recorded. A read of parameter values raises torch's error for meta tensors.
+        InputError: an operation cannot be recorded. (A read of parameter values raises torch's error for meta tensors.)
     """
     later = DeferredInit()
     hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]
@@ -389,8 +389,8 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Returns the model that `make` builds with the random seed `seed`. Its parameters are deferred if the code of
-    `make` can be recorded, otherwise real."""
+    """Returns the model that `make` builds with the random seed `seed`. Its parameters are deferred if all operations
+    of `make` can be recorded. Otherwise they are real."""
     torch.manual_seed(seed)
     try:
         with deferred_init() as later:
@@ -432,7 +432,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the length, in storage elements, of the range from the first to the last element of the tensor."""
+    """Returns the number of storage elements from the first to the last element of the tensor, both included."""
     return (
         1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         if tensor.numel()
@@ -441,8 +441,8 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns temporary memory. Large blocks are mapped outside of the heap, because freed heap blocks leave holes: 2.4
-    GB while 1.1 billion parameters were initialised."""
+    """Returns temporary memory. Large blocks are outside of the heap, because freed heap blocks leave holes: 2.4 GB
+    after 1.1 billion parameters were initialised."""
     size = numel * dtype.itemsize
     if size < SMALL_TENSOR_SIZE:
         return torch.empty(numel, dtype=dtype)
@@ -481,7 +481,7 @@ def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> No
     """Checks that no parameter of `model` changed after the recording `later` ended.
 
     Raises:
-        InputError: a parameter was written to or converted afterwards.
+        InputError: a parameter was written to or converted after the recording.
     """
     ended, origin = later.notes.ended, later.notes.origin
     for name, parameter in model.named_parameters() if ended else ():

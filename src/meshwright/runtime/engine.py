@@ -54,15 +54,15 @@ GROUPS_BY_PARALLELISM = {
 def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
     """Checks that a norm with batch statistics gets the whole batch at once.
 
-    One device computes the statistics over the whole batch. A plan divides the batch into dp x `passes` micro-batches,
-    each with other statistics. This is a different function, and no sum of gradients corrects it. Tensor ranks are
-    allowed, because they divide channels, whose statistics are independent.
+    One device computes the statistics over the whole batch. A plan computes them separately for each of the
+    dp x `passes` micro-batches. That is a different function, and no sum of gradients corrects it. Tensor ranks are
+    allowed, because they divide channels, and each channel has its own statistics.
 
     `path`: a norm with batch statistics, or an instance norm with running statistics; '' if the model has none.
     `passes`: the number of micro-batches per replica.
 
     Raises:
-        InputError: The plan divides the batch.
+        InputError: The model has such a norm, and the plan divides the batch.
     """
     if path and plan.dp * passes > 1:
         raise InputError(
@@ -98,8 +98,8 @@ class OncePerStepBuffers:
                 self.made[name] = present[name].detach().clone()
 
     def put_back(self, model: nn.Module, passes: int) -> None:
-        """Restores the recorded values after a step of `passes` micro-batches. With one micro-batch only discards
-        them."""
+        """Restores the recorded values after a step of `passes` micro-batches. After a step of one micro-batch, only
+        discards them."""
         present = dict(model.named_buffers()) if self.made and passes > 1 else {}
         for name, value in self.made.items():
             if name in present:
@@ -112,11 +112,11 @@ class PassRecorder(Protocol):
     code path is the set of a forward's call sites: positions in the user's code that call torch functions."""
 
     asks: bool
-    """Whether the user's code reads tensor values."""
+    """Whether the user's model code reads tensor values."""
 
     def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
-        """Records the forward of `stage` inside the context, if the user's code reads tensor values or a check is
-        running. `compiles`: whether blocks are compiled, which excludes recording outside of checks."""
+        """Records the forward of `stage` inside the context, if a check is running, or if the user's code reads tensor
+        values and blocks are not compiled. `compiles`: whether blocks are compiled."""
 
     def begin_step(self) -> None:
         """Discards the forwards of the previous step."""
@@ -143,10 +143,10 @@ class StepChecks(Protocol):
     steps: int
     """Number of training steps that have begun."""
     checked: int
-    """The last training step before which it was checked that the batch may be divided into micro-batches
+    """The last training step that began with the check that the batch may be divided into micro-batches
     (preflight/batch_separability.py)."""
     began: int
-    """Number of forwards of stages before the present step."""
+    """Number of stage forwards that ran before the present step."""
     once: OncePerStepBuffers
     written: set[str]
     """Names of the parameters that a forward of the model writes to."""
@@ -165,7 +165,7 @@ class StepChecks(Protocol):
         """Runs the checks that are due before the next step or evaluation."""
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks between the last backward of a step and its update, because the step took unchecked code
+        """Repeats the checks after the last backward of a step and before its update, if the step took unchecked code
         paths."""
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
@@ -251,8 +251,8 @@ class StageExecutor:
         return (total,)
 
     def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
-        """Returns the buffers that other stages of this rank update. They must be preserved, because the model's code
-        outside of blocks runs on every stage."""
+        """Returns the buffers that other stages of this rank update. A forward of `stage` must not change them, but it
+        writes to them too, because every stage runs the model's code outside of blocks."""
         stages = self.extra_state.buffer_stages
         if self.mesh.plan.stages == self.mesh.plan.pp or not (stages and self.model.training):
             return []
@@ -260,10 +260,10 @@ class StageExecutor:
 
     def _check_blocks_run(self) -> None:
         """Checks that the last forward ran the same blocks as the first forward of its stage, and that no backward ran
-        inside of it.
+        inside the last forward.
 
-        If a forward skips a block (random depth), its all-gathers and messages do not match those of other ranks. A
-        backward inside of a forward would add its gradients to those of the step.
+        If a forward skips a block (random depth), the rank's all-gathers and messages do not match those of other
+        ranks. The gradients of a backward inside of a forward would be added to those of the step.
         """
         plan = self.mesh.plan
         if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.reducer.units):
@@ -290,7 +290,7 @@ class StageExecutor:
 @dataclass
 class Engine:
     """Runs the forwards and backwards of a step. `pipeline` runs the micro-batches, and the reducer gets the gradients.
-    `gates` are the wrappers of blocks and of other gathered modules."""
+    `gates` are the wrappers of the blocks, and of the other modules whose weights are all-gathered."""
 
     executor: StageExecutor
     recipe: Recipe
@@ -304,8 +304,8 @@ class Engine:
     unfilled: frozenset[str] = frozenset()
     """Names of the parameters on the meta device that have no values yet."""
     coupled_at_start: str = ""
-    """The path of a norm that computed batch statistics before sharding, in the mode (training or evaluation) of that
-    time. '' if there was none."""
+    """The path of a norm that computed batch statistics when sharding began, '' if there was none. A norm in evaluation
+    mode does not compute them."""
 
     @property
     def model(self) -> nn.Module:
@@ -372,8 +372,8 @@ class Engine:
         self.unfilled = frozenset()
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """Runs all micro-batches of this rank's replica, with backward of `scale` x loss. If `scale` is None, runs only
-        forward. All ranks call it.
+        """Runs forward, and backward of `scale` x loss, for all micro-batches of this rank's replica. Runs only forward
+        if `scale` is None. All ranks call it.
 
         Returns the sum of the losses (float64 scalar) on the rank of the last stage, 0 on other ranks.
 
@@ -400,7 +400,8 @@ class Engine:
         """The path of a norm that computes batch statistics in its present mode (training or evaluation), '' if there
         is none.
 
-        A pipeline rank has only some of the modules, so under pipeline parallelism `coupled_at_start` counts too.
+        A pipeline rank has only some of the modules. So with several stages, the norm found before sharding
+        (`coupled_at_start`) counts first.
         """
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
@@ -415,14 +416,15 @@ class Engine:
             store.wait_timer.discard()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns two dicts by kind of parallelism, both since the last call: the seconds for which this rank waited,
-        and the bytes that it sent over the network. The key 'offload' has the waits for offloaded data. The second dict
-        is empty without a device mesh."""
+        """Returns the seconds for which this rank has waited since the last call, and the bytes that it has sent over
+        the network since then. Both are dicts by kind of parallelism. The key 'offload' of the first is the seconds
+        waited for offloaded data. The second is empty without a device mesh."""
         found = {name: group.read_stats() for name, group in self.mesh.groups.items()}
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
-        # Every rank reports "data", because the group of tied weights counts as "data" and exists only on some ranks.
+        # Ranks without a "data" group report "data" too, because the group of tied weights, which counts as "data",
+        # exists only on some ranks.
         kinds = {kind: meters for kind, meters in kinds.items() if meters or kind == "data"}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
@@ -441,8 +443,8 @@ class Engine:
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """All-gathers the weights of parameter groups that no module wrapper gathers (ZeRO 3). They stay gathered for
-        the whole step."""
+        """All-gathers the weights of parameter groups that no module wrapper gathers (ZeRO 3). These weights stay
+        gathered for the whole step."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.weights.unshard()

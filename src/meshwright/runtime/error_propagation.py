@@ -3,10 +3,10 @@
 A collective call is a function that every rank calls (`parallelize`, `Trainer.step`, ...). If one rank raises inside
 the call, the other ranks would wait for this rank forever. So the raising rank writes one line into the store of the
 default process group. A rank that waits longer than STORE_POLL_SECONDS reads the store at this interval and raises the
-error that it finds. Shorter waits have no cost.
+error that it finds. During shorter waits the store is not read.
 
-Only waits of the host are interrupted. Waits for shared memory read the store themselves (shm/memory.py). A wait for
-NCCL never blocks the host, so it is not watched.
+Only waits of the host are interrupted. The code that waits for shared memory reads the store itself (shm/memory.py). A
+wait for NCCL never blocks the host, so no code reads the store during it.
 
 [Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. To
 interrupt the wait, the thread starts a receive that times out immediately. gloo then closes all connections of this
@@ -52,7 +52,7 @@ BARRIER_TIMEOUT_SECONDS = 1800.0
 """Maximum seconds for which a rank waits, after an exception, for the other ranks to raise too."""
 
 MAX_IDLE_POLLS = 25
-"""Number of consecutive polls without a wait for gloo after which the watching thread ends."""
+"""The thread that reads the store during gloo waits ends after this number of consecutive intervals without a wait."""
 
 MAX_MESSAGE_CHARACTERS = 200
 """Maximum number of characters of the propagated message of an exception outside of PROPAGATED_ERROR_CLASSES."""
@@ -73,8 +73,8 @@ ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize",
 
 
 class ErrorRecord(NamedTuple):
-    """The exception that `rank` raised in its collective call number `call`. `kind` is its class name if the class is
-    in PROPAGATED_ERROR_CLASSES, '' otherwise."""
+    """The exception that `rank` raised in its collective call number `call`. `kind` is the name of its class if
+    PROPAGATED_ERROR_CLASSES contains the class, '' otherwise."""
 
     call: int
     rank: int
@@ -85,8 +85,8 @@ class ErrorRecord(NamedTuple):
     """Whether a rank has left a collective because of this error. If so, no later call can succeed."""
 
     def to_exception(self, is_earlier: bool) -> MeshwrightError:
-        """Returns the exception that other ranks raise. `is_earlier`: `rank` raised in an earlier call, and the present
-        rank has made another call since.
+        """Returns the exception that other ranks raise. `is_earlier`: whether `rank` raised in an earlier collective
+        call than the present one.
 
         >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").to_exception(False)
         PlanRefused('rank 1: plan pp2: no')
@@ -121,15 +121,15 @@ class _GlooWait(NamedTuple):
 class ErrorPropagator:
     """Propagates exceptions in the collective calls of one `parallelize` and its trainer.
 
-    Numbers the calls. A number means the same call on all ranks. Without a store there is only one rank, and this
+    Numbers the calls, so that a call has the same number on all ranks. Without a store there is only one rank, and this
     object does nothing.
     """
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
         self.report_alive: Callable[[], None] = lambda: None
-        """A function to call during long work before a step (minutes), so that a supervisor does not consider this rank
-        hung."""
+        """Reports to a supervisor that this rank is alive. Work of several minutes before a step must call it
+        repeatedly, because the supervisor would otherwise consider this rank hung."""
         self._call_number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
@@ -285,8 +285,9 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """Returns the error of another rank, None if no other rank has raised. The error may be of this call, or of the
-        previous or the next call, because ranks differ by at most one call. Excludes errors that all ranks raised."""
+        """Returns the error of another rank, None if no other rank has raised. The other rank may have raised in this
+        call, in the previous or in the next one, because ranks differ by at most one call. Excludes errors that all
+        ranks raised."""
         record = self._read(self._key)
         if record is None:
             return None
@@ -295,8 +296,8 @@ class ErrorPropagator:
         return RemoteRankError(record, is_earlier=True) if record.is_final else None
 
     def _publish(self, error: Exception) -> None:
-        """Writes `error` to the store, unless another rank has already raised in this call. So all other ranks report
-        the first error."""
+        """Writes `error` to the store, unless another rank has already raised in this call. So all ranks that did not
+        raise report the first error."""
         known = self._read(self._key)
         if known is not None and (known.is_final or known.call > max(self._raised_in, self._call_number - 2)):
             return
@@ -317,8 +318,8 @@ class ErrorPropagator:
             return None
 
     def _set(self, key: str, record: ErrorRecord, expected: str | None = None) -> None:
-        """Writes `record` to `key`. If `expected` is given, writes only if the present value is `expected` ('' for no
-        value)."""
+        """Writes `record` to `key`. If `expected` is not None, writes only if the present value is `expected` ('' means
+        that the key has no value)."""
         assert self._store is not None
         try:
             if expected is None:
@@ -362,7 +363,7 @@ def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
 
 
 def describe_error(error: Exception) -> tuple[str, str]:
-    """Returns the class name and the message of `error`, if its class is in PROPAGATED_ERROR_CLASSES.
+    """Returns the class name and message of `error`, if PROPAGATED_ERROR_CLASSES contains its class or a base class.
 
     Otherwise returns '' and one line with the class, the first line of the message, and the code location.
 
@@ -385,7 +386,7 @@ def _record_to_json(record: ErrorRecord) -> str:
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields `error`, and then the chain of exceptions that caused it or were active when it was raised."""
+    """Yields `error`, then the exception that caused it (or was active when it was raised), and so on."""
     found: BaseException | None = error
     while found is not None:
         yield found

@@ -1,11 +1,12 @@
-"""Implements matrix products in fewer bits than the weights: the check of device support, and the float8 linear layer.
-The build pass `low_precision_matmul` installs the layer.
+"""Matrix products in fewer bits than the weights have: checks whether the device supports them, and implements the
+float8 linear layer. The build pass `low_precision_matmul` installs the layer.
 
-Rule of float8: each factor of a product is scaled so that its largest magnitude is the largest number of its float8
-dtype. Forward multiplies input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and
-with the input in e4m3. Sums are float32, and results are bfloat16. Scales are computed for each product, so no scale is
-stored between steps. Everything else, including weights and their gradients, is as in bf16. Results differ from bf16 by
-the rounding of the factors, to 3 bits of mantissa in e4m3 and 2 bits in e5m2.
+Rule of float8: each factor of a product is multiplied by a scale that maps the factor's largest magnitude to the
+largest number of its float8 dtype. Forward multiplies input and weight, both in e4m3. Backward multiplies the output
+gradient in e5m2 with the weight in e4m3, and with the input in e4m3. Sums are float32, and results are bfloat16. Scales
+are computed anew for each product, so no scale is stored between steps. Everything else, including weights and their
+gradients, is the same as with precision bf16. Results differ from those of bf16 by the rounding of the factors: to 3
+bits of mantissa in e4m3, and to 2 bits in e5m2.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
 """
@@ -68,8 +69,8 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
 
 
 def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
-    """Makes linear layers inside of blocks multiply in float8, if the recipe requires it. Skips layers whose dimensions
-    are not multiples of 16, and subclasses of `nn.Linear`."""
+    """Makes linear layers inside of blocks multiply in float8, if the recipe requires it. Skips layers with a dimension
+    that is not a multiple of _SIZE_MULTIPLE, and subclasses of `nn.Linear`."""
     if recipe.products != "fp8" or anatomy.blocks is None:
         return
     for index in range(anatomy.count):
@@ -116,7 +117,8 @@ def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, oth
 
 
 def _to_float8(factor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `factor` in float8 with contiguous rows, and the float32 scalar that reverts the scaling."""
+    """Returns the scaled `factor` in the float8 dtype `kind` with contiguous rows. Also returns the float32 scalar by
+    which a multiplication reverts the scaling."""
     largest = factor.abs().amax().float().clamp_min(1e-12)
     undo = largest / torch.finfo(kind).max
     return (factor.float() / undo).to(kind).contiguous(), undo

@@ -1,15 +1,15 @@
 """Gathers full weights, gradients and buffers of a sharded model on rank 0, a few at a time. In a numerical proof
 (train/proof/), rank 0 uses them to compute a small batch as on one device, and to compare the gradients.
 
-A full tensor is the sum over all ranks of tensors that contain the rank's local pieces (state_dict.py) and zeros
-everywhere else. Exactly one rank contributes each element. So the sum is exact, and no rank needs the layout of another
-rank. The tensors of a request are transferred in order through one bucket of BUCKET_BYTES on every rank, by
-all-reduces. Only rank 0 stores full tensors.
+To gather a full tensor, each rank fills a buffer with its local pieces of the tensor (state_dict.py), and with zeros
+everywhere else. An all-reduce sums these buffers. For each element only one rank contributes a value other than the
+zero fill, so the sum is exact. No rank needs to know the layout of another rank. The tensors of a request pass in order
+through one bucket of BUCKET_BYTES on every rank. Only rank 0 stores full tensors.
 
-[Note: requests] Rank 0 runs code whose order of modules the other ranks cannot know in advance. So rank 0 sends each
-request: the kind of tensors, their number, and the index and element range of each tensor. The other ranks answer in
-`serve` until rank 0 ends. A rank that cannot supply its pieces sets the last element of the bucket. The request then
-fails on every rank.
+[Note: requests] The other ranks cannot know in advance in which order the code on rank 0 uses modules. So rank 0 sends
+each request to them: the kind of tensors, the length of the request, and the index and element range of each tensor.
+The other ranks answer in `serve` until rank 0 calls `end`. A rank that cannot supply its pieces sets the last element
+of the bucket. The request then fails on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from meshwright.spec.layout import ShardMetadata
 BUCKET_BYTES = 1 << 22
 """Maximum number of bytes of one all-reduce."""
 REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
+"""The kinds of requests."""
 HEADER_LENGTH = 2
+"""Number of integers that precede each request: its kind and its length."""
 TensorSink = Callable[[str, int, torch.Tensor], None]
 """A function that receives a tensor name, an offset into the flattened full tensor, and the elements from this offset
 on. The elements are valid only during the call."""
@@ -49,8 +51,8 @@ class ElementRange(NamedTuple):
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Disables torch modes in this thread. Modes are meant for the operations of a model, and cost more than the small
-    operations inside the context."""
+    """Disables torch's dispatch and function modes in this thread. They are meant for the operations of a model, and
+    would take more time than the small operations inside the context."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -73,8 +75,8 @@ class GatherService:
     # --- requests by rank 0
 
     def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns full weights by name, in dtype `kind`. They are the main weights, rounded to the compute dtype as in
-        the update."""
+        """Returns full weights by name, in dtype `kind`. Their values are those of the main weights, rounded to the
+        compute dtype as after an update."""
         return self._stored(REQUEST_WEIGHTS, names, kind)
 
     def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
@@ -123,13 +125,13 @@ class GatherService:
         known = {name: at for at, name in enumerate(self.buffers if what == REQUEST_BUFFERS else self.names)}
         wanted = [number for each in ranges for number in (known[each.name], each.start, each.stop)]
         with without_torch_modes():
-            self._send([what, len(wanted)])  # from here on, a failure on one rank fails on all
+            self._send([what, len(wanted)])  # from here on, a failure on one rank raises on all ranks
             self._send(wanted)
             self._answer(what, ranges, take)
         self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize
 
     def _send(self, numbers: list[int]) -> list[int]:
-        """Sends `numbers` from rank 0 to every rank. Returns them on every rank."""
+        """Sends `numbers` from rank 0 to every rank. Returns them on every rank. The other ranks pass zeros."""
         message = torch.tensor(numbers, dtype=torch.float64, device=self.engine.mesh.device)
         all_reduce(message, self.engine.mesh.world).wait()
         return [int(number) for number in message.tolist()]
@@ -155,7 +157,7 @@ class GatherService:
     # --- all ranks
 
     def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
-        """Gathers the elements `ranges` of tensors of the kind `what`, and passes them to `take` on rank 0. All ranks
+        """Gathers `ranges` of the tensors of the kind `what`, and passes the elements to `take` on rank 0. All ranks
         call it.
 
         Raises:
@@ -211,8 +213,8 @@ class GatherService:
         return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
-        """Returns the dtype in which tensors of the kind `what` are sent. All ranks return the same dtype, because it
-        does not depend on what a rank stores."""
+        """Returns the dtype in which tensors of the kind `what` are sent. It does not depend on what a rank stores, so
+        it is the same on all ranks."""
         if what == REQUEST_BUFFERS:
             return torch.float64
         if what == REQUEST_WEIGHTS:
@@ -277,8 +279,8 @@ def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBuc
 
 
 def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
-    """Copies the elements of `piece` that are inside of `window` to `window`. `data` is the local data of the piece.
-    `window` begins at element `first` of the flattened full tensor."""
+    """Copies those elements of `piece` to `window` that `window` covers. `data` is the local data of the piece.
+    `window` is a range of the flattened full tensor that begins at element `first`."""
     begin = max(piece.start, _local_offset(first, piece))
     end = min(piece.stop, _local_offset(first + window.numel(), piece))
     if begin >= end:
@@ -304,7 +306,7 @@ def _local_offset(at: int, piece: ShardMetadata) -> int:
 
 
 def full_indices(index: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
-    """Returns the indices in the flattened full tensor of the elements `index` of the local tensor."""
+    """Converts indices in the flattened local tensor to indices in the flattened full tensor."""
     if piece.split is None:
         return index
     inner = math.prod(piece.shape[piece.split + 1 :])

@@ -1,8 +1,8 @@
 """Computes the loss of a training step, also over a vocabulary that is sharded over tensor ranks, and in chunks. The
 engine calls `LossHead` for each micro-batch.
 
-A step minimises the sum of the losses of all valid labels, divided by their number in the whole batch. A mean of the
-means of ranks would be a different loss, if ranks have unequal numbers of valid labels.
+A step minimises the sum of the losses of all valid labels, divided by their number in the whole batch. If ranks have
+unequal numbers of valid labels, the mean of the ranks' mean losses would be a different loss.
 
 `sum_cross_entropy` computes the summed cross-entropy over valid labels. It saves only the softmax of the local logits,
 which backward turns into the gradient in place. For each label:
@@ -12,20 +12,20 @@ which backward turns into the gradient in place. For each label:
     L   = m - log p, the log-sum-exp of the local logits
     G   the log-sum-exp of the logits of all ranks
 
-The full softmax is the local softmax x exp(L - G). So ranks exchange one maximum, and one sum of two numbers per label.
-Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel
-cross-entropy. The form with L is this project's. It computes every exponential once. torch's cross_entropy computes
-every exponential twice.
+The full softmax is the local softmax x exp(L - G). So for each label, one all-reduce takes the maximum of one number,
+and one sums two numbers. Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3,
+vocabulary-parallel cross-entropy. The form with L is this project's: it computes every exponential once, and torch's
+cross_entropy computes every exponential twice.
 
 The chunked loss computes the product with the vocabulary and its cross-entropy for one chunk of labels at a time. So
 the logits of all labels never exist at the same time.
 
-[Note: gradients at once] The loss is a scalar. So its gradient with respect to the head's input and weight is known up
-to one factor as soon as the logits of a chunk are known. Forward computes and saves these gradients: H numbers per
-label (H: hidden size), and the weight's gradient once. Backward multiplies them by the factor. No product runs twice.
-The softmax of all labels (tokens x vocabulary elements) is not saved. Logits and their gradient exist for one chunk at
-a time. The loss of every label is bitwise that of the loss without chunks, also over tensor ranks. Only the summation
-order of a weight's gradient differs, because it is summed over the chunks.
+[Note: gradients at once] The loss is a scalar. So once the logits of a chunk are known, the gradients of the head's
+input and weight are known too, except for one scalar factor. Forward computes and saves these gradients: H numbers per
+label (H: hidden size), and one weight gradient for all chunks. Backward multiplies them by the factor. No product runs
+twice. The softmax of all labels (tokens x vocabulary elements) is not saved. Logits and their gradient exist for one
+chunk at a time. Chunks do not change the loss of any label, bit for bit, also over tensor ranks. They change only the
+summation order of the weight gradient, which is summed over the chunks.
 
 With chunks the head returns a meta tensor instead of logits. A model that computes on this tensor (a cap, a scale) is
 refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
@@ -63,7 +63,7 @@ def sum_cross_entropy(
     """Returns the sum of the losses over valid labels (not -100), a scalar in float32 or wider.
 
     `logits` (..., V), `labels` (...). With `group`, `logits` contains only this rank's ceil(V / ranks) columns of the
-    vocabulary, fewer on the last ranks. With `shift`, the logits at a position predict the label of the next position.
+    vocabulary, fewer on the last ranks. `shift`: whether logits at a position predict the label of the next position.
     """
     wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
     return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
@@ -84,34 +84,35 @@ def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the losses for logits (N, local V) and labels (N). Saves the local softmax (N, local V). For
-    each label saves its local index, whether it is on this rank, and exp(L - G) (see the module docstring)."""
+    """Computes the sum of the losses for logits (N, local V) and labels (N). Saves for backward the results of
+    `_cross_entropy_terms`."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-        total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
-        ctx.save_for_backward(softmax, local, mine, scale)
+        total, softmax, local, is_local, scale = _cross_entropy_terms(logits, labels, group)
+        ctx.save_for_backward(softmax, local, is_local, scale)
         ctx.dtype = logits.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        softmax, local, mine, scale = ctx.saved_tensors
-        return _logits_grad(softmax, local, mine, scale, gradient).to(ctx.dtype), None, None
+        softmax, local, is_local, scale = ctx.saved_tensors
+        return _logits_grad(softmax, local, is_local, scale, gradient).to(ctx.dtype), None, None
 
 
 def cross_entropy_with_grad(
     logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the losses over valid labels, and its gradient with respect to `logits` (N, local V)."""
-    total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
-    return total, _logits_grad(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
+    total, softmax, local, is_local, scale = _cross_entropy_terms(logits, labels, group)
+    return total, _logits_grad(softmax, local, is_local, scale, torch.ones_like(total)).to(logits.dtype)
 
 
 def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[Any, ...]:
-    """Returns the sum of the losses, the local softmax (N, local V), and for each label (N): its local index, whether
-    it is on this rank, and exp(L - G) (None without a group)."""
+    """Returns the sum of the losses, the local softmax (N, local V), and for each label (N): its index in this rank's
+    part of the vocabulary, whether this part contains it, and exp(L - G) of the module docstring (None without a
+    group)."""
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
     softmax = torch.softmax(logits, dim=-1, dtype=precise)
     peak = logits.amax(dim=-1).to(precise)
@@ -120,21 +121,22 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
     if group is None:
         local = torch.where(valid, labels, 0)
         losses = above + (peak - _logits_at(logits, local, precise))
-        scale, mine = None, valid
+        scale, is_local = None, valid
     else:
-        local, mine, losses, scale = _reduce_over_ranks(logits, peak + above, labels, valid, group)
+        local, is_local, losses, scale = _reduce_over_ranks(logits, peak + above, labels, valid, group)
         scale = torch.where(valid, scale, 0)
-    return torch.where(valid, losses, 0).sum(), softmax, local, mine, scale
+    return torch.where(valid, losses, 0).sum(), softmax, local, is_local, scale
 
 
 def _logits_grad(
-    softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
+    softmax: torch.Tensor, local: torch.Tensor, is_local: torch.Tensor, scale: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the gradient of the sum with respect to the logits, in the memory of `softmax`. So a second backward
-    detects that a saved tensor has changed, and raises."""
-    weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
+    """Returns the gradient of the summed losses with respect to the logits. Overwrites `softmax` with it, so autograd
+    raises an error if backward runs twice. The arguments before `grad` are results of `_cross_entropy_terms`.
+    `grad`: the gradient of the summed losses."""
+    weight = torch.where(is_local, grad, 0) if scale is None else scale * grad
     result = softmax.mul_(weight.unsqueeze(1))
-    result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
+    result.scatter_add_(1, local.unsqueeze(1), torch.where(is_local, -grad, 0).unsqueeze(1))
     return result
 
 
@@ -143,23 +145,23 @@ def _logits_at(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype)
 
 
 def _reduce_over_ranks(
-    logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
+    logits: torch.Tensor, local_lse: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns for each label (N): its local index, whether it is on this rank, its loss, and exp(L - G). `share` is
-    L."""
+    """Returns for each label (N): its local index, whether it is on this rank, its loss, and exp(L - G), with
+    L = `local_lse`."""
     count, width = logits.shape
     # The maximum over ranks of the last entry of `highest` is the local vocabulary size of rank 0. From this size each
     # rank computes where its part of the vocabulary begins.
-    highest = F.pad(share, (0, 1), value=width)
+    highest = F.pad(local_lse, (0, 1), value=width)
     async_collectives.all_reduce(highest, group, use_max=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read on the device, without synchronisation
-    mine = valid & (local >= 0) & (local < width)
-    local = torch.where(mine, local, 0)
+    is_local = valid & (local >= 0) & (local < width)
+    local = torch.where(is_local, local, 0)
     top = highest[:count]
-    own = (share - top).exp()
-    sums = torch.stack([own, torch.where(mine, _logits_at(logits, local, share.dtype) - top, 0)])
+    own = (local_lse - top).exp()
+    sums = torch.stack([own, torch.where(is_local, _logits_at(logits, local, local_lse.dtype) - top, 0)])
     async_collectives.all_reduce(sums, group).wait()
-    return local, mine, sums[0].log() - sums[1], own / sums[0]
+    return local, is_local, sums[0].log() - sums[1], own / sums[0]
 
 
 class ChunkedHead:
@@ -198,7 +200,7 @@ class ChunkedHead:
         """Returns the summed loss of the last forward. `logits`: the logits that the model returned.
 
         Raises:
-            InputError: `logits` is not the tensor that the head returned, so the model has computed on it.
+            InputError: `logits` is not the tensor that the head returned, so the model has changed the logits.
         """
         made, self.made, self.labels = self.made, None, None
         if made is None or made[0] is not logits:
@@ -215,7 +217,7 @@ def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
     """Checks that the loss can be computed in chunks, if the plan requires chunks.
 
     Raises:
-        InputError: The loss is the user's, or the model has no vocabulary head.
+        InputError: The user passed a loss function, or the model has no vocabulary head.
     """
     if plan.loss_chunks > 1 and (own_loss or anatomy.head is None):
         why = "a user-defined loss needs the logits" if own_loss else "this model has no vocabulary head"
@@ -233,7 +235,7 @@ def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
     """Installs the chunked head and returns it. Returns None if the plan has no chunks, or if this rank does not run
-    the head. `own_loss`: the user passed a loss function.
+    the head. `own_loss`: whether the user passed a loss function.
 
     Raises:
         InputError: as in `check_chunked_head`.
@@ -252,8 +254,8 @@ def install_chunked_head(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the losses of valid labels, for x (N, H), labels (N), and a weight (V, H) if `linear`,
-    otherwise (H, V)."""
+    """Computes the sum of the losses of valid labels for the head's input x (N, H) and labels (N). The head's weight is
+    (V, H) if `linear`, otherwise (H, V)."""
 
     @staticmethod
     def forward(
@@ -320,9 +322,9 @@ class ZeroWeightBatch(dict[str, Any]):
 class LossHead:
     """Computes the loss of a micro-batch and the number of its labels.
 
-    A user's function `loss(output, batch)` must return a mean over the rows of the batch. Without such a function, the
-    loss is the cross-entropy of logits and labels, and the model's own loss is not computed. Labels of -100 are not
-    valid. For causal models the labels are shifted by one position.
+    A user-defined `loss(output, batch)` must return a mean over the rows (sequences) of the batch. Without such a
+    function, the loss is the cross-entropy of logits and labels, and the model's own loss is not computed. Labels of
+    -100 are not valid. For causal models the labels are shifted by one position.
     """
 
     def __init__(
@@ -335,9 +337,9 @@ class LossHead:
         unreadable: ForwardAccessGuard | None = None,
     ) -> None:
         """`loss`: the user's loss function, if any. `vocabulary_group`: the tensor ranks that shard the logits, if any.
-        `piece`: returns this rank's positions of labels, if context ranks divide the sequence. `chunked`: the head that
-        computes the loss in chunks. `unreadable`: the context in which `loss` runs, and which may forbid access to
-        parameters.
+        `piece`: if context ranks divide the sequence, takes labels and returns those at this rank's positions.
+        `chunked`: the head that computes the loss in chunks. `unreadable`: the context in which `loss` runs, which may
+        deny access to parameters.
 
         Raises:
             InputError: `loss` is combined with context parallelism. Or there is no `loss`, and the model's forward
@@ -368,7 +370,7 @@ class LossHead:
 
     def inputs(self, batch: Batch) -> Batch:
         """Returns the inputs of the model for `batch`: without labels, so that the model computes only logits. With a
-        loss of the user, returns the whole batch. Adds decoder inputs from labels for an encoder-decoder model."""
+        user-defined loss, returns the whole batch. Adds decoder inputs from labels for an encoder-decoder model."""
         if self.loss is not None:
             return batch
         if self.chunked is not None and "labels" in batch:
@@ -379,19 +381,19 @@ class LossHead:
         return found
 
     def count(self, batch: Batch) -> int:
-        """Returns the number of valid labels in `batch`. With a loss of the user, or without labels, returns the number
-        of rows (0 for a `ZeroWeightBatch`)."""
+        """Returns the number of valid labels in `batch`. With a user-defined loss, or if `batch` has no labels, returns
+        its number of rows (0 for a `ZeroWeightBatch`)."""
         if self.loss is None and "labels" in batch:
             return count_valid_labels(batch["labels"], self.shift)
         return loss_weight(batch)
 
     def sum(self, output: Any, batch: Batch) -> torch.Tensor:
-        """Returns the sum of the losses over the valid labels of the micro-batch. With a loss of the user, returns the
+        """Returns the sum of the losses over the valid labels of the micro-batch. With a user-defined loss, returns the
         sum over the rows.
 
         Raises:
-            InputError: without a loss of the user, `batch` has no labels or `output` no logits. Or the model has
-                computed on the logits of a chunked head.
+            InputError: there is no user-defined loss, and `batch` has no labels or `output` has no logits. Or the
+                model has changed the logits of a chunked head.
         """
         if self.loss is not None:
             with self.unreadable:
@@ -422,8 +424,8 @@ def predicts_next_token(model: nn.Module) -> bool:
     """Returns whether the logits at a position predict the next token.
 
     The attribute `shift_labels` of the model decides. Without the attribute, the class name decides: `...ForCausalLM`,
-    `...LMHeadModel`, and `...ForConditionalGeneration` without an encoder (LLaVA, Qwen3-VL). The name is that of the
-    model inside of a peft adapter.
+    `...LMHeadModel`, and `...ForConditionalGeneration` without an encoder (LLaVA, Qwen3-VL) predict it. For a peft
+    adapter, the class name of the wrapped model decides.
     """
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
@@ -439,7 +441,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the decoder inputs for `labels`: the labels, which the model's own function shifts by one position.
+    """Returns the decoder inputs for `labels`: the labels, shifted by one position by the model's own function.
 
     Raises:
         InputError: the model has no such function, or the function fails.
@@ -465,7 +467,7 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of rows (sequences) in a batch, which is the size of the first dimension of all its tensors.
+    """Returns the number of rows (sequences) in a batch: the size of the first dimension, which all its tensors share.
 
     Raises:
         InputError: the batch has no tensors, or tensors with different numbers of rows.

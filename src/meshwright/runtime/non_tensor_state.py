@@ -1,10 +1,10 @@
-"""Converts state that is not a parameter to the form that checkpoints store, and back. Such state is: optimizer states
-of any structure, options of parameter groups, and the extra state of modules. `ExtraState` also lists the buffers.
+"""Converts state that is not a parameter to the form that checkpoints store, and back: optimizer states of any
+structure, options of parameter groups, and the extra state of modules. `ExtraState` also lists the buffers.
 
-Optimizers store states of any type for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
-such a state as JSON. The tensors of the state are saved separately, under their path in the state (`GG.0`).
-`restore_state` makes the state from its description, and the tensors are loaded into it. If a state cannot be
-described, saving a checkpoint fails, because the state would be lost.
+An optimizer may store values of any type for a parameter: tensors, Python numbers, lists of matrices, strings.
+`describe_state` describes such a state as JSON. The tensors of the state are saved separately, under their path in the
+state (`GG.0`). `restore_state` makes the state from its description, and the tensors are then loaded into it. If a
+state cannot be described, saving a checkpoint fails, because the state would be lost.
 
 The result of a module's `get_extra_state` is an entry of the model's state dict, and of a checkpoint.
 """
@@ -31,10 +31,11 @@ EXTRA_STATE_KEY = "_extra_state"
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Describes the entries of the model's state dict that are not parameters, and further names of parameters."""
+    """Describes the entries of the model's state dict that are not parameters, and the additional names of shared
+    parameters."""
 
     shared_names: dict[str, str] = field(default_factory=dict)
-    """For each further name of a parameter with several names: the first name."""
+    """For a parameter with several names, maps each name after the first to the first name."""
     buffer_stages: dict[str, int] = field(default_factory=dict)
     """The stage that updates each buffer. On other stages the buffer is stale or does not exist."""
     module_keys: tuple[str, ...] = ()
@@ -42,7 +43,8 @@ class ExtraState:
 
 
 def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (path, tensor) for each tensor in the state `value`. A path has the keys and indices, joined by dots.
+    """Yields (path, tensor) for each tensor in the state `value`. The path is the keys and indices that lead to the
+    tensor, joined by dots.
 
     >>> [path for path, _ in iter_tensors({"m": torch.zeros(2), "GG": [torch.zeros(1), 3]})]
     ['m', 'GG.0']
@@ -103,7 +105,7 @@ def encode_option(value: Any) -> Any:
     """Returns an option of a parameter group, such as a learning rate, in the form that a checkpoint stores. Returns
     Ellipsis if the option cannot be stored.
 
-    Numbers may also be tensors of one element or numpy scalars.
+    A number in the option may be a Python number, a tensor of one element, or a numpy scalar.
 
     >>> encode_option((0.9, torch.tensor(0.5))), encode_option(object())
     ((0.9, {'number': 0.5, 'kind': 'float32'}), Ellipsis)
@@ -144,7 +146,7 @@ def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str
     """Returns the extra states of this rank's modules in the form that a checkpoint stores.
 
     Raises:
-        InputError: A state contains something other than numbers, strings, and lists and dicts of these.
+        InputError: A state contains a value that is not a number, a string, or a list or dict of these.
     """
     states = collect_extra_states(model, keys)
     for name, value in states.items():

@@ -27,9 +27,9 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The parallel context of a rank. `groups` has the communication groups of this rank by name, without groups of one
-    rank. `device_mesh` has only axes with more than one rank. `p2p_groups` has a group for each ordered pair of
-    neighbouring pipeline coordinates (sending, receiving). On CPUs it is empty, and messages use the default group."""
+    """The parallel context of a rank. `groups`: the communication groups of this rank by name, except groups of one
+    rank. `device_mesh`: the axes with more than one rank. `p2p_groups`: a group for each ordered pair of neighbouring
+    pipeline coordinates (sender, receiver). On CPUs `p2p_groups` is empty, and messages use the default group."""
 
     plan: Plan
     topology: Topology
@@ -80,8 +80,8 @@ class ParallelContext:
 
     @property
     def replica(self) -> int:
-        """Returns the index of this rank's data-parallel replica. The index selects the rows of the batch that this
-        rank reads."""
+        """Returns the index of this rank's data-parallel replica, which determines the part of the batch that this rank
+        reads."""
         return self.grid.replica(self.rank)
 
     @property

@@ -1,9 +1,9 @@
-"""Gives user code access to full parameters outside of the forward, and denies access to parameters that are not stored
-in full. The trainer calls `full_parameters` and `guard_stale_parameters`. The build installs the other checks.
+"""Gives user code access to full parameters outside of the forward. Denies access to parameters that this rank does not
+store in full. The trainer calls `full_parameters` and `guard_stale_parameters`. The build installs the other checks.
 
-    with trainer.full_parameters(model.head) as full:             # all ranks; reads
+    with trainer.full_parameters(model.head) as full:             # all ranks call it; read only
         norm = full["head.weight"].norm()
-    with trainer.full_parameters(write=True), torch.no_grad():    # all ranks make the same change
+    with trainer.full_parameters(write=True), torch.no_grad():    # all ranks call it and make the same change
         for parameter in model.parameters():
             parameter.clamp_(-1, 1)
 
@@ -51,7 +51,7 @@ MODEL_PREFIX = "model/"
 @contextmanager
 def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> Iterator[dict[str, nn.Parameter]]:
     """Yields the full parameters of `module` by their names in the model (see the module docstring). If `module` is
-    None, yields those of the whole model. All ranks call this function.
+    None, yields all parameters of the model. All ranks call this function.
 
     Raises:
         InputError: `module` is not part of the model; `write` is set but replicas have different weights (DiLoCo);
@@ -118,8 +118,8 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside the context, the model's parameters have the values of `full`, and parameters that this rank does not
-    store are registered in their modules. Yields the parameters by name."""
+    """Inside the context, the model's parameters have the values of `full`. Parameters that this rank does not store
+    are registered in their modules too. Yields the parameters by name."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.weights.access_guard.is_denied]
@@ -187,7 +187,7 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
 
 @torch.no_grad()
 def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
-    """Writes the full tensors into the shards of this rank, and gathers the weights of all ranks from the shards."""
+    """Writes the full tensors into the shards of this rank, and then all-gathers the shards of all ranks."""
     engine.zero.quiesce()
     for piece, data in state_dict.weight_pieces(engine, saving=False):
         name = piece.name.removeprefix(MODEL_PREFIX)
@@ -209,7 +209,8 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
     """Adds checks to `load_state_dict` of the model and its modules. They raise InputError with one line if the given
-    state does not fit, or if this rank does not store a tensor in full. `plan` is the name of the plan."""
+    state has a tensor of a different shape, or a tensor that this rank does not store in full. `plan`: name of the
+    plan."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
 
@@ -260,9 +261,9 @@ def loss_access_guard(
     """Returns the context in which the user's loss runs.
 
     If the plan splits parameters over ranks or stages, the loss must not read parameters. A penalty on the weights
-    would include only the parameters of one rank, and several ranks could count a parameter. If each rank stores all
-    parameters, the loss may read them, and the guard only records that the loss does. A penalty then counts once,
-    because the loss is a mean over rows.
+    would include only the parameters of one rank, and a parameter stored on several ranks could count more than once.
+    If each rank stores all parameters, the loss may read them, and the guard only records that the loss has read them.
+    A penalty then counts once, because the loss is a mean over rows.
     """
     if loss is None:
         return ForwardAccessGuard({}, None)
@@ -285,8 +286,8 @@ def parameter_refs(model: nn.Module) -> ParameterRefs:
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Denies access to those parameter objects in `before` that the model no longer uses. User code may have taken them
-    from the model before sharding."""
+    """Denies access to those parameter objects in `before` that the model no longer uses. User code may still have
+    references to them from the time before sharding."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
     removed = {

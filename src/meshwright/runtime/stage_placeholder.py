@@ -1,12 +1,13 @@
 """Replaces modules of other pipeline stages by placeholders, so that a rank can run the model's whole forward
 (pipeline/block_wrapper.py). A placeholder returns NaN with the shapes, dtypes and nesting of the module's output.
 
-[Note: form] Before the blocks of the stage, the model's own code reads dtypes, shapes and tuple positions of outputs.
-From these it computes masks, positions and rotary tables. So a placeholder runs a copy of the module on the meta device
-to find out the form of the output. If the copy cannot run, a placeholder of an embedding returns NaN of the right
-width. All others then return their input. A placeholder of a block returns its input, or NaN in a dry run
-(preflight/step_checks.py). The values do not matter, because the first block of the stage replaces them by the received
-tensors. If code reads a NaN nevertheless, the loss becomes NaN instead of slightly wrong.
+[Note: form] Before the blocks of the stage run, the model's own code reads dtypes, shapes and tuple positions of the
+outputs of other modules, and computes masks, positions and rotary tables from them. So a placeholder runs a copy of its
+module on the meta device to determine these properties of the output. If the copy cannot run, the placeholder of an
+embedding returns NaN of the right width, and any other placeholder returns its input. The placeholder of a block runs
+no copy: it returns its input, or NaN in a dry run (preflight/step_checks.py). The values do not matter, because the
+first block of the stage replaces them by the received tensors. If code reads a NaN nevertheless, the loss becomes NaN
+instead of slightly wrong.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshwright.analysis.block_lists import hidden_of
 
 
 class StagePlaceholder(nn.Module):
-    """Replaces `original`, so that its memory can be freed. `kind` is the device and dtype of the computation.
-    `is_block`: `original` is a block or inside of a block."""
+    """Replaces `original`, so that its memory can be freed. `kind`: the device and dtype of the computation.
+    `is_block`: whether `original` is a block or inside of a block."""
 
     def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
@@ -105,13 +106,14 @@ def _meta_copy(module: nn.Module) -> nn.Module | None:
 
 
 def skipped_block_output(hidden: Any, tried: bool) -> Any:
-    """Returns the output of a block of another stage: its input `hidden`, or NaN during a dry run (`tried`)."""
+    """Returns the output of a block of another stage: its input `hidden`, or NaN if a dry run is in progress
+    (`tried`)."""
     return (
         _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
     )
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Returns a new tensor of NaN, or of zeros for integer dtypes. The tensor is not cached, because models may scale
-    it in place."""
+    """Returns a new tensor of NaN, or of zeros for integer dtypes. Each call makes a new tensor, because models may
+    scale it in place."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

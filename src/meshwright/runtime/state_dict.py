@@ -1,8 +1,9 @@
 """Describes the state of a sharded training run as pieces of full tensors ([Note: pieces] in spec/layout.py).
 Checkpoints save and load the pieces, and other functions here assemble full tensors from them.
 
-When a checkpoint is saved, each element is written once, and replicas divide the work. When it is loaded, each rank
-restores all of its pieces. Checkpoints store float32 main weights if there are any, so that weights are not rounded.
+When a checkpoint is saved, each element is written once, and replicas divide the work. When a checkpoint is loaded,
+each rank restores all of its pieces. If a run has float32 main weights, checkpoints store these instead of the rounded
+weights.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def _param_group_pieces(
     but: Set[str] = frozenset(),
 ) -> Iterator[LocalPiece]:
     """Yields the pieces of `parts`, named `kind/parameter`, except those of the parameters `but`. The tensors `parts`,
-    concatenated, are this rank's shard of `unit`. `saving`: yields each element on only one replica.
+    concatenated, are this rank's shard of `unit`. `saving`: whether to yield each element on only one replica.
 
-    With DiLoCo, the names of each replica except the first have a prefix. The state of the outer optimizer has no
-    replica prefix, because it is equal on all replicas.
+    With DiLoCo, the piece names of every replica except the first have a prefix. The pieces of the outer optimizer have
+    no prefix, because its state is equal on all replicas.
     """
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
@@ -118,8 +119,8 @@ def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
 
 
 def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Yields this rank's pieces of the weights, named `model/parameter`. `saving`: over all ranks, yields each element
-    once, or once for each DiLoCo replica."""
+    """Yields this rank's pieces of the weights, named `model/parameter`. `saving`: whether only one rank (of a DiLoCo
+    replica) yields each element, instead of all ranks that store it."""
     for unit in _param_groups(engine, saving):
         yield from _param_group_pieces(engine, "model", unit, unit.optim_shard.parts, saving)
 
@@ -127,7 +128,7 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Yields the buffers of the state dict (running means, router biases) in the modules of this rank.
 
-    If `saving`, yields only buffers of this rank's stages. Channel statistics are sharded like the channels.
+    If `saving`, yields only buffers of this rank's stages. Statistics of sharded channels are sharded in the same way.
     """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
@@ -148,16 +149,16 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
-    """Yields this rank's pieces of the gradients, named `gradient/parameter`. Over all ranks, yields each element
-    once."""
+    """Yields pieces of this rank's gradients, named `gradient/parameter`. Only one rank (of a DiLoCo replica) yields
+    each element."""
     for unit in _param_groups(engine, True):
         if not unit.frozen:
             yield from _param_group_pieces(engine, "gradient", unit, [unit.gradients.shard], True)
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
-    """Yields the pieces of the parameters `names`: weights (`kind` "model") or gradients ("gradient"). Over all ranks,
-    yields each element once."""
+    """Yields pieces of the parameters `names`: weights (`kind` "model") or gradients ("gradient"). Only one rank (of a
+    DiLoCo replica) yields each element."""
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
@@ -168,8 +169,8 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """Yields the pieces of elementwise states, named `optimizer/state/parameter`, and all tensor states of parameters
-    that are updated in full. `optimizer_scalars` returns the scalar states."""
+    """Yields the pieces of elementwise optimizer states, named `optimizer/state/parameter`, and all tensor states of
+    the parameters that the optimizer updates as full tensors. `optimizer_scalars` returns the scalar states."""
     for unit in _param_groups(engine, saving):
         if (full_tensors := engine.updater.full_tensor_step(unit)) is not None:
             yield from _full_tensor_states(unit, full_tensors, optimizer, saving)
@@ -201,8 +202,8 @@ def _full_tensor_states(
 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Returns the addresses of the storages of weights and states. If an address has changed, the caller must replace
-    views of the old storage.
+    """Returns the memory addresses of weights and optimizer states. A caller that has views of them must replace the
+    views if an address changes.
     """
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
@@ -217,14 +218,14 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
 
 
 def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the state of the optimizer that is not elementwise.
+    """Returns the state of the optimizer that is not elementwise, as a dict with these keys:
 
-    The result contains the dtypes of the states (`kinds`) and the options of the parameter groups (`groups`). It also
-    contains the optimizer's own counters (`own`), and a description of the states of tensors that are updated in full
-    (`states`; `whole` is True if such states exist). Parameters that an update has skipped have scalar states by name
-    (`skipped`). For all other parameters a scalar state is stored once (`scalars`), and once for each group if there
-    are several (`by_group`). `types` has the types of scalar states. `empty` lists the groups without parameters on
-    this rank, because their options here may be out of date.
+        kinds    dtypes of the elementwise states        groups    options of the parameter groups
+        types    types of the scalar states              own       counters of the optimizer itself
+        states   descriptions of the states of parameters that are updated as full tensors (`whole`: they exist)
+        skipped  scalar states, by name, of parameters that an update has skipped
+        scalars  scalar states of all other parameters (`by_group`: of each group, if there are several)
+        empty    groups without parameters on this rank, where their options may be out of date
 
     Raises:
         InputError: a state cannot be saved.
@@ -276,7 +277,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 def _param_with_scalars(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
 ) -> ShardParam | None:
-    """Returns the first of `parameters` that has states and that no update has skipped, or None."""
+    """Returns the first of `parameters` that has states and that no update has skipped, None if there is none."""
     return next(
         (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
         None,
@@ -284,7 +285,7 @@ def _param_with_scalars(
 
 
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Returns by name the numeric attributes of the optimizer object, which belong to no parameter."""
+    """Returns the numeric attributes of the optimizer object by name."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -293,9 +294,9 @@ def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the results of `optimizer_scalars` of all ranks, in order of rank. Each entry is that of the first rank
-    that has this entry, because a rank without trained parameters has no dtypes and no scalars. The options of a group
-    are those of the first rank that has parameters in this group."""
+    """Merges `given`, the results of `optimizer_scalars` on all ranks in order of rank. Takes each entry from the first
+    rank that has it, because a rank without trained parameters has no dtypes and no scalars. Takes the options of a
+    group from the first rank that has parameters in this group."""
     one = given[0]
     for other in given[1:]:
         both = [
@@ -321,7 +322,7 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
     the states. Parameters without saved states get no states.
 
     Raises:
-        InputError: the number of the optimizer's groups differs from the saved number.
+        InputError: the optimizer and the checkpoint have different numbers of parameter groups.
     """
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
@@ -366,9 +367,7 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
 
 
 def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarValues:
-    """Returns the scalars `numbers` with their saved types, or as float32 if the checkpoint is older and has no
-    types.
-    """
+    """Returns the scalars `numbers` with their saved types, or as float32 if an older checkpoint has no types."""
     kinds = saved.get("types", {})
     return {key: ScalarState(value, kinds.get(key, "float32")) for key, value in numbers.items()}
 
@@ -385,7 +384,7 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
 
 
 def strip_replica_prefix(local: LocalPiece) -> LocalPiece:
-    """Returns `local` with the name that its piece has in a run without DiLoCo."""
+    """Returns `local`, with its piece named as in a run without DiLoCo."""
     name = local.piece.name
     return (
         local._replace(piece=local.piece._replace(name=name.partition("/")[2]))
@@ -451,7 +450,7 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns the parameters without elements by name. Such a parameter has no pieces."""
+    """Returns by name the parameters that have no elements, and therefore no pieces."""
     dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
     return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
 

@@ -1,5 +1,5 @@
-"""Computes the weight gradients of linear layers instead of autograd: either accumulates them in place, or defers them
-to a separate action of the pipeline schedule. Layers reach this code through `matmul_forward`.
+"""Computes the weight gradients of linear layers, which autograd would compute otherwise. Either accumulates them in
+place, or defers them to a separate action of the pipeline schedule. Layers reach this code through `matmul_forward`.
 
 In-place accumulation, as in Megatron-LM's gradient accumulation fusion, needs no temporary tensor with the size of a
 weight matrix for each micro-batch:
@@ -8,8 +8,9 @@ weight matrix for each micro-batch:
                    rows are added to the accumulated gradient (`accumulate_into`).
     other layers   The matrix product that computes the gradient also adds it to the accumulated gradient.
 
-[Note: no rows] When the product is added, autograd receives a sparse gradient without rows instead. So autograd still
-determines when the gradients from all consumers of a weight are complete, for example for a tied vocabulary.
+[Note: no rows] After the matrix product has added the gradient, autograd receives a sparse gradient without rows. So
+autograd still determines when the gradients from all consumers of a weight are complete (for example from the embedding
+and the head, if their weights are tied).
 
 [Note: nested backward] A model may compute gradients inside its forward, and again when a block is recomputed. These
 gradients are not gradients of the step, so autograd receives them as usual. `StepBackward` identifies the backward of
@@ -17,8 +18,8 @@ the step by its graph task id, which autograd assigns to each call of backward.
 
 [Note: where not] Gradients are not accumulated in place in these cases:
 
-- Plans without pipeline stages. Most of these plans have one micro-batch per step, so nothing is accumulated. With
-  products that are written directly to gradients in shared memory, these plans used 2 % more CPU time.
+- Plans without pipeline stages. Most of these plans have one micro-batch per step, so nothing is accumulated. Such a
+  plan used 2 % more CPU time when products were written directly to gradients in shared memory.
 - Accelerators, where sums of embedding rows have no fixed order.
 - Exact sums (zero/exact_sum.py), which need full gradients.
 - Gradients of fewer than 32 bits, because each accumulation of an embedding row would round the row.
@@ -27,10 +28,10 @@ the step by its graph task id, which autograd assigns to each call of backward.
 - Embeddings inside blocks or with `scale_grad_by_freq`.
 - Compiled blocks and deferred weight gradients.
 - At ZeRO 2 and 3, weights with several consumers. The gradients of their group would use memory from the first
-  consumer's backward until the last one's.
+  consumer's backward until the last consumer's backward.
 
-In the reference workload, temporary tensors and their fragmentation took 30 MiB of the memory of a rank, which was 213
-MiB with 2 pipeline ranks and 160 MiB with 4.
+In the reference workload, temporary tensors and their fragmentation took 30 MiB per rank. A rank then used 213 MiB with
+2 pipeline ranks, and 160 MiB with 4.
 
 Deferral: `WgradQueue` splits the backward of a stage into two actions. B computes the gradient of the stage's input. W
 computes the gradients of the stage's weights, at a later position in the schedule.
@@ -39,15 +40,18 @@ In B, a matrix layer of a block computes only the gradient of its input. The lay
 output are added to the queue of the parameter group, and W multiplies the two. Gradients of norms and biases in this
 group are queued too. So W completes the gradients of the group, one micro-batch after another, and reductions start in
 the order of the schedule on every rank. After B the graph and, at ZeRO 3, the weights are freed, because W needs
-neither of them. Nothing is computed twice, and the sums equal those of an ordinary backward.
+neither of them. Nothing is computed twice, and the accumulated gradients equal those of an ordinary backward.
 
-[Note: not deferred] B computes the gradients of embedding and head. Otherwise a queued output gradient would be as
-large as the logits, and a queued weight gradient as large as the vocabulary weight. A rank may have queued the
-gradients of (pipeline ranks - 1) micro-batches. B also computes the gradients of blocks that recompute or offload
-activations. Otherwise W would need recomputed or fetched tensors, which would have to stay in memory. Layers that are
-not plain matrix products (convolutions, stacked experts) compute their weight gradients in B, and only the accumulation
-is deferred. Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Here the deferral is per
-layer, and autograd's graph is traversed only once.
+[Note: not deferred] B, not W, computes these weight gradients:
+
+- Those of embedding and head. In the queue, an output gradient of the head would be as large as the logits, and a
+  weight gradient of the embedding as large as the vocabulary weight, for up to (pipeline ranks - 1) micro-batches.
+- Those of blocks that recompute or offload activations. W would need the recomputed or fetched tensors, which would
+  have to stay in memory.
+- Those of layers that are not plain matrix products (convolutions, stacked experts). Only the accumulation is deferred.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. In this implementation, deferral is
+per layer, and autograd's graph is traversed only once.
 """
 
 from __future__ import annotations
@@ -81,8 +85,8 @@ class StepBackward:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Disables in-place accumulation inside the context. Preflight checks use this, because their gradients do not
-        belong to a step."""
+        """Disables in-place accumulation inside the context, for preflight checks: their gradients do not belong to a
+        step."""
         self.is_paused = True
         try:
             yield
@@ -102,7 +106,7 @@ class StepBackward:
 
 
 def accumulate_into(into: torch.Tensor, first: bool, gradient: torch.Tensor) -> None:
-    """Adds a dense or sparse `gradient` to `into`. If `first`, `into` has no values yet and is overwritten."""
+    """Adds a dense or sparse `gradient` to `into`. `first`: whether `into` has no values yet and is overwritten."""
     if not gradient.is_sparse:
         into.copy_(gradient) if first else into.add_(gradient)
         return
@@ -119,8 +123,8 @@ place, or else the gradient itself."""
 
 
 class WgradQueue:
-    """Queues the deferred weight gradients of one parameter group. W passes each to `accumulate(parameter name,
-    gradient)`."""
+    """Queues the deferred weight gradients of one parameter group. W passes each gradient to `accumulate`, which takes
+    the parameter name and the gradient."""
 
     def __init__(self, accumulate: Callable[[str, torch.Tensor], None]) -> None:
         self.accumulate = accumulate
@@ -137,7 +141,7 @@ class WgradQueue:
         self._current.setdefault(name, []).append(compute)
 
     def seal(self, micro_batch: int) -> None:
-        """Ends the B of `micro_batch`: the gradients queued since the last call belong to this micro-batch."""
+        """Ends the B of `micro_batch`, to which the gradients queued since the last call belong."""
         self._sealed[micro_batch], self._current = self._current, {}
 
     @torch.no_grad()  # deferred inputs belong to an autograd graph
