@@ -3,7 +3,7 @@ through memory, by closed formulas. architecture.py writes the results to the mo
 reads them. The formulas count the tensors that eager PyTorch with fused attention saves.
 
 Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT, the formulas count exactly
-the bytes of all storages that autograd saves. A test compares both.
+the bytes of all storages that autograd saves. A test compares the formulas with autograd.
 
 The formulas follow these rules of autograd:
 
@@ -41,8 +41,8 @@ class SavedTensorSize(NamedTuple):
     dtype.
 
     `what` describes the tensor. `split`: whether tensor parallelism shards the tensor. `derived`: whether selective
-    recompute recomputes the tensor; it then saves `instead` elements per token in the compute dtype. `fused`: whether a
-    compiled block does not save the tensor.
+    recompute recomputes the tensor, in which case `instead` elements per token in the compute dtype are saved in its
+    place. `fused`: whether a compiled block does not save the tensor.
     """
 
     what: str
@@ -80,9 +80,9 @@ def layer_activations(
 ) -> LayerActivations:
     """Returns the fields of a layer that saves the tensors `saved`.
 
-    `moved` is the elements per token that the layer moves through memory, `again` the elements per token that selective
-    recompute moves. `transient` is as in the module docstring, in elements per token. `again` is 0 for layers outside
-    blocks, because these are not recomputed.
+    `moved` is the elements per token that the layer moves through memory. `transient` is as in the module docstring, in
+    elements per token. `again` is the elements per token that selective recompute moves; it is 0 for layers outside
+    blocks, because these layers are not recomputed.
     """
     derived = [entry for entry in saved if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
@@ -136,13 +136,13 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
         part = sizes.mla
         q, k = sizes.heads * (part.nope + part.rope), sizes.heads * (part.nope + part.rope)
         ranks = part.q_lora + part.kv_lora
-        saved += [SavedTensorSize("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
+        saved += [SavedTensorSize("low-rank projections before and after their norms", 2 * ranks, fixed=4 * ranks)]
         saved += [
             SavedTensorSize("query, key, value", q + k + sizes.heads * part.v, split=True),
             SavedTensorSize("output", sizes.heads * part.v, split=True),
         ]
     else:
-        made = sizes.qk_norm or sizes.kind == "neox"  # queries and keys result from tensors that are saved anyway
+        made = sizes.qk_norm or sizes.kind == "neox"  # queries and keys are computed from tensors that are saved anyway
         saved += [
             SavedTensorSize("query", q, split=True, derived=made),
             SavedTensorSize("key", k, split=True, derived=made),
@@ -151,7 +151,7 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
     if sizes.kind == "neox":
         saved += [
             SavedTensorSize("query and key before rotation, in the fused projection", 2 * q, split=True),
-            SavedTensorSize("output, laid out anew", q, split=True, derived=True),
+            SavedTensorSize("contiguous copy of the output", q, split=True, derived=True),
         ]
     return [*saved, SavedTensorSize("log-sum-exp", fixed=4 * sizes.heads, split=True)]
 
@@ -266,7 +266,7 @@ def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
 
 def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
     """Returns the activations of the head. The vocabulary product saves its input. The loss saves log-probabilities in
-    float32, and the labels with their validity.
+    float32, the labels, and a mask of the valid labels.
 
     The logits exist until the loss has read them. Backward converts the log-probabilities to the gradient in place.
     """
@@ -274,6 +274,6 @@ def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
     saved = [
         SavedTensorSize("input of the head", sizes.hidden),
         SavedTensorSize("log-probabilities in float32", fixed=4 * v, split=True),
-        SavedTensorSize("labels and which are valid", fixed=10),
+        SavedTensorSize("labels and mask of valid labels", fixed=10),
     ]
     return layer_activations(saved, moved=4 * v, transient=v)

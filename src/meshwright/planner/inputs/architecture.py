@@ -9,9 +9,9 @@ along the output, row-parallel weights (out, down) along the input. The bias of 
 bias of a row-parallel weight and all norms are replicated. The vocabulary is split by rows. Source: Shoeybi et al.,
 Megatron-LM (2019), section 3.
 
-FLOPs count multiplications and additions. Let q be the features of all query heads. Attention computes two products of
-width q over the context, and a causal mask halves the work. So a token needs 4 q FLOPs for each token of context in an
-encoder, and 2 q in a decoder (Korthikanti et al. count 4 q for both).
+FLOPs count multiplications and additions. Let q be the features of all query heads. For each token of context,
+attention computes two products of width q, which are 4 q FLOPs per token in an encoder. The causal mask of a decoder
+halves this to 2 q. (Korthikanti et al. count 4 q for both.)
 
 `convolution_spec` describes a small residual convolutional network. For this network, a token is an image, and the
 sequence length is 1. The network has a stem that halves the width and height of the image, equal residual blocks with

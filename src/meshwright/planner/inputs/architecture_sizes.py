@@ -2,10 +2,10 @@
 row of the catalog, an architecture file and a Hugging Face configuration are converted to this type. The field names
 are those of the catalog's table and of the reference models.
 
-`sizes_from_hf_config` converts a Hugging Face `config.json` without using the transformers library. In this file,
-several field names can have one meaning (`hidden_size`, `n_embd`, `d_model`). Some properties have no field: biases,
-norms, tied embeddings, the type of feed-forward. `model_type` implies these properties, as in the configuration classes
-of transformers.
+`sizes_from_hf_config` converts a Hugging Face `config.json` without using the transformers library. In such a file, the
+name of a size depends on the model family (`hidden_size`, `n_embd` or `d_model`). Some properties may have no field:
+biases, norms, tied embeddings, the type of feed-forward. `model_type` implies these properties, as in the configuration
+classes of transformers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ and not an endless search."""
 
 class LatentAttention(StrictModel):
     """Ranks and widths of multi-head latent attention. `q_lora` and `kv_lora` are ranks; if `q_lora` is 0, queries have
-    no low-rank projection. `nope`, `rope` and `v` are features per head: of queries and keys without and with rotary
-    embedding, and of values. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
+    no low-rank projection. `nope` and `rope` are the features per head of queries and keys without and with rotary
+    embedding, `v` is the features per head of values. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
 
     q_lora: int = 0
     kv_lora: int
@@ -42,9 +42,9 @@ class LatentAttention(StrictModel):
 class ArchitectureSizes(StrictModel):
     """The sizes of an architecture. `kind` determines the structure of the blocks and the parameter names.
 
-    `ffn` is the inner features of a feed-forward, `moe_ffn` those of an expert. `seq` is the maximum sequence length,
-    `pos_rows` the number of learned positions. The first `dense_first_layers` blocks have no experts. `classes`,
-    `channels` and `image` (the width and height of an image) belong to convolutional networks.
+    `ffn` is the number of inner features of a feed-forward, `moe_ffn` that of an expert. `seq` is the maximum sequence
+    length, `pos_rows` the number of learned positions. The first `dense_first_layers` blocks have no experts.
+    `classes`, `channels` and `image` (the width and height of an image) belong to convolutional networks.
     """
 
     kind: ArchitectureKind
@@ -147,8 +147,8 @@ class ArchitectureSizes(StrictModel):
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
         """Returns a copy with the values in `changes`. `where` is the location for error messages.
 
-        If the sequence length changes, the number of learned positions changes by the same number. If each query head
-        has its own key-value head and `heads` changes, `kv_heads` is set to the new value.
+        If the sequence length changes, the number of learned positions changes by the same amount. If each query head
+        has its own key-value head and `heads` changes, `kv_heads` is set to the new number of heads.
         """
         fields = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:
@@ -262,8 +262,8 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
 
 
 def has_formulas(folder: Path) -> bool:
-    """Returns whether the closed formulas support the model in `folder`. Returns True for an invalid configuration,
-    because the function that reads the configuration raises the error."""
+    """Returns whether the closed formulas support the model in `folder`. Also returns True for an invalid
+    configuration, for which `read_hf_config` raises the error."""
     try:
         config = parse_text(read_text_file(folder / "config.json"), str(folder))
     except InputError:
@@ -302,13 +302,13 @@ def _unsupported_moe(config: Mapping[str, Any]) -> str:
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureSizes:
-    """Converts the Hugging Face configuration `config` to `ArchitectureSizes`. For a model with several parts, such as
-    images and text, the configuration of the text model counts.
+    """Converts the Hugging Face configuration `config` to `ArchitectureSizes`. For a multimodal model, the
+    configuration of its text model is used.
 
     Raises: InputError if the model family is not supported or a field is missing.
 
     >>> sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
-    >>> sizes_from_hf_config({"model_type": "gpt2", **sizes}, "x").ffn
+    >>> sizes_from_hf_config({"model_type": "gpt2", **sizes}, "x").ffn  # not given, so 4 n_embd
     3072
     """
     if isinstance(config.get("text_config"), Mapping):

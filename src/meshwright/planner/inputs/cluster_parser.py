@@ -1,10 +1,10 @@
-"""Parses `--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for
-heterogeneous nodes.
+"""Parses `--cluster`: `local`, a file, a catalog name, or node groups `NODESxDEVICES:device[@LINK]`. Groups of
+different nodes are joined by `+`.
 
 Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. LINK may
-follow any group and applies to all groups. It is a name of the catalog, the bandwidth of one device (`@25GB/s`,
-`@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the slowest
-network.
+follow any group and applies to all groups. LINK is a catalog name, the bandwidth of one device (`@25GB/s`, `@200Gb`,
+`@100Mb`), or the number and rate of a node's ports (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the
+slowest network.
 
 The cluster `local` is this machine: its CUDA devices as the driver lists them, or else ranks on the CPU cores of the
 host. Torch is not imported to find them. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N`
@@ -12,10 +12,10 @@ sets the number to N. If there are more ranks than cores, each rank has cores / 
 bandwidth and link bandwidth of a core. The memory of a CPU rank is the memory of the host, or of the container, divided
 by the number of ranks.
 
-`probe` and trials measure this machine and save a profile in the user's cache. A saved profile replaces the described
-cluster `local`. There is one profile for each machine and number of ranks. A machine is identified by its processor
-type, number of processors, memory and CUDA devices, so that several machines can share a cache. If the environment
-variable MESHWRIGHT_MEASURED is 0, the profile is not read.
+`probe` and trials measure this machine and save a profile in the user's cache. If there is a saved profile, `local`
+means this profile instead of the description above. There is one profile for each machine and number of ranks. A
+machine is identified by its processor type, number of processors, memory and CUDA devices, so that several machines can
+share a cache. If the environment variable MESHWRIGHT_MEASURED is 0, the profile is not read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ DEVICE_FIELDS = (
 
 
 def read_cluster(text: str, measured: bool = True) -> Cluster:
-    """Returns the cluster that `text` describes. If `text` is `local`, `measured` is true and this machine has a saved
-    profile, the result is the profile.
+    """Returns the cluster that `text` describes. `measured`: whether to use this machine's saved profile for `local`
+    and `local:N`, if there is one.
 
     Raises: InputError if `text` is none of the forms in the module docstring, or names an unknown device.
 
@@ -157,8 +157,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
 
 
 def _fill_group(group: Any) -> Any:
-    """Completes a node group whose device is given by name. The catalog provides the device and all missing fields of
-    its links and host."""
+    """Completes a node group whose device is a catalog name. The catalog provides the device, and those fields of the
+    group's links and host that are missing."""
     if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
         return group
     row = device_entry(group["device"])
@@ -210,7 +210,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _split_network(text: str) -> tuple[str, str]:
-    """Returns `text` without `@LINK`, and LINK ('' if there is none). Raises InputError for two different links."""
+    """Splits `text` into the node groups and LINK, which is '' if `text` has none. Raises InputError if `text` has two
+    different links."""
     found = re.findall(r"@([^+]+)", text)
     if len(set(found)) > 1:
         raise InputError(
@@ -225,8 +226,8 @@ def _split_network(text: str) -> tuple[str, str]:
 
 
 def parse_link(text: str, devices: int) -> Link:
-    """Returns the network LINK in `text`. Its bandwidth is that of one device, in a node with `devices` devices. Raises
-    InputError if `text` is neither a name of the catalog nor a rate above 0.
+    """Parses LINK. The bandwidth of the result is that of one device; the `devices` devices of a node share the node's
+    ports. Raises InputError if `text` is neither a name of the catalog nor a rate above 0.
 
     >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
     [25.0, 25.0, 25.0, 12.5, 0.1]
@@ -254,8 +255,8 @@ def parse_link(text: str, devices: int) -> Link:
 
 
 def device_entry(name: str) -> catalog.CatalogEntry:
-    """Returns the catalog entry of the device `name`. Raises InputError for an unknown name; the message has similar
-    names."""
+    """Returns the catalog entry of the device `name`. Raises InputError for an unknown name; the message suggests
+    similar names."""
     rows = catalog.devices()
     row = catalog.find_entry(rows, name)
     if row is None:
@@ -290,8 +291,8 @@ LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
 
 
 def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
-    """Returns the path of the profile for `ranks` ranks on this machine. `machine` identifies the machine, except its
-    processor type."""
+    """Returns the path of the profile for `ranks` ranks on this machine. `machine` is the result of `_machine_key`; the
+    processor type is added here."""
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -301,8 +302,8 @@ def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
 
 
 def load_local_profile(ranks: int, machine: tuple[object, ...]) -> Cluster | None:
-    """Returns the saved profile of `ranks` ranks on this machine, or None if there is none that this version can
-    read."""
+    """Returns the saved profile of `ranks` ranks on this machine. Returns None if there is no profile, or if this
+    version cannot read the profile."""
     if os.environ.get(LOCAL_PROFILE_ENV) == "0" or not (path := local_profile_path(ranks, machine)).is_file():
         return None
     with contextlib.suppress(InputError, ValueError):
@@ -352,9 +353,9 @@ def default_cpu_ranks(cores: int) -> int:
 
 def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
     """Returns a cluster of `ranks` CPU ranks on one host with `cores` cores and `memory` bytes. Its rates are those of
-    the catalog.
+    the catalog device `cpu`; with more ranks than cores, each rank has cores / ranks of these rates.
 
-    >>> cpu_cluster("local", 4, 2, 16e9).groups[0].device.peak["fp32"]
+    >>> cpu_cluster("local", 4, 2, 16e9).groups[0].device.peak["fp32"]  # half of 80 GFLOP/s, the rate of a core
     40000000000.0
     """
     row = catalog.devices()["cpu"]
@@ -403,10 +404,11 @@ def cuda_device_names() -> list[str]:
 
 
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
-    """Returns the elements of `cards` that CUDA shows if CUDA_VISIBLE_DEVICES is `visible`.
+    """Returns the devices in `cards` that CUDA makes visible if CUDA_VISIBLE_DEVICES is `visible`.
 
-    An item of `visible` is an index, a UUID, or a prefix of a UUID. If no device has the UUID, the item means the first
-    device. The result ends before the first item that is not a device. It is empty if an item occurs twice.
+    An item of `visible` is an index, a UUID, or a prefix of a UUID. A UUID that no device has selects the first device.
+    Any other item that is not a device is ignored, and so are all items after it. If an item occurs twice, the result
+    is empty.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
@@ -431,8 +433,8 @@ def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
 
 
 def _devices_from_driver() -> list[CudaDevice]:
-    """Returns the devices that the kernel driver lists and that have a device file. In a container, other devices are
-    not visible."""
+    """Returns the devices that the kernel driver lists and that have a device file. (A container cannot use a device
+    without a device file.)"""
     found: list[tuple[int, CudaDevice]] = []
     for path in _NVIDIA_PROC_FOLDER.glob("*/information"):
         text = path.read_text(errors="replace")

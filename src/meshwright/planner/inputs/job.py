@@ -40,8 +40,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 class ModelChoice(StrictModel):
     """The model of a job: at most one of `name` (catalog), `path` (folder or architecture file) and `module` (a
-    function of the user). `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules for blocks
-    whose structure is not recognized."""
+    function, `package.module:function`). `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules
+    for blocks whose structure is not recognized."""
 
     name: OneLine = ""
     path: OneLine = ""
@@ -55,7 +55,7 @@ class ModelChoice(StrictModel):
         if len(given) > 1:
             raise ValueError(
                 Message(
-                    "names the model twice, by {given} and by {given_2}; keep one", given=given[0], given_2=given[1]
+                    "the model is named twice, by {given} and by {given_2}; keep one", given=given[0], given_2=given[1]
                 )
             )
         return self
@@ -106,8 +106,9 @@ class JobFile(StrictModel):
 def read_job(
     path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None
 ) -> JobFile:
-    """Reads the job file at `path`, or the default job if `path` is None. Then applies `overrides`, the values of
-    `--set`, and `options`, values by dotted field name.
+    """Reads the job file at `path`, or the default job if `path` is None. Then applies `overrides` (the values of
+    `--set`) and `options` (the values of other command options, by dotted field name). If both set a field, the value
+    in `options` counts.
 
     >>> read_job(None, ["workload.steps=50"]).workload.steps
     50
@@ -129,8 +130,9 @@ def read_job(
             )
         )
     given = list((options or {}).items())
-    # Options are applied before --set and again after it. An option that chooses another cluster drops the cluster of
-    # the file, but not the values that --set gives this cluster.
+    # Options are applied before --set and again after it. The first time, an option that chooses another cluster
+    # removes the cluster fields of the file. The second time, the option overrides --set, but the other cluster fields
+    # that --set has set remain.
     for name, value in given:
         set_dotted_field(data, name, value)
     for override in overrides:
@@ -154,8 +156,9 @@ def read_job(
 
 
 def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
-    """Sets the dotted field `name` of `data` to `value`. If `name` chooses another model, cluster or plan than before,
-    the previous choice is dropped."""
+    """Sets the dotted field `name` of `data` to `value`. If this chooses another model, the previous `name`, `path` or
+    `module` is removed. If it chooses another cluster or plan, all fields of the previous cluster or plan are
+    removed."""
     *sections, key = name.split(".")
     for section in sections:
         inner = data.get(section)
@@ -175,7 +178,7 @@ def resolve_job(file: JobFile) -> Job:
     """Returns the complete job: the layers of the model, the devices of the cluster, a workload without missing values,
     and the pins.
 
-    Raises: InputError if a part of the job is invalid, or if the parts do not match.
+    Raises: InputError if a part of the job is invalid, or if model, cluster and workload do not match.
     """
     model = file.described or model_spec(model_title(file.model.source), resolve_sizes(file.model))
     if isinstance(model, str):
@@ -217,14 +220,14 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
-    """Returns the plan fields that the job file pins, by name. A named plan pins all fields. Raises InputError if the
+    """Returns the plan fields that the job file pins, by name. A plan name pins all fields. Raises InputError if the
     file has both a plan name and pins."""
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:
         raise InputError(
             Message(
-                "$.plan: has both a name and pins ({others}); the name {name!r} sets every field: leave the pins out",
+                "$.plan: pins ({others}) conflict with the name {name!r}, which sets every field: leave the pins out",
                 others=", ".join(others),
                 name=file.plan["name"],
             )
@@ -234,7 +237,7 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
 
 def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
     """Returns `workload` with missing values filled in: the precision from the devices, the sequence length from the
-    model. Raises InputError if the given sequence is longer than the model's number of positions."""
+    model. Raises InputError if the user set a sequence length above the model's number of positions."""
     changes: dict[str, Any] = {}
     if "precision" not in workload.model_fields_set:
         changes["precision"] = default_precision(cluster)
@@ -269,7 +272,7 @@ def default_precision(cluster: Cluster) -> str:
 
 
 def check_precision(workload: Workload, cluster: Cluster) -> None:
-    """Raises InputError if a device of the cluster has no rate for the precision of the workload."""
+    """Raises InputError if a device of the cluster has no FLOP/s rate for the precision of the workload."""
     for group in cluster.groups:
         for rate in workload.recipe.rates:
             if rate not in group.device.peak:
@@ -322,8 +325,8 @@ def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """Returns `model` with LoRA matrices A and B for each target matrix of its blocks. All weights of `model` are
     frozen. If `lora.target` is empty, all matrices of the blocks are targets.
 
-    LoRA adds memory traffic: A reads the layer's input a second time. The sum reads the output of B, and reads and
-    writes the layer's output.
+    LoRA adds memory traffic: A reads the layer's input a second time. To add B's output to the layer's output, both are
+    read and the sum is written.
 
     Raises: InputError if no matrix of the blocks is a target.
     """

@@ -1,17 +1,18 @@
 """Parses the option `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a
 size such as `200b`. The result is architecture sizes (`read_sizes`) or a `ModelSpec` (`read_model`).
 
-`--model package.module:function` names Python code, which the planner does not run. For such code, and for folders of
-model families without formulas, `cli/trace_model.py` runs the model to create the `ModelSpec`.
+`--model package.module:function` names Python code, which the planner does not run. For such code, and for Hugging Face
+folders whose model family has no closed formulas, `cli/trace_model.py` traces the model and creates the `ModelSpec`.
 
 `sizes_for_parameters` creates the model for a size such as `200b`. It scales the GPT model of the catalog with the
-nearest number of parameters. (If the catalog has a model with the name `200b`, `read_sizes` uses this model.)
+nearest number of parameters. (A catalog model that is itself named `200b` takes precedence.)
 
-Let P be the requested number of parameters, and P0 the number of parameters of the scaled model. The hidden size is
-multiplied by (P / P0)^(1/3) and rounded to a multiple from HIDDEN_SIZE_STEPS. So common tensor-parallel degrees divide
-the heads, which are 64 or 128 wide. A layer has 12 hidden^2 parameters (Narayanan et al., arXiv 2104.04473, equation
-2). The number of layers is the number with which the total is nearest to P. The hidden size is reduced while the
-vocabulary and the positions leave parameters for fewer than half of the scaled model's layers.
+Let P be the requested number of parameters, and P0 the number of parameters of this catalog model. The hidden size is
+multiplied by (P / P0)^(1/3) and rounded to a multiple of a step from HIDDEN_SIZE_STEPS. A head has 64 or 128 features.
+The rounding makes the number of heads divisible by common tensor-parallel degrees. A layer has 12 hidden^2 parameters
+(Narayanan et al., arXiv 2104.04473, equation 2). The number of layers is chosen to bring the total number of parameters
+as close to P as possible. The embeddings of vocabulary and positions may leave too few parameters for half as many
+layers as the catalog model has. Then the hidden size is reduced.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -50,8 +51,9 @@ def is_user_code(name: str) -> bool:
 
 
 def needs_tracing(name: str) -> bool:
-    """Returns whether the model `name` must be traced, because it is a function of the user or a folder of a Hugging
-    Face family without formulas. A folder whose name is in the catalog, and an existing file, need no tracing."""
+    """Returns whether the model `name` must be traced. This is the case for a function (`package.module:function`), and
+    for a Hugging Face folder whose model family has no closed formulas. An existing file, and a folder whose name is
+    also in the catalog, need no tracing."""
     path = path_from_text(name)
     if path.is_dir():
         return not has_formulas(path) and catalog.find_entry(catalog.models(), name) is None
@@ -60,7 +62,7 @@ def needs_tracing(name: str) -> bool:
 
 def read_sizes(name: str) -> ArchitectureSizes:
     """Returns the sizes of the model `name`. Raises InputError if the name is unknown or names Python code; the message
-    has similar known names."""
+    suggests similar known names."""
     rows = catalog.models()
     row = catalog.find_entry(rows, name)
     if row is not None:
@@ -104,7 +106,8 @@ def read_architecture(path: Path) -> ArchitectureSizes:
 
 
 def read_model(name: str, **changes: Any) -> ModelSpec:
-    """Returns the model spec of the model `name`. `changes` replaces some of the sizes; None means no change.
+    """Returns the model spec of the model `name`. `changes` are sizes to replace, by name; a size whose new value is
+    None stays unchanged.
 
     >>> read_model("llama2-7b").parameters
     6738415616
@@ -118,14 +121,14 @@ _SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
 _SIZE_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
 HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
-"""Pairs (minimum, step): hidden sizes of at least the minimum are multiples of the step. The first pair that applies
-counts."""
+"""Pairs (minimum hidden size, step), largest first. A hidden size is rounded to a multiple of the step in the first
+pair whose minimum it reaches."""
 MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
-"""The allowed numbers of parameters of a scaled model. Below the minimum, the vocabulary alone would have more
-parameters."""
+"""The smallest and the largest size that can be requested, in parameters. Below the minimum, the vocabulary embedding
+alone would have more parameters than requested."""
 LEARNED_POSITIONS = 8192
-"""The number of learned positions of a scaled model. The models of the catalog have fewer, which would exclude common
-sequence lengths."""
+"""The number of learned positions of a scaled model. The catalog models that are scaled have fewer positions, too few
+for common sequence lengths."""
 
 
 def parse_model_size(name: str) -> float | None:
@@ -163,7 +166,7 @@ def count_weights(sizes: ArchitectureSizes) -> float:
 
 def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
     """Returns the sizes of a GPT model whose number of parameters is as close to `parameters` as whole layers allow.
-    `known` is the models to scale, by default those of the catalog.
+    `known` are the models that may be scaled, by default the GPT models of the catalog.
 
     Raises: InputError if `parameters` is not between MIN_PARAMETERS and MAX_PARAMETERS.
     """
@@ -198,7 +201,8 @@ def sizes_for_parameters(parameters: float, known: SizesByName | None = None) ->
 
 
 def model_title(name: str) -> str:
-    """Returns the name of a model for the user. For a size such as 200b, it includes the name of the scaled model.
+    """Returns the display name of a model. For a size such as 200b, this name includes the catalog model that is
+    scaled.
 
     >>> model_title("200b"), model_title("gpt3")
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')

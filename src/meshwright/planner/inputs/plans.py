@@ -1,8 +1,8 @@
 """Parses the options `--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, for the commands and for job files (job.py).
 
-A pin fixes a field of `Plan`, or `dp`, the number of all data replicas. Some abbreviations of plan names are allowed
-(PIN_ALIASES). `schedule=FILE` reads an order of actions from a table (spec/schedules/custom.py), and also pins the
-numbers of pipeline ranks and of stages to those of the table.
+A pin fixes a field of `Plan`, or `dp`, the total number of data replicas. The abbreviations of plan names in
+PIN_ALIASES are allowed, such as `z` for `zero`. `schedule=FILE` reads an order of actions from a table
+(spec/schedules/custom.py), and also pins the numbers of pipeline ranks and of stages to those of the table.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def parse_pins(text: str) -> dict[str, Any]:
 
 
 def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns `given` with field names and values of `Plan`. `where` is the location for error messages. Raises
-    InputError if a name is not a field of `Plan` or a value is not allowed for its field."""
+    """Returns the pins `given` with abbreviations replaced and with values converted to the types of the fields of
+    `Plan`. `where` is the location for error messages. Raises InputError if a name is not a field of `Plan` or a value
+    is not allowed for its field."""
     pins: dict[str, Any] = {}
     for written, value in given.items():
         name = PIN_ALIASES.get(written, written)
@@ -114,8 +115,9 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_schedule_pins(path: Path) -> dict[str, Any]:
-    """Returns the order of actions in a file as pins. Raises InputError if the file is not a valid order; the message
-    names the first invalid action and its position."""
+    """Reads an order of actions from a file and returns the pins that it implies: the schedule, the actions, and the
+    numbers of pipeline ranks and stages. Raises InputError if the file is not a valid order; the message names the
+    first invalid action and its position."""
     rows = parse_table(read_text_file(path, "schedule"), str(path))
     stages, micro_batches = table_shape(rows)
     if stages % len(rows):
@@ -135,8 +137,8 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:
-    """Converts `value` to the type of the field `field` of `Plan`. A list may be given as a single word. Rules that
-    involve other fields are not checked."""
+    """Converts `value` to the type of the field `field` of `Plan`. A field that is a list also accepts a single word.
+    Rules that involve other fields are not checked."""
     if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
         value = [value]
     try:
