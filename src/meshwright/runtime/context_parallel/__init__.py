@@ -5,9 +5,9 @@ masks, positions and rotary tables for the whole sequence. At the first block th
 piece. The other arguments of each block are cut too (blocks.py). In the blocks, scaled_dot_product_attention attends
 over all pieces with the whole mask (attention.py). The layers after the blocks work on the piece. Labels are first
 shifted and then cut. The gradient of every parameter is a sum over pieces. So context ranks reduce gradients and shard
-optimizer states as data ranks do.
+optimizer states as data-parallel ranks do.
 
-If another operation in a block mixed positions, the result would be wrong. So before the model is changed, verify.py
-compares a forward on pieces with a forward on the whole sequence, with real values. If the results differ, the plan is
-refused.
+If an operation other than attention mixed positions in a block, the result would be wrong. So before the model is
+changed, verify.py compares a forward on pieces with a forward on the whole sequence, with real values. If the results
+differ, the plan is refused.
 """

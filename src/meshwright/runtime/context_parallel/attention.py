@@ -1,33 +1,36 @@
 """Attention over all pieces of a sequence: ring attention, an exchange of heads (Ulysses), or both. The build pass
 `create_groups` calls `make_context_state`.
 
-`make_context_state` prepares a model for context parallelism. It selects torch's attention, verifies that the model can
-run on pieces of a sequence, and chooses the attention function of the plan.
+`make_context_state` prepares a model for context parallelism. It switches the model to torch's attention, verifies that
+the model can run on pieces of a sequence, and chooses the attention function of the plan.
 
-Ring attention exchanges keys and values between context ranks and merges attention over all pieces exactly. A piece
-here contains the keys and values of one rank:
+Ring attention exchanges keys and values between context ranks and merges attention over all pieces exactly. Here a
+piece is the keys and values of one rank. The pieces are exchanged in one of two ways:
 
     AllGatherKV  every rank gathers all pieces in one collective; gradients are summed by a reduce-scatter (Llama 3,
                  arXiv 2407.21783, section 3.3.2)
     RingKV       pieces go round the ring, one send and one receive per turn, overlapped with attention over the current
-                 piece (Liu et al., arXiv 2310.01889). In backward, gradients follow the pieces one turn later. With c
-                 context ranks, the gradient of a piece arrives at the piece's rank after c turns.
+                 piece (Liu et al., arXiv 2310.01889). In backward, the gradient of a piece is sent one turn after the
+                 piece. With c context ranks, it returns to the piece's own rank after c turns.
 
-CPU ranks of one host use AllGatherKV, through shared memory. With 2 ranks and 8 heads of width 64, forward plus
-backward took 13.7 ms for 512 positions and 127 ms for 2,048 positions. With messages by gloo it took 14.4 ms for 512
-positions and 132 ms for 2,048 positions. All other groups use RingKV, which overlaps the transfer with attention and
-stores two pieces instead of c.
+CPU ranks of one host use AllGatherKV, through shared memory. All other groups use RingKV, which overlaps the transfer
+with attention and stores two pieces instead of c. Time of forward plus backward with 2 ranks and 8 heads of width 64:
+
+    positions                    512        2,048
+    shared memory, AllGatherKV   13.7 ms    127 ms
+    gloo messages                14.4 ms    132 ms
 
 Under a causal mask, rank r has the query chunks r and 2c - 1 - r. These queries attend to the keys of rank s as
 follows:
 
 - s = r: all queries attend to both chunks, causally;
-- s < r: all queries attend to the front chunk only;
-- s > r: the queries of the back chunk attend to both chunks, the other queries to none.
+- s < r: all queries attend to the front chunk of rank s only;
+- s > r: the queries of the back chunk attend to both chunks of rank s, the queries of the front chunk to none.
 
-Each case is half of all pairs of query and key, so every turn takes equally long on every rank. If the call has a mask
-tensor, the mask is cut to these queries and keys. A piece whose keys are all masked is skipped. Forward saves this
-rank's queries, keys, values, output and log-sum-exp. Backward exchanges keys and values again.
+In each case half of all (query, key) pairs are computed, so every turn takes equally long on every rank. If the call
+has a mask tensor, the mask is cut to this rank's queries and the keys of rank s. A piece whose keys are all masked is
+skipped. Forward saves this rank's queries, keys, values, output and log-sum-exp. Backward exchanges keys and values
+again.
 
 `ulysses_attention` exchanges positions for heads. One all-to-all gives each context rank some heads for the whole
 sequence. torch computes attention, and another all-to-all restores the pieces of the sequence. Key-value heads are
@@ -36,8 +39,8 @@ rank draws random numbers for its own heads.
 
 [Note: both] Groups of u neighbours among the c context ranks may exchange heads. Each rank then has some heads for a
 longer piece: the front chunks of the group's ranks in order, then their back chunks. For the rank with context index i,
-this is the piece of rank i div u among c / u ranks. The c / u ranks with the same heads then use ring attention
-(`UlyssesExchange.attending`), which does not support dropout.
+the longer piece is the one that rank i div u has if the sequence is cut for c / u ranks. The c / u ranks with the same
+heads then use ring attention (`UlyssesExchange.attending`), which does not support dropout.
 
 Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3; Fang and Zhao, Unified Sequence Parallelism,
 arXiv 2405.07719.
@@ -83,9 +86,9 @@ class KVExchange(Protocol):
         """Yields (rank index, piece) for every rank, this rank first."""
         ...
 
-    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Calls `share` for the piece of every rank. Returns the sum of the results that all ranks computed for this
-        rank's piece. The dtype of the sum is that of the results, which may be wider than that of the piece."""
+    def collect(self, piece: torch.Tensor, grad_of: KVVisitor) -> torch.Tensor:
+        """Calls `grad_of` for the piece of every rank. Returns the gradient of this rank's `piece`, summed over the
+        contributions of all ranks. Its dtype is that of the contributions, which may be wider than that of `piece`."""
         ...
 
 
@@ -106,17 +109,17 @@ class AllGatherKV:
             source = (group.index - turn) % group.size
             yield source, pieces[source]
 
-    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Calls `share` for the pieces of all ranks, and then sums the results by one reduce-scatter."""
-        shares: torch.Tensor | None = None
+    def collect(self, piece: torch.Tensor, grad_of: KVVisitor) -> torch.Tensor:
+        """Calls `grad_of` for the pieces of all ranks, and then sums the results by one reduce-scatter."""
+        grads: torch.Tensor | None = None
         for source, visited in self.visits(piece):
-            found = share(source, visited)
-            if shares is None:
-                shares = torch.empty(self.group.size, *found.shape, dtype=found.dtype, device=found.device)
-            shares[source] = found
-        assert shares is not None
-        own = torch.empty_like(shares[0])
-        async_collectives.reduce_scatter(shares.view(-1), own.view(-1), self.group).wait()
+            found = grad_of(source, visited)
+            if grads is None:
+                grads = torch.empty(self.group.size, *found.shape, dtype=found.dtype, device=found.device)
+            grads[source] = found
+        assert grads is not None
+        own = torch.empty_like(grads[0])
+        async_collectives.reduce_scatter(grads.view(-1), own.view(-1), self.group).wait()
         return own
 
 
@@ -136,12 +139,12 @@ class RingKV:
             self._wait(works)
             here = coming
 
-    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """Passes partial sums of the results round the ring, one turn after the pieces."""
+    def collect(self, piece: torch.Tensor, grad_of: KVVisitor) -> torch.Tensor:
+        """Passes partial sums of the gradients round the ring, each one turn after its piece."""
         works: list[dist.Work] = []
         coming: torch.Tensor | None = None
         for source, here in self.visits(piece):
-            found = share(source, here)
+            found = grad_of(source, here)
             self._wait(works)
             total = found if coming is None else found + coming
             works, coming = self._pass_on(total)
@@ -155,8 +158,8 @@ class RingKV:
                 work.wait()
 
     def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
-        """Starts to send `tensor` to the next rank. Returns the works to wait for, and the buffer that receives the
-        previous rank's tensor."""
+        """Starts to send `tensor` to the next rank, and to receive the previous rank's tensor. Returns the handles to
+        wait for, and the buffer that receives."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
         self.group.timer.sent += tensor.numel() * tensor.element_size()
@@ -185,9 +188,9 @@ class MaskBlock(NamedTuple):
 
 
 class MaskBlocks(NamedTuple):
-    """The mask of this rank's queries for all keys. With `mask`, the queries attend to the keys that `mask` allows;
-    otherwise to all keys, or only to previous positions if `causal`. `length` is the number T of positions, and `mask`
-    is (..., T or 1, T or 1)."""
+    """The mask of this rank's queries for all keys. With `mask`, the queries attend to the keys that `mask` allows.
+    Without it, they attend to all keys, or only to their own and previous positions if `causal`. `length` is the number
+    T of positions, and `mask` is (..., T or 1, T or 1)."""
 
     pieces: HeadTailSplit
     causal: bool
@@ -268,18 +271,16 @@ class _RingAttention(torch.autograd.Function):
         widths = key.shape[-1], value.shape[-1]
         of_query = torch.zeros_like(query, dtype=total.dtype)
 
-        def share(source: int, piece: torch.Tensor) -> torch.Tensor:
+        def grad_of(source: int, piece: torch.Tensor) -> torch.Tensor:
             found = torch.zeros_like(piece, dtype=total.dtype)
             for block, part in _partial_attentions(query, piece.split(widths, -1), ctx.scale, ctx.sight, source):
                 rows = block.rows
-                shares = kernels.attention_backward(
-                    part, gradient[..., rows, :], output[..., rows, :], total[..., rows]
-                )
-                of_query[..., rows, :].add_(shares[0])
-                found[..., block.columns, :].copy_(_concat_kv(*shares[1:]))
+                grads = kernels.attention_backward(part, gradient[..., rows, :], output[..., rows, :], total[..., rows])
+                of_query[..., rows, :].add_(grads[0])
+                found[..., block.columns, :].copy_(_concat_kv(*grads[1:]))
             return found
 
-        of_key, of_value = ctx.travel.collect(_concat_kv(key, value), share).split(widths, -1)
+        of_key, of_value = ctx.travel.collect(_concat_kv(key, value), grad_of).split(widths, -1)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
@@ -298,8 +299,8 @@ def _partial_attentions(
 
 
 class UlyssesExchange(NamedTuple):
-    """How to exchange heads. `group`: the ranks that exchange. `cuts`: the number of context ranks. `attending`: the
-    attention function between the two exchanges."""
+    """How to exchange heads. `group`: the ranks that exchange heads. `cuts`: the number of all context ranks.
+    `attending`: the attention function that runs between the two exchanges."""
 
     group: CommGroup
     cuts: int
@@ -312,8 +313,8 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
     `pieces`: the split among the ranks that exchange heads.
 
     Raises:
-        InputError: the number of these ranks does not divide the number of heads. Or the call is not self-attention
-            over one sequence, or has a mask that needs a gradient or does not cover the sequence.
+        InputError: the number of ranks in `pieces` does not divide the number of heads. Or the call is not
+            self-attention over one sequence, or has a mask that needs a gradient or does not cover the sequence.
     """
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)
@@ -363,7 +364,7 @@ def make_context_state(
     factory: GroupFactory,
     example: ExampleInputs | None = None,
 ) -> ContextState | None:
-    """Returns the context state of this rank. Returns None without context parallelism. All ranks call it.
+    """Returns the context state of this rank, or None without context parallelism. All ranks must call this function.
 
     `example`: inputs of the model in addition to token ids. The model is unchanged, except that a Hugging Face model
     with its own attention code is switched to torch's attention.
@@ -398,10 +399,10 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
-    """Returns the attention function of this rank. All ranks call it, because it creates groups.
+    """Returns the attention function of this rank. All ranks must call `choose_attention`, because it creates groups.
 
-    Groups of `ulysses_ranks` neighbouring context ranks exchange heads. The ranks at one position of all these groups
-    form a ring.
+    Groups of `ulysses_ranks` neighbouring context ranks exchange heads. Ranks with the same index in these groups form
+    a ring.
     """
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
@@ -427,7 +428,7 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
 
 def use_torch_sdpa(model: nn.Module) -> None:
     """Switches a Hugging Face model with its own attention code to torch's attention. Does nothing if the model has no
-    such option.
+    option for its attention code.
 
     Raises:
         CannotCutSequence: transformers has no torch attention for this model.

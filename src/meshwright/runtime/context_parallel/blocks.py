@@ -2,18 +2,19 @@
 the blocks with it.
 
 The hidden state is cut once, before the first block. Other block arguments that span the whole sequence (rotary tables,
-positions) are cut when a block is called, along the dimensions in `places`. verify.py determines these dimensions:
-their size changes with the length of the sequence. A mask of queries by keys is not cut, because attention selects the
-rows and columns that it needs. Most models accept any length after the last block. If a model expects the full length,
-the hidden state is extended with zeros at the positions of other ranks. Before the vocabulary head the hidden state is
+positions) are cut when a block is called, along the dimensions in `places`. verify.py finds these dimensions: their
+size changes with the length of the sequence. An attention mask (queries x keys) is not cut, because attention selects
+the rows and columns that it needs. Most models accept any length after the last block. If a model expects the full
+length there, the hidden state is extended with zeros at the positions of other ranks. Before the vocabulary head it is
 then cut to this rank's piece again.
 
 `HeadTailSplit` assigns the positions of a sequence to context ranks. Each rank has one chunk from the front and one
 from the back, so that all ranks have equal work under a causal mask.
 
 Rule: for c context ranks the sequence is cut into 2c chunks. Rank r has the chunks r and 2c - 1 - r. Under a causal
-mask a query attends to all previous positions, so the work of chunk i is proportional to i + 1/2. For every rank the
-sum over its two chunks is 2c. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+mask a query attends to all previous positions, so the work of chunk i is proportional to i + 1/2. The work of the two
+chunks of a rank, (r + 1/2) + (2c - 1 - r + 1/2) = 2c, is equal for all ranks. Source: Llama 3 (arXiv 2407.21783),
+section 3.3.2.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class HeadTailSplit:
         return torch.cat(parts, dim)
 
     def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
-        """Reorders the positions along `dim`. `stacked` has the pieces of all ranks in order of rank, and the result is
-        in sequence order."""
+        """Reorders the positions along `dim`, from the pieces of all ranks in order of rank (`stacked`) to sequence
+        order."""
         first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)
         return torch.cat([first.flatten(dim, dim + 1), second.flip(dim).flatten(dim, dim + 1)], dim)
 
@@ -169,8 +170,8 @@ class ContextState:
         """Returns a forward of block `index` that takes this rank's piece of the hidden state, and the other arguments
         in full. Backward may call the returned function again to recompute.
 
-        The returned function raises InputError if an argument other than a mask spans the sequence, and verify.py has
-        not seen this argument.
+        The returned function raises InputError if an argument spans the sequence, is not a mask, and was not passed to
+        the block when verify.py analysed the model.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +186,7 @@ class ContextState:
         return forward
 
     def forget(self) -> None:
-        """Frees the cache of cut arguments, which several blocks of a forward use. Called after each forward."""
+        """Frees the cache of cut arguments, which the blocks of one forward share. Called after each forward."""
         self._cut.clear()
 
     def _piece(

@@ -1,16 +1,16 @@
-"""Computes attention over a part of the keys, and the log-sum-exp of each query's scores, with which parts are merged.
-Ring attention (attention.py) uses it.
+"""Computes attention over a part of the keys, and merges the results of several parts. Ring attention (attention.py)
+uses this file.
 
 `SdpaCall` stores the arguments of a call of torch's scaled_dot_product_attention. `SdpaInterceptor` intercepts these
 calls while a block runs.
 
 For queries q, and keys k and values v of one part, the scores are s = scale q k + bias. The output is o = softmax(s) v,
-and the log-sum-exp is l = log sum exp s. Two parts 1 and 2 are merged as follows:
+and the log-sum-exp is l = log sum exp s. The outputs of parts 1 and 2 are merged as follows:
 
     l = log(exp l1 + exp l2)
     o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-The backward of a part needs only the merged o and l: p = exp(s - l) are the final probabilities.
+The backward of a part needs only the merged o and l, because p = exp(s - l) are the probabilities over all parts.
 
 torch's fused kernels compute the parts. The names of these kernels are private to torch, and only this file uses them.
 On CUDA the kernels are those of FlashAttention, for 16-bit dtypes without a bias. If no kernel applies, the formulas
@@ -81,7 +81,7 @@ class SdpaCall:
         """Checks that context ranks can compute this call as self-attention over a sequence of `length` positions.
 
         Raises:
-            InputError: they cannot.
+            InputError: context ranks cannot compute this call.
         """
         if why := self.objection(length):
             raise InputError(Message("cp: {why}: use cp1", why=why))
@@ -97,8 +97,8 @@ def make_sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaCall:
-    """Returns the arguments of `scaled_dot_product_attention` as data. `enable_gqa` is ignored, because the shapes
-    determine the head groups."""
+    """Returns the arguments of `scaled_dot_product_attention` as an `SdpaCall`. `enable_gqa` is ignored, because the
+    shapes determine the head groups."""
     return SdpaCall(
         query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1])
     )
@@ -149,7 +149,7 @@ _CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backwa
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 _MAX_FLASH_HEAD_DIM = 192
-"""Largest head dimension for which FlashAttention computes gradients on all devices that it supports."""
+"""Largest head dimension for which FlashAttention computes gradients on every device that FlashAttention supports."""
 
 
 class PartialAttention(NamedTuple):
@@ -177,8 +177,8 @@ class PartialAttention(NamedTuple):
 
 
 def supports_flash(part: PartialAttention) -> bool:
-    """Returns whether FlashAttention accepts `part`. It accepts 16-bit dtypes without a bias. Queries, keys and values
-    must have one head dimension, a multiple of 8 and at most 192.
+    """Returns whether FlashAttention accepts `part`. FlashAttention accepts 16-bit dtypes without a bias. Queries, keys
+    and values must have the same head dimension, which must be a multiple of 8 and at most 192.
 
     >>> def of(width, dtype, bias=None):
     ...     return PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
@@ -201,7 +201,7 @@ def supports_flash(part: PartialAttention) -> bool:
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a mask as a bias on the scores, with minus infinity for masked keys. A boolean mask is False for masked
-    keys. In a floating-point mask, every value up to half the lowest number of the mask's dtype masks a key."""
+    keys. In a floating-point mask, a key is masked if its value is at most half the minimum of the mask's dtype."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
@@ -222,7 +222,7 @@ def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tenso
         output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(
             part.query.dtype
         )
-    if part.bias is not None:  # the fused kernel returns 0 where all keys are masked
+    if part.bias is not None:  # for a query whose keys are all masked, the fused kernel returns a log-sum-exp of 0
         total = total.masked_fill((part.bias == -math.inf).all(-1), -math.inf)
     return output, total
 
@@ -270,7 +270,7 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of queries, keys and values from FlashAttention's backward kernel.
 
-    The kernel requires a contiguous `total`. The random state that it takes is empty, because there is no dropout.
+    The kernel requires a contiguous `total`. Its random state arguments are zeros, because there is no dropout.
     """
     drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
     longest = part.query.shape[2], part.key.shape[2]
@@ -285,8 +285,8 @@ class LseMerge:
     """Merges parts of attention one after the other. Accumulates output and log-sum-exp in at least float32.
 
     `width`: the dimension Dv of a value. The memory layout of the output is (B, Q, H, Dv), like that of torch's
-    kernels. The next matrix product needs the heads of a position next to each other. So it saves this output for
-    backward without a copy.
+    kernels. The matrix product that follows attention needs the heads of a position next to each other. With this
+    layout it can save the output for backward without a copy.
     """
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
@@ -297,7 +297,8 @@ class LseMerge:
         self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
 
     def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
-        """Merges a part that covers only the queries `rows`. `output` and `total`: its output and log-sum-exp."""
+        """Merges a part that covers only the queries `rows`. `output` and `total`: the part's output and
+        log-sum-exp."""
         before = self.total[..., rows]
         after = torch.logaddexp(before, total)
         level = after.masked_fill(after == -math.inf, 0.0)

@@ -3,21 +3,22 @@ the sequence. `make_context_state` (attention.py) calls `verify_sequence_cut` be
 
 Rule: the model runs once on a whole short text. The check captures the queries, keys, values and result of every
 attention call. Then the model runs on the piece of each of two simulated ranks. The queries, keys and values of each
-attention call must equal the rank's piece of the captured tensors. The call returns the rank's piece of the captured
-result. The logits must equal the rank's piece of the whole logits.
+attention call must equal the rank's piece of the captured tensors. The check makes the call return the rank's piece of
+the captured result. The logits must equal the rank's piece of the whole logits.
 
 Backward starts from random gradients at the logits, queries, keys and values. It ends at the attention results and at
 the parameters. For the attention results each rank must compute its piece of the whole gradient. For the parameters the
-gradients of both ranks must add up to the whole gradient. So all code outside of attention works on each position
-separately. Attention over all pieces is exact by its formulas, so the whole model is exact.
+gradients of both ranks must add up to the whole gradient. If the model passes, all code outside of attention works on
+each position separately. Attention over all pieces is exact by its formulas, so the whole model is exact.
 
 The check detects a convolution or a cumulative sum along the sequence, use of the first token or of the length,
-positions counted inside a block, and attention that is not torch's. The plan is then refused.
+positions counted inside a block, and attention that is not torch's. A model with any of these is refused.
 
-The check runs in training conditions (analysis/run_conditions.py), on two texts of different lengths. It runs with only
-the required example inputs, with each optional one added, and with all of them. A dimension spans the sequence if its
-size changes with the length of the text. In a small model all blocks run. In a larger model only the first of several
-identical blocks runs, and the others return their input. Meta parameters that the check needs get random values.
+The check runs in training conditions (analysis/run_conditions.py), on two texts of different lengths. It is repeated
+with only the required example inputs, with each optional input added to these, and with all inputs. A dimension spans
+the sequence if its size changes with the length of the text. In a small model all blocks run. In a larger model only
+the first of several identical blocks runs, and the others return their input. Meta parameters that the check needs get
+random values.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2
 """Number of simulated context ranks. Two ranks cover every position, so more ranks would add nothing."""
 CHUNK_LENGTHS = ((3, 2), (2, 1))
-"""Number of positions in a chunk: (first text, second text). If the model does not run with the first pair, for example
-because it has few positions, the check uses the second pair."""
+"""Number of positions in a chunk: (first text, second text). If the model does not run with lengths (3, 2), for example
+because it has few positions, the check uses (2, 1)."""
 TOKEN_STRIDES = (31, 17)
 """Difference between consecutive token ids of the first text and of the second text."""
 
@@ -112,8 +113,8 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
-    """Returns the sets of extra inputs with which the check runs: only the required inputs; the required inputs with
-    each optional input; and all inputs."""
+    """Returns the sets of extra inputs with which the check runs: only the required inputs; the required inputs and one
+    optional input, for each optional input; and all inputs."""
     requested = inspect.signature(model.forward).parameters
     first = next(iter(requested), "")
     found = {
@@ -197,8 +198,8 @@ class CapturedRun:
 def weighted_gradients(
     model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
-    """Returns the gradients of the sum of value x weight over `terms`: for `leaves`, and for the model's parameters by
-    name. A leaf without a gradient gets None."""
+    """Sums value x weight over `terms`. Returns the gradients of this sum with respect to `leaves`, and with respect to
+    the model's parameters by name. The gradient is None for a leaf on which the sum does not depend."""
     total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
     named = {
         name: parameter
@@ -286,14 +287,14 @@ def _find_sequence_cut(
     places: SequenceDims,
     before: SequenceCut | None,
 ) -> SequenceCut:
-    """Returns a cut with which every piece gives the right result. First tries to leave the pieces as they are after
-    the blocks, and then to extend them to the full length (`placed`).
+    """Returns a cut with which the results on every piece match those on the whole sequence. Tries first to pass the
+    pieces unchanged to the layers after the blocks, and then to extend them to the full length (`placed`).
 
-    `texts`: the captured runs of both texts. `before`: the cut that worked with the previous set of inputs, whose
+    `texts`: the captured runs of both texts. `before`: the cut that was found for the previous set of inputs; its
     `placed` is reused.
 
     Raises:
-        CannotCutSequence: no cut gives the right result.
+        CannotCutSequence: with every cut, some results do not match.
     """
     noted = texts[0]
     if not noted.calls:

@@ -1,11 +1,11 @@
 """Expert-parallel groups: which ranks store which experts, and which groups exchange tokens and gradients. The build
 pass `create_groups` creates them.
 
-[Note: expert ranks] The experts are divided over ep expert ranks. These are taken first from neighbouring data ranks,
-then from tensor ranks. A replica has D = dp_shard x cp data ranks and tp tensor ranks. Of these, g = gcd(ep, D) data
-ranks and j = ep / g tensor ranks divide the experts. The remaining factor x = tp / j of the tensor ranks splits the
-inner features of each expert (`Plan.expert_tp`). In every replica, D / g data ranks store the same experts. They sum
-the gradients, and ZeRO shards the states among them.
+[Note: expert ranks] The experts are divided over ep expert ranks, which are taken first from neighbouring data ranks
+and then from tensor ranks. A replica has D = dp_shard x cp data ranks and tp tensor ranks. Of these, g = gcd(ep, D)
+data ranks and j = ep / g tensor ranks divide the experts. The remaining factor x = tp / j of the tensor ranks splits
+the inner features of each expert (`Plan.expert_tp`). In every replica, D / g data ranks store the same experts. These
+ranks sum the gradients of their experts, and ZeRO shards the states among them.
 
 For data rank d and tensor rank t:
 
@@ -13,7 +13,8 @@ For data rank d and tensor rank t:
     index among the x ranks of an expert   t mod x
     ZeRO shard of the experts' states      d div g
 
-If data ranks are inside of tensor ranks in the rank order, the expert rank is (t div x) g + (d mod g) instead.
+If the data rank varies faster than the tensor rank in the rank order, the expert rank is (t div x) g + (d mod g)
+instead.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class EpGroups:
     sharing: ShardPlacement
     """How the states of this rank's experts are sharded and replicated."""
     dealt: dict[str, StackedExperts]
-    """For each parameter that is divided over expert ranks, by full name: its expert module. Empty if ep is 1."""
+    """Maps the full name of each parameter that is divided over expert ranks to its expert module. Empty if ep is 1."""
 
     def dense(self, anatomy: ModelGraph) -> ModelGraph:
         """Returns `anatomy` without the parameters that are divided over expert ranks. The pass `shard_tensors` splits
@@ -105,8 +106,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
-    """Creates the expert-parallel groups. All ranks call it. If ep is 1, tensor ranks split every expert, and experts
-    have the same shards and replicas as dense weights."""
+    """Creates the expert-parallel groups. All ranks must call this function. If ep is 1, tensor ranks split every
+    expert, and experts have the same shards and replicas as dense weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:

@@ -1,25 +1,25 @@
 """Balances the load of experts by a balance loss, a router bias, and a capacity limit. The build passes install the
-first and the last, and the trainer updates the bias after each step.
+balance loss and the capacity limit, and the trainer updates the router bias after each step.
 
 Balance loss (auxiliary loss). For one micro-batch of a model with E experts, of which a router chooses k per token:
 
-    n     number of pairs of token and layer
+    n     number of (token, layer) pairs
     F_e   number of these pairs for which expert e is among the k chosen experts
     P_e   sum of the router's probabilities of expert e over these pairs
 
     balance = E / n^2  sum_e F_e P_e
     loss = mean over labels + coefficient x mean of balance over the micro-batches
 
-The result equals that of one device, no matter how ranks divide the micro-batch. F is a count and has no gradient, so
-balance is linear in P. Each rank needs the F of all ranks, and computes the terms with the P of its own tokens.
-Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss. Autograd
-sends the gradient of P back with the gradient of the hidden state. Context ranks sum F and n over the sequence. With
-sequence parallelism, tensor ranks do so too.
+The loss equals that of one device, no matter how ranks divide the micro-batch. F is a count and has no gradient, so
+balance is linear in P. Each rank needs the F of all ranks, and computes the terms with the P of its own tokens. Each
+pipeline stage sends F, P and n, summed over the layers so far, with the hidden state. The last stage computes the loss.
+Autograd sends the gradient of P back with the gradient of the hidden state. Context ranks sum F and n over the
+sequence. With sequence parallelism, tensor ranks also sum F and n.
 
-The micro-batches are those of the plan, as on one device that accumulates over the same micro-batches. A mean over
-other sets of tokens would be a different loss. transformers declares which modules are routers and which of their
-outputs are logits (`_can_record_outputs`). `check_aux_loss` verifies with real values that the model's own function is
-this formula. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+The loss depends on how the batch is divided into micro-batches. It equals that of one device which accumulates over the
+plan's micro-batches. transformers declares which modules are routers and which of their outputs are logits
+(`_can_record_outputs`). `check_aux_loss` verifies with real values that the model's own loss function computes this
+formula. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
 Router bias (balance without a loss). A router adds a bias b_e to its scores to choose experts. After every step the
 bias decreases for experts with a high load and increases for the others:
@@ -36,10 +36,11 @@ Capacity. An expert processes a limited number of a sequence's tokens. Pairs of 
 dropped. The token of a dropped pair still has its other experts and its residual connection.
 
 In a sequence of T tokens with k experts each, each of E experts takes at most ceil(factor x T k / E) pairs, in order of
-position. So the result depends only on the sequence, and is equal under every plan. A limit changes the result, so
-there is a limit only if the model or the workload sets the factor. Ranks with parts of a sequence gather the indices of
-the chosen experts (without gradient). Each rank then selects the pairs of its tokens. Sources: Lepikhin et al., GShard,
-arXiv 2006.16668, section 2.2 (its groups are sequences here); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
+position. So the dropped pairs depend only on the sequence, and are the same under every plan. A limit changes the
+result of the model, so there is a limit only if the model or the workload sets the factor. Ranks that have parts of a
+sequence gather the indices of the chosen experts (without gradient). Each rank then selects the pairs of its tokens.
+Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (whose groups of tokens are sequences here); Fedus et
+al., Switch Transformer, arXiv 2101.03961, 2.2.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ AUX_LOSS_TOLERANCE = 1e-4
 class AuxLoss:
     """Computes the balance loss (module docstring).
 
-    `sums` is the concatenation of F (E values), P (E values) and n of the forward in progress, otherwise None. `mask`
-    has the weight of each token. `share` is the number of labels by which the balance of a micro-batch is multiplied.
-    `total` is the sum of the balance losses of the step on this rank. `cut` returns this context rank's piece of a mask
-    (B, T).
+    `sums` is the concatenation of F (E values), P (E values) and n of the forward in progress. Between forwards it is
+    None. `mask` contains the weight of each token. `share` is the number of labels by which the balance of a
+    micro-batch is multiplied. `total` is the sum of the balance losses of the step on this rank. `cut` returns this
+    context rank's piece of a mask (B, T).
     """
 
     def __init__(
@@ -141,15 +142,15 @@ class AuxLoss:
 
 
 def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two float64 tensors (E,). The first has the number of rows of `logits` (N, E) in which an expert is among
-    the `chosen` highest. The second has the sum of each expert's probabilities over the rows. `mask` (N) weights the
-    rows; None weights them by 1.
+    """Returns two float64 tensors (E,). For each expert, the first tensor counts the rows of `logits` (N, E) in which
+    the expert is among the `chosen` highest. The second tensor sums the expert's probabilities over the rows. `mask`
+    (N) weights the rows; None weights them by 1.
 
-    Backward uses the weights of the original call. A recomputing call may run while `AuxLoss` has the mask of another
-    micro-batch.
+    Backward uses the mask of the original call, also if the block is recomputed: during recompute, the mask of
+    `AuxLoss` may be that of another micro-batch.
 
     Raises:
-        InputError: `mask` has another number of tokens than `logits`.
+        InputError: `mask` and `logits` have different numbers of tokens.
     """
     logits = logits.reshape(-1, logits.shape[-1])
     precise = torch.promote_types(logits.dtype, torch.float32)
@@ -173,8 +174,8 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
 
 
 class RouterSpec:
-    """Describes the routers of a transformers model: modules of class `kind`, whose output number `index` contains the
-    logits of `experts` experts. `chosen` experts are selected for each token."""
+    """Describes the routers of a transformers model: modules of class `kind`. Element `index` of a router's output
+    contains the logits of `experts` experts. A router selects `chosen` experts for each token."""
 
     def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
         self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
@@ -193,7 +194,7 @@ def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
     """Returns the balance loss of a model whose own loss has a balance loss, otherwise None. `loss`: the user's loss
-    function; with it, there is no balance loss. Raises as `check_aux_loss` does."""
+    function; if given, there is no balance loss. Raises as `check_aux_loss` does."""
     routing = check_aux_loss(model, loss, mesh.plan)
     return None if routing is None else AuxLoss(model, mesh, aux_loss_coefficient(model), routing, cut)
 
@@ -202,7 +203,7 @@ def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterS
     """Returns the routers of a model whose own loss adds a balance loss, otherwise None.
 
     Raises:
-        InputError: The balance loss has an unknown formula, or micro-batches have different sizes.
+        InputError: the balance loss has an unknown formula, or micro-batches have different sizes.
     """
     config: Any = getattr(model, "config", None)
     coefficient = aux_loss_coefficient(model)
@@ -289,7 +290,7 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
     sharded.
 
     Raises:
-        InputError: a router does not have exactly one such buffer, or the model has no experts.
+        InputError: a router does not have exactly one bias buffer, or the model has no experts.
     """
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     if rate and not anatomy.experts:
@@ -338,8 +339,8 @@ CAPACITY_ATTRIBUTE = "expert_capacity"
 
 
 class CapacityLimiter:
-    """Limits the number of (token, expert) pairs of each expert. `rows` is the number of sequences in the present
-    micro-batch. The dispatcher of tokens sets it."""
+    """Limits the number of (token, expert) pairs of each expert. `rows` is the number of sequences in the current
+    micro-batch, and is set by `ExpertDispatcher`."""
 
     def __init__(self, factor: float, mesh: ParallelContext) -> None:
         self.factor, self.rows = factor, 1
@@ -362,14 +363,15 @@ class CapacityLimiter:
 
 
 def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
-    """Returns a mask (B, T, k) for whole sequences of expert indices `index` (B, T, k).
+    """Returns a mask (B, T, k) that is True for the pairs within the capacity. `index` (B, T, k): the expert indices of
+    whole sequences.
 
     A pair is within the capacity if fewer than ceil(factor T k / `experts`) earlier pairs of its sequence have the same
     expert. An index of `experts` or more means no expert, and such a pair is always within the capacity.
 
-    >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
+    >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()  # two pairs per expert
     [True, True, True, False]
-    >>> within_capacity(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # 2: none of the experts
+    >>> within_capacity(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # one pair; 2 is no expert
     [True, True, True, False]
     """
     rows, length, chosen = index.shape

@@ -6,18 +6,18 @@ routing weights. The dispatcher replaces the forward of the module. It sorts the
 sends each pair to the expert's rank in one all-to-all. There the module's original forward runs with the experts of the
 rank, numbered from 0. The results return to the ranks of the tokens, where they are weighted and summed.
 
-No pair is dropped unless the model limits its experts (load_balancing.py), and the sum is that of one device. Tensor
-ranks split the inner features of each expert, or store different experts ([Note: expert ranks] in groups.py). In the
-second case each tensor rank dispatches a part of the tokens. Some expert modules receive one row for each pair of token
-and expert of the model (Llama 4). For these, each rank receives all rows of its experts.
+No pair is dropped unless the model limits its experts (load_balancing.py), so the result equals that of one device.
+Tensor ranks split the inner features of each expert, or store different experts ([Note: expert ranks] in groups.py). If
+they store different experts, each tensor rank dispatches a part of the tokens. Some expert modules (Llama 4) receive
+one row for every token and every expert of the model. In this case each rank receives all rows of its experts.
 
 Shapes: N tokens, C features, K experts per token, E experts of the model, e experts of this rank, P rows that are sent.
 
-[Note: same steps everywhere] Ranks compute different numbers of pairs, possibly zero. Collectives must still run in one
-order on all ranks. So a rank that receives no pair gives its experts zero gradients in the usual order
-(`_ZeroGradients`). The results are saved for backward before they are weighted. Otherwise recompute would stop before
-the second all-to-all on some ranks. Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al.,
-MegaBlocks, arXiv 2211.15841 (dropless).
+[Note: same steps everywhere] Ranks compute different numbers of pairs, possibly zero. Collectives must still run in the
+same order on all ranks. So a rank that receives no pair gives its experts zero gradients in the usual order
+(`_ZeroGradients`). The results are weighted after the second all-to-all, so autograd saves its output. If nothing after
+this all-to-all were saved, recompute would stop before it on some ranks. Sources: Lepikhin et al., GShard, arXiv
+2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def shard_experts(
     """Replaces the parameters of each expert module by the parameters of this rank's experts, and the forward by a
     dispatcher. Returns the dispatchers.
 
-    If ep is above 1, the parameters must be full. If ep is 1, tensor ranks must already have split them.
+    If ep is above 1, the parameters must still be full. If ep is 1, tensor ranks must already have split them.
 
     Raises:
         InputError: an expert module is wrapped by an adapter, or its bias or capacity is refused (load_balancing.py).
@@ -185,8 +185,9 @@ def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks:
 def count_pairs_by_expert(
     mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device
 ) -> torch.Tensor:
-    """Counts the pairs of this rank's tokens in this step. Returns one flat float64 tensor. For each expert module of
-    the model, it has the number of pairs of each expert, and then the number of dropped pairs.
+    """Counts the (token, expert) pairs of this rank's tokens in this step. Returns one flat float64 tensor. For each
+    expert module of the model, it contains the number of pairs of each expert (zeros if another module has more
+    experts), and then the number of dropped pairs.
 
     The sum over all ranks is the count of the whole batch, times the number of ranks that have the same token.
     """
@@ -200,8 +201,9 @@ def count_pairs_by_expert(
 
 
 def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
-    """Returns for each expert module the number of pairs of each expert, divided by the mean over experts. Also returns
-    the fraction of all pairs that was dropped. `pairs`: the sum over ranks of `count_pairs_by_expert`."""
+    """Returns for each expert module the number of pairs of each expert, divided by the mean over the module's experts.
+    Also returns the fraction of all pairs that was dropped. `pairs`: the result of `count_pairs_by_expert`, summed over
+    ranks."""
     if not anatomy.experts:
         return [], 0.0
     table = pairs.detach().view(len(anatomy.experts), -1)
@@ -215,8 +217,8 @@ def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[fl
 
 
 def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the loads in the form that the record of a step stores. With more than MAX_REPORTED_LOADS experts, these
-    are only the smallest and the largest load of each module."""
+    """Returns the loads in the form that the record of a step stores: rounded, and with more than MAX_REPORTED_LOADS
+    experts only the smallest and the largest load of each module."""
     few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
     return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
 
@@ -228,8 +230,8 @@ def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
 
 
 class ExpertDispatcher:
-    """Replaces the forward of one expert module. `load` (E) and `dropped` count the pairs, and the dropped pairs, of
-    this rank's tokens since the step began."""
+    """Replaces the forward of one expert module. For this rank's tokens since the step began, `load` (E) is the number
+    of pairs of each expert, and `dropped` is the number of dropped pairs."""
 
     def __init__(
         self,
@@ -287,7 +289,8 @@ class ExpertDispatcher:
             return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
-        # Each rank computes a partial sum of the weights' gradients. So weights use the wider of the two dtypes.
+        # Each rank computes a partial sum of the gradient of the routing weights. So these use the wider of their own
+        # dtype and that of the hidden states.
         given[weights] = given[weights].to(torch.promote_types(given[weights].dtype, given[hidden].dtype))
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
@@ -408,8 +411,8 @@ def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
-    """Sends rows (P, C), sorted by destination rank. Returns the rows that all ranks sent to this rank, sorted by
-    source rank. Backward sends the gradients in the reverse direction."""
+    """Sends the rows `sent` (P, C), sorted by destination rank. Returns the rows that all ranks sent to this rank,
+    sorted by source rank. Backward sends the gradients in the reverse direction."""
     again = tuple(zip(*rows, strict=True))
     return linear_map(
         sent,
