@@ -2,21 +2,22 @@
 (activation_recompute.py) uses it for each block.
 
 [Note: overlapped offload] While a block runs forward, the activations of the previous block are copied to the host. The
-device frees them when the running block ends. While a block runs backward, the activations of the block before it are
-copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). After the last block
-of a forward, its activations stay on the device until another forward or backward of this rank begins. In most
-schedules this is the backward of the same micro-batch.
+device frees them when the running block ends. While a block runs backward, the activations of the preceding block are
+copied back. So at most the activations of two blocks are on the device (planner/cost/offload.py). The activations of
+the last block of a forward stay on the device until this rank begins another forward or backward. In most schedules it
+next begins the backward of the same micro-batch.
 
 On an accelerator, copies use separate streams and pinned memory, and threads write files. CPU ranks write the
 activations to files without a copy, because their memory is host memory. A CPU rank that offloads to host memory copies
 each tensor when it is saved, and drops the original at the end of the block.
 
-[Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
-no memory is written or read after its reuse, even if a step ends in an error (`OffloadedTensor.__del__`).
+[Note: one stream's memory] The compute stream allocates all device memory, and frees it only after it has waited for
+the copy. So no copy reads or writes memory that already has another use, even if a step ends in an error
+(`OffloadedTensor.__del__`).
 
-A storage that a block saves several times (the input of three projections, attention's output and its views) is
-transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. If a saved tensor is
-written to before its copy is complete, backward raises an error, as autograd does.
+A storage that a block saves several times (as the input of three projections, or as attention's output and its views)
+is transferred once. Sparse or subclassed tensors, and tensors on other devices, are not offloaded. If a saved tensor is
+written to before its copy is complete, backward raises an error, as autograd does for a tensor that is not offloaded.
 
 Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu copies on the
 compute stream.
@@ -40,7 +41,7 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES, ActivationStore
 
 class ActivationOffload:
     """Offloads the activations of one rank, whose blocks run on `device`. `weights`: the ids (`storage_id`) of storages
-    that are never offloaded. `depot`: the activation file, None for host memory."""
+    that are never offloaded. `depot`: the store that writes activations to a file; None to offload to host memory."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
@@ -67,8 +68,8 @@ class ActivationOffload:
         self._last = weakref.ref(block)
 
     def open(self, block: BlockActivations) -> None:
-        """Prepares the backward of `block`. Fetches its activations, and starts to fetch those of the block before it.
-        Frees the device memory of the block that ran before (forward or backward)."""
+        """Prepares the backward of `block`. Fetches its activations, and starts to fetch those of the preceding block.
+        Frees the device memory of the block whose forward or backward ran last."""
         opened, last = self._opened(), self._last()
         if opened is block:
             return
@@ -85,8 +86,8 @@ class ActivationOffload:
 
 
 class BlockActivations:
-    """The saved activations of one forward of a block, until the block's backward has used them. `before`: the
-    activations of the previous block of the same forward, if any."""
+    """The saved activations of one forward of a block. They exist until the block's backward has used them. `before`:
+    the activations of the previous block of the same forward, if any."""
 
     def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
         self.rank, self.place = rank, place
@@ -110,7 +111,7 @@ class BlockActivations:
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            # The entry references the storage, so that no later storage of this forward gets the same id.
+            # The entry of `_seen` references the storage, so that no later storage of this forward gets the same id.
             parcel = self._seen[key] = self._sent(tensor)
         return parcel, TensorMeta.of(tensor)
 
@@ -127,8 +128,8 @@ class BlockActivations:
         return large and storage_id(tensor) not in self.rank.weights
 
     def finish(self) -> None:
-        """Ends the block's forward. A CPU rank that offloads to host memory has copied all tensors and frees the
-        originals now."""
+        """Ends the block's forward. A CPU rank that offloads to host memory has already copied all tensors, and frees
+        the originals now."""
         self._seen.clear()
         if self.rank.depot is None and not self.rank.beyond:
             self.let_go()
@@ -183,7 +184,7 @@ class OffloadedTensor:
         self._coming: Future[CopyEvent] | None = None
         """The read from the file, if one is in progress."""
         self._landing = COPY_DONE
-        """The last copy between device and host."""
+        """The event of the last copy between device and host."""
         self._version_probe: torch.Tensor | None = version_probe(tensor)
         self._version, self._is_written = tensor._version, False
         if self.depot is None and not self.rank.beyond:
@@ -201,8 +202,8 @@ class OffloadedTensor:
             self._going = self.depot.write(self._room, values, self._landing)
 
     def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory. On an accelerator the copy is pinned, and it is filled while the device
-        computes."""
+        """Returns a copy of `here` in host memory. On an accelerator the copy is in pinned memory, and is filled while
+        the device computes."""
         rank, depot = self.rank, self.depot
         self._host = (
             torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)

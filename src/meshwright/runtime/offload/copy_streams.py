@@ -1,9 +1,10 @@
-"""Copies between device and host memory on two separate streams, one per direction, which overlap with compute and with
-each other. All offloading of this package uses them.
+"""Copies between device and host memory on two separate streams, one per direction. The copies overlap with compute and
+with each other. All offloading of this package uses these streams.
 
-[Note: one type, pinned] torch copies asynchronously only if both sides have one dtype and the host side is pinned.
-Otherwise it first casts on the host, into new memory that is not pinned. So callers cast a tensor on the device before
-a device-to-host copy, and into a pinned buffer before a host-to-device copy. On CPU ranks a copy is synchronous.
+[Note: one type, pinned] torch copies asynchronously only if source and target have the same dtype and the host side is
+pinned. Otherwise torch first casts on the host, into new memory that is not pinned. So callers cast on the device
+before a device-to-host copy, and cast into a pinned buffer before a host-to-device copy. On CPU ranks a copy is
+synchronous.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class CopyStreams:
         self._down, self._up = self._backend.stream(device), self._backend.stream(device)
 
     def wait_for_compute(self) -> None:
-        """Makes later copies wait for the compute work that is queued so far. Must be called by the thread that has
-        queued the work."""
+        """Makes later copies wait for the compute work that is queued so far. Must be called in the thread that queued
+        this work."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(self._backend.current_stream())
@@ -52,7 +53,7 @@ class CopyStreams:
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         """Starts a copy from `source` to `into`. May be called in any thread. Both sides must have the same dtype, and
         the host side must be pinned."""
-        assert into.dtype == source.dtype, f"{source.dtype} is to be cast to {into.dtype} before"
+        assert into.dtype == source.dtype, f"cast {source.dtype} to {into.dtype} before the copy"
         stream = self._up if backend_of(into.device).has_streams else self._down
         if stream is None:
             into.copy_(source)

@@ -2,16 +2,16 @@
 (zero/) use it.
 
 [Note: one layer ahead] While a layer runs, the shard of the next layer is copied to a buffer. The all-gather of the
-next layer reads this buffer. A thread reads shards that are in a file, and bypasses the page cache. Shards in pinned
-host memory are copied while the device computes (copy_streams.py). The update's writes complete before the next step
-begins, so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857,
-sections 5.1.2 and 6.2 (the prefetcher).
+next layer reads this buffer. A thread reads shards from the file, bypassing the page cache. Shards in pinned host
+memory are copied while the device computes (copy_streams.py). The update's writes complete before the next step begins,
+so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections
+5.1.2 and 6.2 (the prefetcher).
 
-[Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later gradients are copied to
-a pinned buffer, and a thread adds them to the sum in the dtype of gradients. Each addition rounds once, as on the
-device. So the sum is bitwise equal to the sum on the device. At most MAX_INFLIGHT_REDUCE parameter groups per rank have
-gradients in flight. The device frees gradients once they are copied. Source: Ren et al., ZeRO-Offload, arXiv
-2101.06840, section 4.1.
+[Note: added on the host] The gradients of the first micro-batch are copied into the buffer of the sum. Later gradients
+are copied to a pinned buffer, and a thread adds them to the sum in the dtype of gradients. Each addition rounds once,
+as on the device. So the sum is bit for bit equal to a sum on the device. At most MAX_INFLIGHT_REDUCE parameter groups
+per rank have gradients in flight. The device frees gradients once they are copied. Source: Ren et al., ZeRO-Offload,
+arXiv 2101.06840, section 4.1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.spec.layout import OffloadSplit
 
 
 class NvmeShard:
-    """A weight shard in the swap file, from byte `start` on. `values`: the initial weights, a flat tensor."""
+    """A weight shard in the swap file, starting at byte `start`. `values`: the initial weights, a flat tensor."""
 
     def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
         assert swapper.swap_file is not None
@@ -74,7 +74,7 @@ class NvmeShard:
         return pages[: self.bytes()].view(self.dtype)
 
     def acquire(self) -> torch.Tensor:
-        """Returns the weights on the device, after a wait. The caller calls `release` after use."""
+        """Waits for the weights and returns them on the device. The caller must call `release` after use."""
         self.prefetch()
         assert self._reading is not None
         pages, reading = self._reading
@@ -117,7 +117,8 @@ class CpuShard:
             self._copy = self.swapper.copy_streams.copy(self._on_device, self._values)
 
     def acquire(self) -> torch.Tensor:
-        """Returns the weights on the device. The caller calls `release` after use."""
+        """Makes the compute stream wait for the weights, and returns them on the device. The caller must call `release`
+        after use."""
         self.prefetch()
         assert self._on_device is not None
         self.swapper.timed_wait(self._copy.make_compute_wait)
@@ -156,7 +157,8 @@ class SplitShard:
         return resident + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
 
     def acquire(self) -> list[torch.Tensor]:
-        """Returns all non-empty parts on the device, in order. The caller calls `release` after use."""
+        """Fetches all non-empty parts and returns them on the device, in order. The caller must call `release` after
+        use."""
         return [part for part in (self.resident, *(shard.acquire() for shard in self.shards)) if len(part)]
 
     def release(self) -> None:
@@ -172,8 +174,8 @@ class SplitShard:
 def split_shard(
     swapper: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
 ) -> SplitShard | None:
-    """Divides the weight shard `values` into `parts`, and offloads the parts with `weights_wait`: to files if `files`,
-    otherwise to host memory. Returns None if no part is offloaded."""
+    """Divides the weight shard `values` into `parts`, and offloads the parts with `weights_wait`. Returns None if no
+    part is offloaded. `files`: whether to offload to files instead of host memory."""
     resident = next((part.start for part in parts if part.weights_wait), len(values))
     if resident == len(values):
         return None
@@ -185,8 +187,8 @@ def split_shard(
 
 
 class CpuGradBuffer:
-    """The gradients of a parameter group's shard, summed in host memory ([Note: added on the host]). `values` is
-    complete after `wait`."""
+    """The gradients of a parameter group's shard, summed in host memory ([Note: added on the host]). After `wait`,
+    `values` contains the complete sum."""
 
     def __init__(self, swapper: StateSwapper, numel: int, dtype: torch.dtype) -> None:
         self.swapper = swapper
@@ -194,8 +196,8 @@ class CpuGradBuffer:
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
-        """Starts to add the gradients of one micro-batch. If it is the `first` of a step, they overwrite the sum of the
-        previous step."""
+        """Starts to add the gradients of one micro-batch. `first`: whether this micro-batch is the first of a step, so
+        that its gradients overwrite the sum of the previous step."""
         self.wait()
         pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)
@@ -219,8 +221,8 @@ class CpuGradBuffer:
                 self.swapper.release(pages)
 
     def all_reduce(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
-        """Sums the gradients over the ranks of `group`, in a temporary copy on the device. `across` compresses the
-        traffic between hosts."""
+        """Sums the gradients over the ranks of `group`, in a temporary copy on the device. `across`: the reducer that
+        compresses the traffic between hosts, or None."""
         if group is None:
             return
         self.wait()

@@ -8,13 +8,13 @@ a checkpoint, `map` maps the file into memory.
 Reads and writes use threads instead of io_uring, whose Python package allocates memory that is not page-aligned
 (docs/log/offload.md). Two threads saturate the disk.
 
-Guarantees: the file has no name, so no file remains after a crash. Space is allocated before it is written. So a full
-disk is an error in the first step and never loses an update.
+Guarantees: the file has no name, so no file remains after a crash. Disk space is allocated before it is written. So a
+full disk raises an error in the first step, and never interrupts a later update.
 
 `ActivationStore` stores the saved activations of a rank's blocks in a `SwapFile`. It has an extent allocator, and
 threads that write and read. An extent is freed when backward no longer needs its contents. So the file is as large as
-the peak of stored activations. Extents are whole pages. Adjacent free extents are merged, because sizes may differ
-between micro-batches (experts).
+the peak of stored activations. Extents are whole pages. Adjacent free extents are merged, because with experts the
+sizes of activations differ between micro-batches.
 
 [Note: who frees] An I/O thread drops its references before it reports completion. So the thread that allocated the
 memory also frees it. This is necessary because the memory profiler of a step records only that thread.
@@ -50,7 +50,7 @@ PAGE_BYTES = 1 << 12
 
 
 class OffloadFailed(MeshwrightError):
-    """Offloaded data can no longer be read or written. The training run ends, and its last checkpoint is valid."""
+    """Offloaded data can no longer be read or written. The training run ends; its last checkpoint remains valid."""
 
 
 def round_up_to_pages(size: int) -> int:
@@ -267,7 +267,7 @@ class ActivationStore:
         return self._allocator
 
     def allocate(self, size: int) -> int:
-        """Returns the start of an extent of at least `size` bytes. Raises as `SwapFile.extend` does."""
+        """Returns the start of an extent of at least `size` bytes. Raises the errors of `SwapFile.extend`."""
         start = self.allocator.allocate(round_up_to_pages(size))
         return self.swap_file.extend(size) if start is None else start
 
@@ -276,7 +276,8 @@ class ActivationStore:
         self._freed.append((start, round_up_to_pages(size)))
 
     def new_buffer(self, size: int) -> torch.Tensor:
-        """Returns `size` bytes of page-aligned host memory. No other tensor uses the end of the last page."""
+        """Returns `size` bytes of page-aligned host memory. No other tensor uses the rest of the last page, so callers
+        may read and write whole pages."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
         # The buffer comes from torch's allocator, which counts and reuses its memory.

@@ -4,15 +4,15 @@ The updater (optim/updater.py) calls it.
 [Note: windows] The shard of a parameter group is cut into chunks of CHUNK_ELEMENTS. Each chunk consists of complete
 parameters of the optimizer, so an update with offload is bit for bit equal to an update without offload. A chunk is
 fetched into a buffer, updated in the buffer, and stored. Meanwhile other threads fetch the next chunks and store the
-previous ones. Buffers for at most SWAP_BUFFERS offloaded chunks are in memory, for any number of states. Chunks whose
-states are not offloaded have separate buffers.
+previous chunks. At most SWAP_BUFFERS offloaded chunks have buffers at the same time, however many states are offloaded.
+Chunks whose states are not offloaded have separate buffers.
 
-[Note: two offload ratios] Of each shard, the last elements are offloaded. One ratio applies to weights and one to
-states (spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is distributed as
-evenly as the layers. Both ranges count from the end, so the states of offloaded weights are offloaded first. The reason
-is that such weights are updated on the host, and nothing is copied to the device. Resident states are updated in chunks
-on the device, without fetching or storing. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.2
-(overlap-centric design) and 6.3 (the infinity offload engine).
+[Note: two offload ratios] The last elements of each shard are offloaded. One ratio applies to weights and one to states
+(spec/layout.py, which the planner uses too). All layers have the same ratios, so traffic is distributed as evenly as
+the layers. Both offloaded ranges stop at the end of the shard. So the elements whose states are offloaded are, first of
+all, those whose weights are offloaded: the host updates these, and copies nothing to the device. Resident states are
+updated in chunks on the device, without fetching or storing. Source: Rajbhandari et al., ZeRO-Infinity, arXiv
+2104.07857, sections 5.2 (overlap-centric design) and 6.3 (the infinity offload engine).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class SwapBuffer:
 
     @property
     def touched(self) -> int:
-        """The number of bytes of the buffer that are in use."""
+        """The number of bytes of the buffer that have been used."""
         return sum(self._touched.values())
 
     def set_store(self, future: Future[None]) -> None:
-        """Records `future`, which stores the contents of this buffer."""
+        """Records `future`, which completes when the contents of this buffer are stored."""
         self._storing = future
 
     def wait_stored(self) -> None:
@@ -82,8 +82,8 @@ class SwapBuffer:
 
 
 class SwapChunk(Protocol):
-    """Elements of a parameter group that are updated together. `index` gives the order of updates. `resident`: the
-    states are not offloaded."""
+    """Elements of a parameter group that are updated together. `index` gives the order of updates. `resident`: whether
+    the chunk needs no fetch, because its states are on the device."""
 
     index: int
     buffer: SwapBuffer
@@ -161,8 +161,8 @@ class StateSwapper:
         chunk.buffer.set_store(self._pool.submit(chunk.store))
 
     def prefetch(self, chunks: Sequence[SwapChunk]) -> None:
-        """Starts to fetch the first chunks of the next `run_pipelined`. `chunks`: all its chunks. Earlier stores of
-        these chunks must be complete."""
+        """Starts to fetch the first chunks of the next update. `chunks`: all chunks that this update passes to
+        `run_pipelined`. Earlier stores of these chunks must be complete."""
         self._fetch(deque(interleave(chunks)))
 
     @property
@@ -207,7 +207,7 @@ class StateSwapper:
         return self._pool.submit(function)
 
     def acquire(self, size: int) -> torch.Tensor:
-        """Returns a buffer of whole pages with at least `size` bytes. The caller calls `release` after use."""
+        """Returns a buffer of whole pages with at least `size` bytes. The caller must call `release` after use."""
         fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == round_up_to_pages(size)]
         pages, copy = self._idle.pop(fits[0]) if fits else (self._new_pages(round_up_to_pages(size)), COPY_DONE)
         self.timed_wait(copy.wait)
@@ -235,8 +235,8 @@ class StateSwapper:
 
 
 def interleave(chunks: Sequence[W]) -> list[W]:
-    """Returns the offloaded chunks in order of index, with the resident chunks distributed evenly among them. So
-    updates continue while the disk is busy."""
+    """Returns the offloaded chunks in order of index, with the resident chunks distributed evenly among them. So the
+    device updates resident chunks while the disk is busy."""
     places: list[tuple[float, W]] = []
     for resident in (True, False):
         same = sorted((chunk for chunk in chunks if chunk.resident == resident), key=lambda chunk: chunk.index)
