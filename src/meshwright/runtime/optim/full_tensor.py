@@ -1,20 +1,20 @@
-"""Updates the parameters that an optimizer needs as full tensors. Examples are Muon (Newton-Schulz of a matrix) and
-Adafactor (row and column factors, norms of a tensor). updater.py calls `FullTensorStep` once per step.
+"""Updates the parameters that an optimizer needs as full tensors, such as the matrices of Muon (Newton-Schulz) and the
+tensors of Adafactor (row and column factors, norms of a tensor). updater.py calls `FullTensorStep` once per step.
 
-[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. A tensor that tensor ranks split has one owner, which
-is given by a data-parallel shard and a tensor rank. All other tensors are owned by all tensor ranks of one shard, which
-update them identically. An owner need not store a slice of the tensor. The tensors are assigned in order of decreasing
+[Note: owners] ZeRO 1 to 3 and tensor parallelism slice tensors. A tensor that tensor ranks split has one owner: one
+tensor rank of one data-parallel shard. Any other tensor is owned by all tensor ranks of one data-parallel shard, which
+update it identically. An owner need not store a slice of the tensor. The tensors are assigned in order of decreasing
 size, each to the ranks that own the fewest elements so far. Every rank computes the same assignment. Once per step each
 rank sends its slices of gradients and weights to the owners. An owner runs torch's optimizer on its full tensors, and
-sends slices of the result back. Only owners store optimizer states of a tensor. If no tensor is sliced (ZeRO 0 without
-tensor parallelism), each rank updates its tensors in place and sends no messages. Data-parallel replicas of a shard
-repeat the computation.
+sends slices of the result back. Only the owners of a tensor store its optimizer states. If no tensor is sliced (ZeRO 0
+without tensor parallelism), each rank updates its tensors in place and sends no messages. Data-parallel replicas of a
+shard repeat the computation.
 
 Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
 2.3, for full matrices.
 
-Guarantees: results equal those of one device, because the optimizer gets the full tensors and computes sums in the
-order of one device.
+Guarantees: results equal those of one device, because the optimizer gets the full tensors and adds their elements in
+the same order as on one device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def split(self) -> bool:
-        """Returns whether the tensor is split over tensor ranks."""
+        """Whether the tensor is split over tensor ranks."""
         return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class OwnerRank(NamedTuple):
 
 def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
     """Returns the owner of each tensor by name ([Note: owners]). `shards` is the number of data-parallel shards,
-    `ranks` the number of tensor ranks. All tensor ranks of a shard own a tensor that is not split.
+    `ranks` the number of tensor ranks. A tensor that is not split is owned by all tensor ranks of its owner's shard.
 
     >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
     >>> assign_owners(parts, 2, 1)
@@ -96,7 +96,7 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
 
 class FullTensorStep:
     """Updates the full tensors of one flat parameter group. `parameters` are the tensors of the group that this rank
-    owns. The optimizer gets these parameters, which have storage only during their update."""
+    owns, in the form in which the optimizer gets them. They have storage only during their update."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class FullTensorStep:
         self.tensor_group = sharing.tensor_group
         self.tensor_rank = 0 if self.tensor_group is None else self.tensor_group.index
         self.local_layouts = [part for part in self.layouts if owners[part.name].shard == self.shard]
-        """The tensors whose owner is in this data-parallel shard. `gather` assembles this tensor rank's slice of these
-        tensors, before it exchanges slices with other tensor ranks."""
+        """The tensors that are owned by ranks of this data-parallel shard. `gather` first assembles this tensor rank's
+        slices of these tensors, and then exchanges slices with other tensor ranks."""
         self.owned = [
             part for part in self.local_layouts if not part.split or owners[part.name].tensor == self.tensor_rank
         ]
@@ -126,7 +126,7 @@ class FullTensorStep:
             FullParam(self._placeholder.expand(part.shape), part.name, in_block[part.name]) for part in self.owned
         ]
         self.skipped: Collection[str] = ()
-        """Names of the tensors that the optimizer skips in the next update, because they have no gradient."""
+        """Names of the tensors that the next update skips, because they have no gradient."""
 
     def skip(self, names: Collection[str]) -> None:
         """Makes the next update skip the tensors `names`."""
@@ -165,8 +165,8 @@ class FullTensorStep:
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """Creates optimizer states by a step on zeros, except for the `stateless` tensors. The caller overwrites the
-        values of the states with those of a checkpoint."""
+        """Creates optimizer states by a step with weights and gradients of zero, except for the `stateless` tensors.
+        The caller then overwrites the states with those of a checkpoint."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -178,8 +178,8 @@ class FullTensorStep:
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns by name the full tensors that this rank owns, assembled from the shards of all ranks. `run` is this
-        rank's shard, (elements, columns). Each result has the shape of its tensor plus a last dimension of
-        `columns`."""
+        rank's shard, (elements, columns), with one column for each kind of value (weights, gradients). Each result has
+        the shape of its tensor plus a last dimension of `columns`."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
@@ -208,17 +208,19 @@ class FullTensorStep:
             received = received[last - first :]
 
     def _outgoing(self) -> list[tuple[int, TensorLayout]]:
-        """Returns the owning shard and the tensor of each slice, in the order in which this rank sends the slices."""
+        """Returns (index of the owner's shard, tensor) of each slice that this rank sends, in the order of sending."""
         return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
-        """Returns the range of elements that shard `i` stores, counted within this tensor rank's slice of `part`."""
+        """Returns the range of the elements of `part` that shard `i` stores. Indices count from the start of this
+        tensor rank's slice of `part`."""
         numel = part.numel(self.tensor_rank)
         first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
         return first, last
 
     def _range(self, part: TensorLayout) -> IndexRange:
-        """Returns the range of elements of `part` that this shard stores, counted within the group's flat buffer."""
+        """Returns the range of the elements of `part` that this shard stores. Indices count from the start of the
+        group's flat buffer."""
         first, last = self._overlap(self.shard, part)
         return part.offset + first, part.offset + last
 
@@ -296,20 +298,20 @@ def _exchange_shards(
     group: CommGroup | None,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the slices that all ranks send to this rank, concatenated in order of the sending rank. `parts` are the
-    slices to send, in order of the receiving rank. `rows[i][j]` is the number of elements that rank i sends to rank j.
-    If `parts` is empty, `like` defines dtype and device of the result."""
+    """Sends the slices `parts`, which are in order of the receiving rank. Returns the slices that all ranks send to
+    this rank, concatenated in order of the sending rank. `rows[i][j]` is the number of elements that rank i sends to
+    rank j. If `parts` is empty, `like` defines dtype and device of the result."""
     if parts:
         sent = torch.cat(list(parts))
     else:
-        assert like is not None, "a rank without parts needs the dtype of what it receives"
+        assert like is not None, "a rank that sends nothing needs the dtype of the received slices"
         sent = like.new_empty(0, 1)
     return sent if group is None else exchange_rows(sent, rows, group)
 
 
 class FullTensorNeeds(NamedTuple):
-    """Names the parameters that an optimizer needs as full tensors (`names`). For every trained parameter, `in_block`
-    is True if the parameter is in a block, and `groups` is the index of its optimizer group."""
+    """`names`: the parameters that an optimizer needs as full tensors. `in_block` maps every trained parameter to
+    whether it is in a block. `groups` maps it to the index of its optimizer group."""
 
     names: frozenset[str]
     in_block: Mapping[str, bool]
@@ -330,13 +332,13 @@ NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 def make_full_tensor_steps(
     trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds
 ) -> dict[int, FullTensorStep]:
-    """Returns the `FullTensorStep` of each flat parameter group in `trained` whose tensors the optimizer needs in full,
-    by the `id` of the group. The optimizer needs either all tensors of a flat group in full, or none."""
+    """Returns a `FullTensorStep` for each flat parameter group in `trained` whose tensors the optimizer needs in full.
+    The keys are the `id` of the group. The optimizer needs either all tensors of a flat group in full, or none."""
     steps: dict[int, FullTensorStep] = {}
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
     for unit in trained:
         if needs.names & unit.parameters.keys():
-            assert needs.names >= unit.parameters.keys(), "a unit holds tensors of both kinds"
+            assert needs.names >= unit.parameters.keys(), "only some tensors of a flat group are needed in full"
             parts.setdefault(id(unit.placement), []).append(
                 (unit, [_tensor_layout(shards.params[name], unit, name) for name in unit.layout.offsets])
             )

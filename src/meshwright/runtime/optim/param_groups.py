@@ -1,19 +1,20 @@
-"""Builds the optimizer of sharded parameters with the script's groups, and runs optimizer steps over some parameters at
-a time. The build and the trainer use `ParamGroups`. updater.py and rule_probe.py use `SubsetStep`.
+"""Builds the optimizer of sharded parameters with the script's groups, and runs optimizer steps over a few parameters
+at a time. The build and the trainer use `ParamGroups`. updater.py and rule_probe.py use `SubsetStep`.
 
 A script assigns full tensors to groups: by name, by number of dimensions, or from the model's own parameters. But the
 optimizer updates flat segments of the shards, or full tensors that this rank owns. So the factory (the script's
 function that creates the optimizer) is called twice. Before sharding, the factory gets meta tensors with the names and
 shapes of the trained parameters, and may also use the model's own parameters. The group of each name is recorded, and
 the parameters are removed from the resulting optimizer. After sharding, the factory gets the flat segments, which end
-where the group changes. If this second call fails or assigns segments to other groups, the optimizer of the first call
-gets the segments as parameters. Before its first step an optimizer may get new parameters, because until then torch's
-optimizers depend only on their groups.
+where the group changes. If this second call fails or assigns segments to groups other than the recorded ones, the
+optimizer of the first call gets the segments as parameters. An optimizer may get new parameters before its first step,
+because until then torch's optimizers depend only on their groups.
 
 `SubsetStep` runs an optimizer over a few parameters at a time, as if each partial step were the only step of the
 update. Partial steps are used for groups that are temporarily upcast, for new states, and for offloaded states. So the
 update needs extra memory for only one chunk of a shard. Scalars of a group or of the optimizer, such as a step count,
-have their old values in every partial step. After the update they have the values from the group's last partial step.
+have their values from before the update in every partial step. After the update they have the values from the group's
+last partial step.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParam(nn.Parameter):
-    """A full tensor that is passed to an optimizer. `path`: name of the tensor in the model. `is_matrix`: it has two or
-    more dimensions. `in_block`: it belongs to a repeated block. Matrices outside of blocks are embeddings and heads."""
+    """A full tensor that is passed to an optimizer. `path`: its name in the model. `is_matrix`: whether it has two or
+    more dimensions. `in_block`: whether it belongs to a repeated block. Matrices outside of blocks are embeddings and
+    heads."""
 
     path: str
     is_matrix: bool
@@ -63,7 +65,7 @@ class ParamGroups:
 
         Raises:
             InputError: no parameter is trained; the factory fails; the optimizer has a tensor that is not a parameter
-                of the model; or it lacks a trained parameter. It may have frozen parameters of the model.
+                of the model; or the optimizer lacks a trained parameter. (It may have frozen parameters.)
         """
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
@@ -105,11 +107,10 @@ class ParamGroups:
 
     @property
     def is_custom(self) -> bool:
-        """Returns whether the update rule may differ from torch's. This holds if the class of the optimizer or of a
-        nested optimizer is neither torch's nor Meshwright's, if hooks run around its step, or if its step is
-        replaced."""
+        """Whether the update rule may differ from torch's. It may if the class of the optimizer or of a nested
+        optimizer is neither torch's nor Meshwright's, if hooks run around its step, or if its step is replaced."""
         made = self._template
-        assert made is not None, "asked before the optimizer is made of parts"
+        assert made is not None, "`is_custom` must be read before `build_optimizer`"
         hooked = any(
             each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each)
             for each in nested_optimizers(made)
@@ -122,7 +123,7 @@ class ParamGroups:
         self, parts: Sequence[ShardParam | FullParam], for_probe: bool = False
     ) -> torch.optim.Optimizer:
         """Returns an optimizer with the parameters `parts`, each in the group of the tensor named by its `path`.
-        `for_probe`: the optimizer is temporary. Otherwise call this method only once."""
+        `for_probe`: whether the optimizer is temporary. With False, call this method only once."""
         direct: torch.optim.Optimizer | None = None
         if not self._uses_model_params:
             try:
@@ -132,7 +133,7 @@ class ParamGroups:
             if direct is not None and self._matches(direct, parts):
                 return direct
         made = self._make_new() if for_probe else self._template
-        assert made is not None, "an optimizer is trained with once"
+        assert made is not None, "`build_optimizer` was called twice for training"
         if not for_probe:
             self._template = None
         for number, group in enumerate(made.param_groups):
@@ -187,8 +188,8 @@ class ParamGroups:
 
 
 def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Removes the parameters from the optimizer `made`, because references to them keep the unsharded model in
-    memory."""
+    """Removes the parameters from the optimizer `made` and returns it. References to the parameters would keep the
+    unsharded model in memory."""
     for group in made.param_groups:
         group["params"] = []
         group.pop("param_names", None)
@@ -226,8 +227,8 @@ class SubsetStep:
         self._set_scalars(self._before)
 
     def record(self) -> None:
-        """Records the scalars after a partial step: those of the optimizer, of groups with selected parameters, and of
-        groups without any parameters on this rank."""
+        """Records the scalars after a partial step: the scalars of the optimizer, of groups with selected parameters,
+        and of groups without any parameters on this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)
@@ -246,8 +247,9 @@ class SubsetStep:
             holder.update(values)
 
     def step(self, runs: Sequence[ShardParam]) -> None:
-        """Updates those of `runs` that are not skipped. Parameters that all earlier updates have skipped get a separate
-        partial step, because fused kernels need states of all parameters or of none."""
+        """Updates those of `runs` that are not skipped. Parameters that all earlier updates have skipped have no states
+        yet. They get a separate partial step, because in one step fused kernels need states of all parameters or of
+        none."""
         new, others = (
             [run for run in runs if run.needs_new_state],
             [run for run in runs if not (run.needs_new_state or run.skipped)],
@@ -269,8 +271,8 @@ class SubsetStep:
 
 @contextmanager
 def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
-    """Yields a `SubsetStep` of `optimizer`. Until it is called for the first time, and again on exit, the optimizer has
-    all of its parameters."""
+    """Yields a `SubsetStep` of `optimizer`. The optimizer has all of its parameters until the `SubsetStep` is first
+    called, and has them again on exit."""
     few = SubsetStep(optimizer)
     try:
         yield few

@@ -3,30 +3,31 @@ optimizer on small tensors. The build runs this probe before it shards the model
 
 An optimizer is **elementwise** if its update of an element depends only on this element (AdamW, SGD). Such an optimizer
 can update any segment of a flat buffer. An optimizer is **by tensor** if the update of an element depends on the whole
-tensor of the element. Examples are Muon's matrices, and Adafactor's factors and norms. An optimizer that is by tensor
-gets full tensors. Matrices of blocks and all other tensors are tested separately. For example, Muon combined with AdamW
-is by tensor only for matrices of blocks. Any other optimizer (a norm over all tensors, a closure) is refused, because
-its updates of a shard would be wrong without an error.
+tensor of the element, as in Muon and Adafactor. Such an optimizer gets full tensors. Matrices of blocks and all other
+tensors are tested separately. For example, Muon combined with AdamW is by tensor only for matrices of blocks. Any other
+optimizer (one with a norm over all tensors, or one that needs a closure) is refused. Otherwise its updates of a shard
+would be wrong, and no error would show this.
 
 The probe runs two steps in float64 from equal values in three ways: on full tensors, on flat tensors that are each cut
-into two segments, and with a separate optimizer for each tensor. Each optimizer group (param_groups.py) has probe
-tensors of the kinds and numbers of dimensions that it has in the model.
+into two segments, and with a separate optimizer for each tensor. Each optimizer group (param_groups.py) gets probe
+tensors of the same kinds and numbers of dimensions as its tensors in the model.
 
-[Note: custom rules] An update rule that is not torch's may depend on the size of a tensor (factors from 128 rows on) or
-of a gradient (a clipped norm). It may also depend on the number of steps (a start without preconditioner). So two more
-tests run for such a rule: many steps with small and large gradients, and tensors as large as the model's, up to
-MAX_PROBE_ELEMENTS. In these tests each tensor or segment is updated in a separate call of `step`. Full tensors are zero
-when the optimizer is created, as in training. An effect that begins only after MAX_PROBE_STEPS steps or in larger
-tensors is not detected.
+[Note: custom rules] An update rule that is not torch's may depend on the size of a tensor (for example, factors only
+from 128 rows on) or of a gradient (a clipped norm). It may also depend on the number of steps (first steps without
+preconditioner). So two more tests run for such a rule: many steps with small and large gradients, and tensors as large
+as the model's, up to MAX_PROBE_ELEMENTS. In these tests each tensor or segment is updated in a separate call of `step`.
+Full tensors are zero when the optimizer is created, as in training. An effect that begins only after MAX_PROBE_STEPS
+steps, or only in tensors larger than MAX_PROBE_ELEMENTS, is not detected.
 
 [Note: fused on CPU] By default torch does not use its fused kernels. On a CPU, fused kernels read and write each
-element only once per update. For AdamW, 20 million elements took 12 ms with fused kernels in segments that stay in the
+element only once per update. AdamW took 12 ms for 20 million elements with fused kernels on segments that stay in the
 cache, and 31 ms with one loop per operation. If the script sets neither `fused` nor `foreach`, fused kernels are
-enabled. Their results equal those of the loop except for rounding. The elements after the last full SIMD vector of a
-segment round differently. Segments end at multiples of ALIGN_NUMEL, which every vector length divides. So each element
-rounds identically under every plan, and plans with exact sums (zero/exact_sum.py) use fused kernels too. On CUDA torch
-by default launches one kernel per operation for all parameters. For segments torch would loop over the parameters,
-because `ShardParam` is a subclass of Parameter. The fused kernel accepts such subclasses.
+enabled. Their results equal those of the loop except for rounding. A fused kernel rounds the elements after the last
+full SIMD vector of a segment differently from all others. Segments end at multiples of ALIGN_NUMEL, which every vector
+length divides, so there are no such elements. Each element therefore rounds identically under every plan, and plans
+with exact sums (zero/exact_sum.py) use fused kernels too. On CUDA torch by default launches one kernel per operation
+for all parameters. For segments torch would loop over the parameters, because `ShardParam` is a subclass of Parameter.
+The fused kernel accepts such subclasses.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from meshwright.spec.precision import Recipe
 from meshwright.spec.workload_constraints import UpdateProperties, update_violations
 
 RELATIVE_TOLERANCE = 1e-6
-"""Maximum norm of the difference of two results, relative to the norm of the change by the steps. If only the order of
-the operations differs, the results differ by rounding, which is less. Different rules differ by more."""
+"""Two results count as equal if the norm of their difference is at most this fraction of the norm of the change by the
+steps. The difference is smaller if only the order of operations differs, and larger if the update rules differ."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
 _PROBE_SHAPES = {
@@ -61,8 +62,8 @@ for vectors. Each kind has two shapes, because the update of one tensor may depe
 tensor has d dimensions, the probe tensor has the first d sizes of a shape."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""In a test of a custom rule: maximum number of steps, and a limit on the number of calls of `step`. For a model with
-many groups, the limit on calls reduces the number of steps, but not below 8."""
+"""Limits of a test of a custom rule: the number of steps, and the number of calls of `step`. For a model with many
+groups, the limit on calls reduces the number of steps, but not below 8."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
@@ -79,8 +80,8 @@ class ProbeTensor(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """The update rule of an optimizer. `matrices`: it needs matrices of blocks as full tensors. `others`: it needs all
-    other tensors as full tensors."""
+    """The update rule of an optimizer. `matrices`: whether it needs matrices of blocks as full tensors. `others`:
+    whether it needs all other tensors as full tensors."""
 
     matrices: bool
     others: bool
@@ -146,7 +147,7 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
 
 
 def probe_update_rule(groups: ParamGroups) -> UpdateRule:
-    """Returns the update rule. Raises InputError if the rule is neither elementwise nor by tensor, or a step fails."""
+    """Returns the update rule. Raises InputError if it is neither elementwise nor by tensor, or if a step fails."""
     generator = torch.Generator().manual_seed(0)
     samples = _probe_tensors(groups)
     start, *steps = _random_tensors(samples, generator, 3)
@@ -194,8 +195,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
             cut, found = _run_probe(groups, samples, start, steps, flat)
         except Exception:  # an optimizer that needs full tensors may raise any error for segments
             continue
-        # A rule is rejected if the tensors that it updates as segments have different kinds of states, because all
-        # segments of a flat group must have the same kinds.
+        # The probe rejects a rule if the tensors that it updates as segments have different kinds of states, because
+        # all segments of a flat group must have the same kinds.
         if _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2:
             break
     else:
@@ -210,9 +211,9 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
 def _probe_foreign_rule(
     groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
 ) -> UpdateRule:
-    """Returns the first rule that passes the test of [Note: custom rules] and needs at least the full tensors of
-    `least`. The test compares separate updates of each of `samples` with the joint update of full tensors, over `steps`
-    steps. Raises InputError if no rule passes."""
+    """Returns the first rule that passes the test of [Note: custom rules] and needs at least the full tensors that
+    `least` needs. The test runs `steps` steps, and compares separate updates of each of `samples` with a joint update
+    of all of them as full tensors. Raises InputError if no rule passes."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:
@@ -301,10 +302,10 @@ def _run_probe(
     flat: Sequence[int] = (),
     one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """Returns the flat values of the tensors after the steps, and the names of the states of each. `start` has the
-    initial values, `steps` the gradients of each step. Tensors at the indices `flat` are passed as two segments each.
-    `one_by_one`: each segment or tensor is updated in a separate call of `step`, and full tensors are zero when the
-    optimizer is created."""
+    """Returns the flat values of the tensors after the steps, and the names of the states of each tensor. `start`
+    contains the initial values, and `steps` the gradients of each step. Tensors at the indices `flat` are passed as two
+    segments each. `one_by_one`: whether each segment or tensor is updated in a separate call of `step`, and full
+    tensors are zero when the optimizer is created."""
     values = [
         torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
     ]

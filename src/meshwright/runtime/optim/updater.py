@@ -3,15 +3,16 @@ training step.
 
 Usually one call of torch's optimizer updates all groups. A group is updated in chunks (`ShardChunk` in
 shard/optimizer_shard.py) if its gradients, weights or states are temporarily converted to the dtype of the update. It
-is also updated in chunks if the update creates states for tensors that all earlier updates have skipped. Offloaded
-states are always updated in chunks, with any elementwise optimizer of torch. optim/full_tensor.py updates full tensors.
+is also updated in chunks if the update creates states for tensors that all earlier updates have skipped. Groups with
+offloaded states are always updated in chunks, with any elementwise optimizer. optim/full_tensor.py updates full
+tensors.
 
 Parameters without a gradient on any rank (`GradReducer.unused`) are skipped, as torch does for a gradient of None
 ([Note: skipped parameters] in shard/optimizer_shard.py).
 
 [Note: first update] An optimizer creates the states of a parameter in the parameter's first update. The states are then
-copied into one tensor per kind of state. If all parameters were copied at once, the states would need twice their
-memory. So the first update always runs in chunks with torch's own optimizers, which count steps per parameter.
+copied into one tensor per kind of state. If the states of all parameters were copied at once, they would need twice
+their memory. So with torch's own optimizers, which count steps per parameter, the first update always runs in chunks.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Updater:
         return params or [ShardParam(torch.zeros(0), False)]
 
     def set_stateless(self, names: Iterable[str]) -> None:
-        """Sets the names of the parameters without states. The caller has created an optimizer or loaded its states."""
+        """Sets the names of the parameters without states. Called after an optimizer is created or its states are
+        loaded."""
         self.stateless = frozenset(names)
 
     def set_rounding_seed(self, shards: ShardTable, seed: int) -> None:
@@ -102,7 +104,7 @@ class Updater:
         self._has_updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
             pending.wait()
-        # After the step no rank may still be reading the weights, because user code may then write to the weights.
+        # When the step returns, user code may write to the weights, so no rank may still be reading them.
         if reducer.mesh.plan.zero in (1, 2):
             reducer.quiesce()
 
@@ -142,8 +144,8 @@ class Updater:
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Raises InputError if `names`, the tensors to skip, is not empty and an attribute of the optimizer other than its
-    groups contains parameters. A skipped tensor gets a new parameter in the groups, but the attribute would still
+    """Raises InputError if there are tensors to skip (`names`) and an attribute of the optimizer, other than its
+    groups, contains parameters. A skipped tensor gets a new parameter in the groups, but the attribute would still
     contain the old parameter."""
     for inner in nested_optimizers(optimizer) if names else ():
         for key, value in vars(inner).items():
@@ -248,8 +250,8 @@ OFFLOADED_TRIM_INTERVAL_CHUNKS = 16
 def apply_offloaded_update(
     swapper: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
 ) -> None:
-    """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may not be
-    stored yet."""
+    """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may still be
+    being stored."""
     swapper.copy_streams.wait_for_compute()  # copies read what the queued compute writes
     chunks = _offloaded_chunks(units)
     with step_subsets(optimizer) as subset_step:
@@ -270,15 +272,15 @@ def apply_offloaded_update(
 
 
 def prefetch_states(swapper: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
-    """Starts to fetch the first offloaded states during backward. An accelerator's gradients are copied to the host
-    later, when they are complete."""
+    """Starts to fetch the first offloaded states during backward. If gradients must be copied to the host, they are
+    copied later, when backward has completed them."""
     if not swapper.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
         swapper.prefetch(_offloaded_chunks(units, complete=False))
 
 
 def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) -> list[OffloadedChunk]:
-    """Returns the chunks of all `units`. Sets the gradients of the chunks if backward has completed them
-    (`complete`)."""
+    """Returns the chunks of all `units`. `complete`: whether backward has completed the gradients. If so, sets the
+    gradients of the chunks."""
     chunks: list[OffloadedChunk] = []
     for unit in units:
         assert isinstance(unit.optim_shard, OffloadedShard)
@@ -291,7 +293,7 @@ def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) ->
 
 
 def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
-    """Yields the global indices of the elements of `unit` that this rank updates, one `GlobalIndex` for each tensor."""
+    """Yields the global indices of the elements of `unit` that this rank updates: one `GlobalIndex` for each tensor."""
     for name, offset in unit.layout.offsets.items():
         start = max(offset, unit.shard_range.start)
         stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)
