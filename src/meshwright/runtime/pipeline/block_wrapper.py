@@ -12,26 +12,26 @@ A wrapper also gathers weights (ZeRO 3), recomputes its block, and splits and jo
 
 [Note: end of backward] Backward runs the operations of the forward in reverse order. On entry a wrapper creates a
 separate view of the block's input. When autograd has computed the gradient of this view, all gradients of the block's
-parameters are complete. A parameter that has no gradient then, such as that of an expert without tokens, gets none in
-this pass. These two rules hold only for the first call of a block in a pass, and for parameters that no other module
-reads.
+parameters are complete. A parameter that has no gradient at this point, such as that of an expert without tokens, gets
+none in this pass. Both statements hold only for the first call of a block in a pass, and for parameters that no other
+module reads.
 
 `BoundarySpec` lists the tensors that cross a stage boundary: the arguments of the next stage's first block that depend
 on parameters.
 
-In most models only the hidden state depends on parameters. Other models also send further tensors: an encoder's output
+In most models the only such argument is the hidden state. Other models also send further tensors: an encoder's output
 for all blocks of a decoder, a position bias that the first block computes, or the embeddings of a second text.
 
 [Note: boundary tensors] The analysis runs the model once and records which arguments of every block depend on
 parameters (analysis/dataflow_recorder.py). A stage ends at the entry of the next stage's first block, and sends exactly
-those arguments of this block. In backward, their gradients return to the sending stage.
+the arguments of this block that depend on parameters. In backward, their gradients return to the sending stage.
 
 A model may have several stacks of blocks, such as an encoder and a decoder. The first block of a later stack may need
 tensors that are computed before all blocks, such as the embeddings of the decoder. The first pipeline stage therefore
 continues the forward up to that block, and also sends these tensors. In the forward of a later stage, the arguments of
-the block are only placeholders: outputs of layers on other stages, or None. The stage replaces the placeholders by the
-received tensors. If a stage forwards a received tensor to the next stage, the tensor is a leaf of the stage's graph. So
-in backward the gradients of all stages add up.
+that block are only placeholders: outputs of layers on other stages, or None. The stage replaces the placeholders by the
+received tensors. If a stage passes a received tensor on to the next stage, the tensor is a leaf of the stage's graph.
+So in backward the gradients from all stages that use the tensor add up.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class BoundarySpec:
     """Describes the tensors that cross stage boundaries.
 
     A block argument is a leaf of the flattened (args, kwargs) of a block's forward, given by its position. `needs`: for
-    every block, the positions of the arguments that depend on parameters. `firsts`: the first block of each stack.
-    `early`: those arguments of the first block of a stack that do not depend on earlier stacks. `returns`: for every
-    block, the number of values that it returns; 0 for a bare tensor. `front`: names of the parameters outside of the
-    blocks that are used before all blocks. `between[k]`: names of the parameters that are used after stack k and before
-    the next stack.
+    every block, the positions of the arguments that depend on parameters. `firsts`: the index of the first block of
+    each stack. `early`: those arguments of these first blocks that do not depend on earlier stacks. `returns`: for
+    every block, the number of values in the returned tuple, or 0 if the block returns a single tensor. `front`: names
+    of the parameters outside of the blocks that are used before all blocks. `between[k]`: names of the parameters that
+    are used after stack k and before the next stack.
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -74,13 +74,13 @@ class BoundarySpec:
     front: frozenset[str]
     between: tuple[frozenset[str], ...]
     unsent: str = ""
-    """The path of a block with an argument that depends on parameters but cannot be sent (a mask or integers), or
-    ''."""
+    """The path of the first block that has an argument which depends on parameters but cannot be sent (a mask or
+    integers). '' if there is none."""
     overwritten: frozenset[BlockArgument] = frozenset()
     """Block arguments that the forward overwrites in place."""
 
     def message(self, block: int) -> tuple[BlockArgument, ...]:
-        """Returns the block arguments that a stage with the first block `block` receives."""
+        """Returns the block arguments that a stage receives if its first block is `block`."""
         later = [
             (first, place)
             for first in self.firsts
@@ -96,20 +96,20 @@ class BoundarySpec:
 
     @property
     def is_over_stacks(self) -> bool:
-        """Returns whether the model has more than one stack of blocks."""
+        """Whether the model has more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
     def is_more(self) -> bool:
-        """Returns whether stages send tensors other than the hidden state."""
+        """Whether stages send more tensors than the hidden state."""
         return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
 
 
 @dataclass
 class BoundaryState:
     """The state of one forward of a stage with blocks [start, stop). `arrived`: the received tensors. `leaving`: the
-    tensors to send. `stand_ins`: by stack and argument position, the placeholder that this stage's forward computes,
-    and the received tensor that replaces the placeholder."""
+    tensors to send. `stand_ins` maps (stack, argument position) to the placeholder that this stage's forward computes,
+    and to the received tensor that replaces the placeholder."""
 
     spec: BoundarySpec
     start: int = 0
@@ -146,7 +146,7 @@ class BoundaryState:
 
     def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
         """Returns the tensors for the next stage when the forward reaches `block`, which is on another stage. Returns
-        None while some of them are missing, and always on the last stage."""
+        None if the forward must continue because some of these tensors are missing, and always on the last stage."""
         if block < self.stop or self.stop >= len(self.spec.needs):
             return None
         wanted = self.spec.message(self.stop)
@@ -155,8 +155,8 @@ class BoundaryState:
         return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
 
     def skipped(self, block: int, hidden: torch.Tensor) -> Any:
-        """Returns a placeholder for the output of `block`, which is on another stage. It has the form of the block's
-        output, with `hidden` as its first value and None for all others."""
+        """Returns a placeholder for the output of `block`, which is on another stage. The placeholder has the structure
+        of the block's output, with `hidden` as the first value and None for all other values."""
         return (hidden, *[None] * (self.spec.returns[block] - 1)) if self.spec.returns[block] else hidden
 
 
@@ -284,7 +284,7 @@ class MultiStageParameters:
     """For each parameter name: the modules that read the parameter, and the parameter's name in each of them."""
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
-        """Adds parameter objects for `stage`, by parameter name. `places` must have the modules that read these
+        """Adds parameter objects for `stage`, by parameter name. `places` must already list the modules that read these
         parameters."""
         self.copies.setdefault(stage, {}).update(copies)
 
@@ -307,10 +307,11 @@ class StageCursor:
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
     """The parameter objects of parameters that several stages of this rank compute with."""
     tried: bool = False
-    """Whether a dry run of the stages is in progress. If so, blocks of other stages return NaN
-    (preflight/step_checks.py)."""
+    """Whether a dry run of the stages is in progress (preflight/step_checks.py). In a dry run, blocks of other stages
+    return NaN."""
     recording: tuple[Any, bool] | None = None
-    """The saved-tensor hooks and the gradient mode at the start of the pass; None if the stage is the whole model."""
+    """The saved-tensor hooks and the gradient mode (`saved_tensor_state`) at the start of the pass; None if the stage
+    is the whole model."""
     passes: int = 0
     """Number of stage forwards that have begun."""
     entered: set[int] = field(default_factory=set)
@@ -337,8 +338,8 @@ class GatheredGroups:
     is_sole_user: bool = False
     """Whether no other module reads these weights."""
     is_tied: bool = False
-    """Whether another wrapper gathers these weights too. If so, the gradients of these weights are complete only long
-    after the backward of this module, so the wrapper reshards the weights itself."""
+    """Whether another wrapper gathers these weights too. If so, their gradients are complete only long after the
+    backward of this module. So this module's wrapper reshards the weights without waiting for the gradients."""
 
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -358,7 +359,7 @@ class BlockWrapper:
         before: HiddenFunction | None = None,
         after: HiddenFunction | None = None,
     ) -> None:
-        """`run` is the cursor that all wrappers of the rank share. `inner` computes the module; the default is the
+        """`run` is the cursor that all wrappers of the rank use. `inner` computes the module; the default is the
         module's forward. `before` and `after` replace the hidden state on entry and on exit."""
         self.inner = inner or module.forward
         self.moving = MutatedBuffers(module)
@@ -406,7 +407,8 @@ class BlockWrapper:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
-            # W actions and reductions need no weights. So the weights can be resharded when the module's backward ends.
+            # Usually the start of the reduction reshards the weights. Here it starts late or never. W actions and
+            # reductions need no weights, so the weights are resharded when the module's backward ends.
             if any(unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units):
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes

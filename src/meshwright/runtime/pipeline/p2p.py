@@ -1,14 +1,14 @@
 """Sends messages between pipeline ranks for runner.py: boundary tensors forward, and their gradients back.
 
 `P2P` sends through process groups. If the receiver cannot know the shape of a message yet, `P2P` sends a header with
-the shape first. Receives are posted before the messages are needed ([Note: order of receives]). `ShmP2P` is used by
+the shape first. Receives are posted before the messages are needed ([Note: order of receives]). `ShmP2P` connects
 pipeline ranks of one host. A message and its shape stay in the sender's shared memory until the receiver has copied
 them.
 
-[Note: order of receives] NCCL has no tags: the n-th send from a rank matches the n-th receive that is posted for this
-rank. But the receiver sometimes needs messages in a different order. For example, a gradient may be sent before a
-hidden state that the receiver needs earlier. So the receiver posts receives in the order of sending, up to the message
-that it needs. The schedule defines the order of sending.
+[Note: order of receives] NCCL has no tags: the n-th send of rank a to rank b matches the n-th receive that b posts for
+a. But b sometimes needs messages in an order that differs from the order of sending. For example, a gradient may be
+sent before a hidden state that b needs earlier. So b posts receives in the order of sending, up to the message that it
+needs. The schedule defines the order of sending.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MAX_TAGGED_MICRO_BATCHES = 4096
 """Maximum number of micro-batches for which messages of several tensors have separate tags."""
 
 ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
-"""For each sending pipeline rank: its messages to this rank, in the order of sending. The second value of a message is
-a shape key. Messages of the same kind, stage and part with equal shape keys have equal shapes."""
+"""Maps each sending pipeline rank to its messages to this rank, as pairs (`P2PKey`, shape key), in the order of
+sending. Messages of the same kind, stage and part with equal shape keys have equal shapes."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class P2PKey:
     stage: int
     micro_batch: int
     part: int = 0
-    """The index of the tensor in a message of several tensors."""
+    """The index of the tensor, if several tensors cross the stage boundary."""
 
     def tag(self, stages: int) -> int:
-        """Returns a number that is unique among the messages of a step."""
+        """Returns a number that identifies the message among all messages of a step. `stages`: the number of stages."""
         return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (
             self.kind == ActionKind.B
         )
@@ -59,9 +59,10 @@ class P2PKey:
 
 @dataclass
 class P2P:
-    """Sends and receives between pipeline ranks through process groups. `shapes` has the known shapes of received
-    messages, and `sent_shapes` the keys whose shape the receiver knows. `sending` are sends in progress. `posted` are
-    receives in progress. `lines` are the expected messages of each rank that are not posted yet."""
+    """Sends and receives between pipeline ranks through process groups. `shapes` maps (kind, stage, part, shape key) of
+    received messages to their shape and dtype. `sent_shapes` are those keys of sent messages for which the receiver
+    knows the shape. `sending` are the sends in progress, and `posted` the receives in progress. `lines` are the
+    expected messages of each rank for which no receive is posted yet."""
 
     mesh: ParallelContext
     shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -99,8 +100,9 @@ class P2P:
             self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Starts to receive `message` and all messages that pipeline rank `source` sends before it. Without
-        `wait_for_shape`, stops at the first message of unknown shape."""
+        """Starts to receive `message` and all messages that pipeline rank `source` sends before it. `wait_for_shape`:
+        whether to wait for the header of a message whose shape is unknown. If False, stops at the first such
+        message."""
         line = self.lines[source]
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
         while message not in self.posted:
@@ -141,7 +143,7 @@ def _is_sent(work: dist.Work | None) -> bool:
 
 
 RING_SLOTS = 128
-"""Maximum number of messages in one direction that the receiver has not copied yet."""
+"""Maximum number of sent messages in one direction that the receiver has not copied yet."""
 
 _POSTED_FIELD, _TAG_FIELD, _SEGMENT_FIELD, _FILE_FIELD, _DTYPE_FIELD, _NDIM_FIELD, _SHAPE_FIELD = range(7)
 _SLOT_FIELDS = 16
@@ -151,10 +153,11 @@ _TAKEN_OFFSET = P2P_FIRST_FIELD + 2 * RING_SLOTS * _SLOT_FIELDS
 class ShmP2P:
     """Sends messages through shared memory.
 
-    [Note: ring] Each rank has 64-bit fields in shared memory, which only this rank writes and all ranks read. Message n
-    in a direction (to the next or to the previous rank) uses slot n % RING_SLOTS of the sender's fields. After the
-    receiver has copied the message, the receiver writes n to its own field for this slot. Then the sender may reuse the
-    memory of the message. Before message n is sent, message n - RING_SLOTS must have been copied.
+    [Note: ring] Each rank has 64-bit fields in shared memory, which only this rank writes and all ranks read. Messages
+    in a direction (to the next or to the previous rank) are numbered. Message n uses slot n % RING_SLOTS of the
+    sender's fields. After the receiver has copied the message, the receiver writes n to its own field for this slot.
+    Then the sender may reuse the memory of the message. Before message n is sent, message n - RING_SLOTS must have been
+    copied.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -190,7 +193,7 @@ class ShmP2P:
         self.host.set_field(at + _POSTED_FIELD, number)
 
     def expect(self, lines: ExpectedMessages) -> None:
-        """Does nothing, because each message has a tag, so that the receiver need not know the order of sending."""
+        """Does nothing: each message has a tag, so the receiver need not know the order of sending."""
 
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
         """Does nothing, because a message can be read once it is sent."""
@@ -212,13 +215,13 @@ class ShmP2P:
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
         """Returns the direction of a message: 0 to the next pipeline rank, 1 to the previous rank. With two ranks the
-        next rank is also the previous rank, so `kind` decides."""
+        next rank is also the previous rank, so the direction is 0 for F and 1 for B messages."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
     def _hear(self, rank: int, way: int) -> None:
-        """Waits for the next message from global rank `rank` in direction `way`, and records where it is stored, by its
-        tag."""
+        """Waits for the next message from global rank `rank` in direction `way`, and records by its tag where the
+        message is stored."""
         number = self._heard[way] = self._heard[way] + 1
         at = self._place(way, number)
         self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
@@ -235,7 +238,7 @@ class ShmP2P:
 
     def _segment(self, size: int) -> ShmSegment:
         """Returns the smallest free segment with at least `size` bytes, or a new segment. The size of a new segment is
-        rounded up, so that messages of different lengths reuse few segments."""
+        rounded up, so that messages of slightly different lengths can reuse it."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)

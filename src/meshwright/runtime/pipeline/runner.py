@@ -2,10 +2,10 @@
 with one stage has the schedule [F0 B0 F1 B1 ...].
 
 An action is the forward (F), the backward (B) or the weight gradients (W) of a stage for one micro-batch. Messages
-(p2p.py) contain the hidden states and other boundary tensors, and their gradients in backward. No message is sent
-between two consecutive stages on one rank (at the turning point of a V schedule). Receives are posted one action ahead,
-so that a transfer overlaps with an action. If the schedule has W actions, the parameter groups queue the inputs of the
-weight gradients (runtime/weight_gradients.py), and the graph is freed after B.
+(p2p.py) contain the hidden states and other boundary tensors, and their gradients in backward. Two consecutive stages
+on one rank (at the turning point of a V schedule) exchange tensors without a message. Receives are posted one action
+ahead, so that a transfer overlaps with an action. If the schedule has W actions, the parameter groups queue the inputs
+of the weight gradients (runtime/weight_gradients.py), and the autograd graph is freed after B.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ StageTensors = tuple[torch.Tensor, ...]
 (block_wrapper.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""The tensors from which a backward starts: the loss, or the gradient edge of each sent tensor. A sent tensor that
-requires no gradient has None."""
+"""The tensors from which a backward starts: the loss, or the gradient edge of each sent tensor (None if the tensor
+requires no gradient)."""
 
 
 class RankSchedule(NamedTuple):
-    """The schedule of a rank: `order` are its actions, and `lines` are the messages that it receives from each pipeline
-    rank, in the order of sending."""
+    """The schedule of a rank. `order`: its actions. `lines`: pairs (pipeline rank, messages that this rank sends to the
+    rank of the schedule, in the order of sending)."""
 
     order: Sequence[Action]
     lines: Sequence[tuple[int, Sequence[P2PKey]]]
@@ -52,8 +52,8 @@ class ScheduleRunner:
 
     `forward(stage, batch, received)` returns the tensors for the next stage, or the sum of the losses on the last
     stage. `backward_done(action)` is called after each B and for each W. `parts(stage)` returns the number of tensors
-    that `stage` receives. `exact`: losses are rounded so that their sum is exact (zero/exact_sum.py). `own`
-    distinguishes the backward of the step from other calls of backward.
+    that `stage` receives. `exact`: whether losses are rounded so that their sum is exact (zero/exact_sum.py). `own`
+    distinguishes the backward of the step from backward calls of other code.
     """
 
     mesh: ParallelContext
@@ -101,8 +101,8 @@ class ScheduleRunner:
     def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
         """Runs all micro-batches, with backward of `scale` x loss. If `scale` is None, runs only forward.
 
-        Returns the sum of the losses of all micro-batches (float64 scalar) on a rank with the last stage, 0 on all
-        others.
+        Returns the sum of the losses of all micro-batches (float64 scalar) on a rank that runs the last stage, and 0 on
+        all other ranks.
         """
         order, lines = self._planned(len(batches), scale is None)
         keys = [_shape_key(batch) for batch in batches]
@@ -161,8 +161,9 @@ class ScheduleRunner:
         return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
     def _forwards(self, count: int) -> list[list[Action]]:
-        """Returns for each pipeline rank the forward actions of `count` micro-batches. The micro-batches run in rounds
-        of `pp`. In each round they pass through all stages of a rank, stage after stage."""
+        """Returns for each pipeline rank the forward actions of `count` micro-batches. A rank runs its first stage for
+        the first `pp` micro-batches, then its next stage for the same micro-batches, and so on. Then it continues with
+        the next `pp` micro-batches."""
         plan = self.mesh.plan
         return [
             [
@@ -177,8 +178,8 @@ class ScheduleRunner:
     # --- messages
 
     def _source(self, action: Action) -> tuple[P2PKey, int] | None:
-        """Returns the message that `action` needs, and the pipeline rank that sends it. Returns None if it needs no
-        message."""
+        """Returns the message that `action` needs, and the pipeline rank that sends the message. Returns None if
+        `action` needs no message."""
         plan = self.mesh.plan
         if action.kind is ActionKind.F and action.stage > 0:
             return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.stage_to_rank(action.stage - 1)
@@ -193,8 +194,8 @@ class ScheduleRunner:
                 self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
-        """Returns one key for each tensor of `message`. A B message contains the gradients of an F message, so both
-        have equally many tensors."""
+        """Returns one key for each tensor of `message`. A B message contains one gradient for each tensor of an F
+        message."""
         count = self.parts(message.stage + (message.kind is ActionKind.B))
         return [replace(message, part=part) for part in range(count)]
 
@@ -257,8 +258,8 @@ def _outgoing_key(action: Action) -> P2PKey:
 
 
 def _backward_roots(output: StageTensors) -> BackwardRoots:
-    """Returns the gradient edges of `output`. Backward needs only the edges, so the sent tensors can be freed
-    before."""
+    """Returns the gradient edges of `output`. Backward needs only the edges, so the sent tensors can be freed before
+    backward."""
     return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
 
 
