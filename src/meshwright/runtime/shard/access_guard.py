@@ -2,10 +2,11 @@
 parameter_access.py use the guards.
 
 Without a guard, a read would return garbage or crash the process, and a write would be lost. An inaccessible parameter
-returns its metadata (shape, dtype, device). Every other operation, except `repr`, raises InputError with one line. To
-deny access, the guard replaces the class of the object, as torch's `UninitializedParameter.materialize` does. So
-modules and user code need not replace their references. To allow access, the guard restores the original class.
-Gradient hooks may run while a parameter is inaccessible, so `grad` is part of the metadata.
+still returns its metadata (shape, dtype, device) and its `repr`. Every other operation raises an InputError with a
+one-line message. To deny access, the guard replaces the class of the parameter object, as torch's
+`UninitializedParameter.materialize` does. So references to the parameter in modules and user code stay valid. To allow
+access, the guard restores the original class. Gradient hooks may run while a parameter is inaccessible, so `grad` is
+part of the metadata.
 
 Cost: 0.13 us per parameter to deny access, and 0.13 us to allow access.
 """
@@ -78,21 +79,21 @@ METADATA_ATTRIBUTES = frozenset(
 """Properties and methods that neither read nor write values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Number of times that a guard without message is entered before it stops watching, because watching costs time. A loss
-that reads parameters does so in its first calls."""
+"""Number of runs of its `with` block in which a guard without message detects accesses. Detection costs time, and a
+loss that reads parameters already does so in its first calls."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
 """A function that returns the error message for a parameter, given its name and shape."""
 
 
 class InaccessibleTensor:
-    """Base class of the classes that inaccessible tensors have. `tensor_names` maps the `id` of each tensor to its
-    name."""
+    """Base class of the classes that tensors have while they are inaccessible. `tensor_names` maps the `id` of each
+    tensor to its name."""
 
     tensor_names: ClassVar[Mapping[int, str]] = {}
     used: ClassVar[Callable[[str, torch.Size], None]]
-    """Called at an access with the name and the shape of the tensor. Raises InputError, or makes the tensor
-    accessible."""
+    """Function that is called at an access with the name and the shape of the tensor. It raises InputError, or makes
+    the tensor accessible."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +157,7 @@ class AccessGuard:
 class ForwardAccessGuard:
     """Makes tensors inaccessible inside a `with` block, in which the loss runs. Skips tensors that are already
     inaccessible. With a `message`, an access raises InputError. Without a message, an access sets `is_used` and makes
-    all tensors accessible again. A guard without message watches only the first MAX_WATCHED_FORWARDS runs of the
+    all tensors accessible again, and the guard has an effect only in the first MAX_WATCHED_FORWARDS runs of the
     block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage | None) -> None:
@@ -201,7 +202,7 @@ def sharded_weight_message(plan: str) -> AccessErrorMessage:
 
 
 def read_by_loss_message(plan: str) -> AccessErrorMessage:
-    """Returns the message for weights that a user's loss reads although no rank stores all of them."""
+    """Returns the message for a user's loss that reads parameters although no rank stores all parameters in full."""
     return lambda name, shape: (
         f"plan {plan}: the loss reads the parameter {name} {tuple(shape)}, but under this plan no rank stores all "
         "parameters in full: "
@@ -210,7 +211,8 @@ def read_by_loss_message(plan: str) -> AccessErrorMessage:
 
 
 def stale_parameter_message(plan: str) -> AccessErrorMessage:
-    """Returns the message for parameters from before `parallelize` that no longer belong to the model."""
+    """Returns the message for parameters that user code took from the model before `parallelize`, and that no longer
+    belong to the model."""
     return lambda name, shape: (
         f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has replaced it "
         "by a shard or moved it to another pipeline stage: take it from `with trainer.full_parameters(write=...)`"

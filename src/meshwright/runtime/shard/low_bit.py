@@ -3,21 +3,22 @@
 
 With `bf16`, weights and states are stored as bfloat16 between two steps, after stochastic rounding. With `8bit`, only
 states are stored in fewer bits: one byte per element and one scale per block, with torchao's dynamic map. The update
-converts a few parameters at a time to float32. So any elementwise optimizer of torch can be used, because it gets only
-float32 tensors.
+converts a few parameters at a time to float32. So the optimizer gets only float32 tensors, and can be any elementwise
+optimizer of torch.
 
 Stochastic rounding of float32 to bfloat16 adds 16 random bits to the lower 16 bits, and then drops the lower 16 bits.
-So an element rounds away from zero with probability (dropped bits) / 2^16, and the expected value is exact. Infinities
-and NaN are unchanged.
+So an element rounds away from zero with probability (value of the lower 16 bits) / 2^16, and its expected value is
+unchanged. Infinities and NaN are not rounded.
 
 [Note: random bits of an element] The random bits are a hash of (seed, step, name of the tensor, index of the element in
 the full tensor). So an element rounds identically under every plan, on any rank and in any order, and no generator
 state is saved. The hash applies MurmurHash3's finalizer twice, to 32-bit words in int64. Products wrap to 32 bits.
 
-Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so no block is on two ranks.
-With ZeRO and pipelines the stored values are those of one device. Tensor parallelism cuts matrices across their rows,
-so a block contains other elements than on one device. Results therefore differ from those of one device by the rounding
-to 8 bits. Checkpoints store 8-bit states as float32. If loading quantises these values again, the bytes are the same.
+Blocks of 8-bit states are as long as the alignment of flat buffers ([Note: flat layout]), so each block is on one rank.
+With ZeRO and pipelines the stored values are those of one device. Tensor parallelism may cut the rows of matrices, so a
+block groups different elements than on one device, and has a different scale. Results therefore differ from those of
+one device by the rounding to 8 bits. Checkpoints store 8-bit states as float32. Loading quantises these values to the
+same bytes.
 
 Sources: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16
 Training, arXiv 2010.06192; Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's
@@ -56,11 +57,13 @@ ROUNDING_TILE_ELEMENTS = 1 << 18
 
 class GlobalIndex(NamedTuple):
     """Maps a segment of this rank's shard to elements of the full tensor `name`. The segment begins at offset `at` of
-    the shard. It contains `length` elements of the local tensor, from element `start` on.
+    the shard. It contains `length` elements of the local tensor (this rank's part of the full tensor), starting at
+    element `start`.
 
-    If `rows` is None, the local tensor is a contiguous range of the full tensor. Otherwise the local tensor has only
-    the indices `rows` along one dimension, which has `size` indices in the full tensor and `inner` elements per index.
-    `before` is the number of elements of the full tensor that belong to earlier expert ranks.
+    If `rows` is None, the local tensor is a contiguous range of the full tensor. Otherwise tensor ranks split one
+    dimension, and the local tensor has only the indices `rows` along it. In the full tensor this dimension has `size`
+    indices. `inner` is the product of the sizes of later dimensions. `before` is the number of elements of the full
+    tensor that belong to earlier expert ranks.
     """
 
     name: str
@@ -126,8 +129,8 @@ def slice_index(indices: Sequence[GlobalIndex], elements: slice) -> Iterator[Glo
 def stochastic_round_into(
     out: torch.Tensor, values: torch.Tensor, indices: Sequence[GlobalIndex], *key: object
 ) -> None:
-    """Rounds flat float32 `values` stochastically into flat bfloat16 `out`. Padding between tensors becomes zero. `key`
-    and the names of the tensors select the random bits."""
+    """Rounds flat float32 `values` stochastically into flat bfloat16 `out`. Padding between tensors becomes zero. The
+    random bits depend on `key` and on the name and index in `indices`."""
     longest = ROUNDING_TILE_ELEMENTS if backend_of(values.device).memory_is_host else max(values.numel(), 1)
     out.zero_()
     for index in indices:
@@ -141,16 +144,17 @@ def stochastic_round_into(
 
 
 MIN_SCALE = 1e-30
-"""Scales of a magnitude below this value are replaced by 1, because their products with codes would not be exact."""
+"""Scales whose magnitude is below this value are replaced by 1, because products of such a scale with the values of the
+map would not be exact."""
 
 
 class Int8State:
-    """Stores a flat float32 tensor in 8 bits per element. If `signed` is False, no element may be negative.
+    """Stores a flat float32 tensor in 8 bits per element. `signed`: whether elements may be negative.
 
     [Note: eight bits] The scale of a block is the element with the largest magnitude, including the sign of the
     element. So this element is stored as the code of 1, and quantising the dequantised values again gives the same
-    bytes. torchao's own scale is a magnitude. With such a scale the bytes could change, because torchao's map has no
-    -1.
+    bytes. torchao's own scale is the magnitude, without the sign. With that scale a negative largest element would have
+    to be stored as -1, which torchao's map does not contain, and the bytes could change.
     """
 
     def __init__(self, numel: int, device: torch.device, signed: bool) -> None:
@@ -161,8 +165,8 @@ class Int8State:
         self.scales = torch.ones(numel // BLOCK, device=device)
 
     def _tiles(self, elements: slice) -> Iterator[tuple[slice, slice, slice]]:
-        """Yields tiles of `elements` that fit into the cache, as three slices: of the stored elements, of positions
-        relative to the start of `elements`, and of the scales."""
+        """Yields tiles of `elements` that fit into the cache. Each tile is given by three slices: of the stored
+        elements, of the positions relative to the start of `elements`, and of the scales."""
         longest = (
             ROUNDING_TILE_ELEMENTS if backend_of(self.codes.device).memory_is_host else max(self.codes.numel(), BLOCK)
         )
@@ -216,8 +220,8 @@ def import_torchao() -> Any:
 
 
 class LowBitShard(OptimizerShard):
-    """Stores the states of a shard in fewer bits. If `stochastic`, states and weights are bfloat16; otherwise only
-    states, in 8 bits."""
+    """Stores the states of a shard in fewer bits. `stochastic`: whether states and weights are stored as bfloat16. If
+    False, only states are stored in fewer bits, namely 8."""
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[ParamRun], stochastic: bool) -> None:
         super().__init__(flat, runs)
@@ -236,7 +240,7 @@ class LowBitShard(OptimizerShard):
     # --- update of a chunk
 
     def upcast(self, optimizer: torch.optim.Optimizer, step: int, chunk: ShardChunk) -> None:
-        """Converts the states of the chunk, and weights that are stored as bfloat16, to float32 for the update. The
+        """Converts the states of the chunk to float32 for the update, and also weights that are stored as bfloat16. The
         stochastic rounding after the update depends on `step`."""
         self._step, runs = step, self.params[chunk.runs]
         self._exported = weakref.WeakValueDictionary()
@@ -297,8 +301,8 @@ class LowBitShard(OptimizerShard):
         """Does nothing, because each chunk stores its own states."""
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Returns the stored states by name. 8-bit states are returned as copies in a wider dtype. If the caller writes
-        to a copy and still references it, `commit_loaded_states` stores its values."""
+        """Returns the stored states by name. 8-bit states are returned as float32 copies. `commit_loaded_states` stores
+        the values that the caller has written to these copies, if the caller still references them."""
         if self.stochastic or self._states:
             return self._states
         values = self._values(self._full_range)

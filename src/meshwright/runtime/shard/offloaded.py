@@ -1,13 +1,13 @@
-"""Implements the optimizer shard of a parameter group with states, and possibly main weights, that are offloaded to CPU
-or NVMe. The updater passes its chunks to `StateSwapper` (offload/swapper.py).
+"""Implements the optimizer shard of a parameter group whose states, and possibly main weights, are offloaded to CPU or
+NVMe. The updater passes the chunks of the shard to `StateSwapper` (offload/swapper.py).
 
 A shard has up to three parts: a resident part, a part with offloaded states, and a part with offloaded states and
 weights (`spec/layout.py`). Each part consists of chunks. The optimizer's parameters and states are views of the memory
 of a chunk. With offload to CPU, this memory is the host memory that stores the states. With offload to NVMe, it is a
 swap buffer, which several chunks use in turn. The buffer contains the values of a chunk only during the update of this
-chunk. Saving and loading (`parts`, `state_parts`) map the file, and the next update unmaps the file. A part that is
-`on_device` has its states on the device. Such a part needs no swapping, unless its weights are in a file. If so, only
-the weights are swapped.
+chunk. Saving and loading (`parts`, `state_parts`) map the file into memory, and the next update removes the mapping. A
+part with `on_device` has its states on the device. Such a part needs no swapping, unless its weights are in a file. In
+that case only its weights are swapped.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 
 
 class FileExtent(NamedTuple):
-    """The start (byte offset) and the dtype of one kind of state in the swap file."""
+    """The start (byte offset) and the dtype of one kind of value, such as momentum, in the swap file."""
 
     start: int
     dtype: torch.dtype
 
 
 class OffloadedChunk:
-    """Elements [start, stop) of a part of the shard. `has_main_params`: the update changes main weights, which are a
-    copy of the weights that the forward reads."""
+    """Elements [start, stop) of a part of the shard. `has_main_params`: whether the update changes main weights, which
+    are separate from the weights that the forward reads."""
 
     def __init__(self, part: OffloadedPart, start: int, stop: int) -> None:
         self.part, self.start, self.stop, self.has_main_params = part, start, stop, part.has_main_params
@@ -61,7 +61,7 @@ class OffloadedChunk:
         self.updated = torch.empty(0)
         """The flat weights that the update changes. The chunk's parameters are views of this tensor."""
         self.gradients: torch.Tensor | None = None
-        """The chunk's gradients in the buffer that backward wrote. None until they are complete."""
+        """The chunk's gradients in the gradient buffer. None until backward has completed them."""
         self.grads_on_host = False
         """Whether the gradients are offloaded to CPU."""
         self._host_grads: torch.Tensor | None = None
@@ -102,8 +102,8 @@ class OffloadedChunk:
             self.part.swapper.copy_streams.copy(self._host_grads, gradients).wait()
 
     def store(self) -> None:
-        """Writes the updated weights to where the forward reads them, and all values that are stored in the file to the
-        file."""
+        """Writes the updated weights to the memory or file from which the forward reads them. Writes all other values
+        that belong in the file to the file."""
         part, swap_file = self.part, self.part.swapper.swap_file
         if self.has_main_params and isinstance(part.storage, torch.Tensor):
             self._upload(self.view(MAIN_PARAM_KIND, part.dtype), part.storage[self.start : self.stop])
@@ -129,8 +129,8 @@ class OffloadedChunk:
         self.part.swapper.copy_streams.copy(weights, updated).wait()
 
     def _file_pages(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns for each kind of value that is stored in the file: the chunk's offset in the file (bytes), and the
-        pages of the swap buffer."""
+        """Returns (offset in the file in bytes, pages of the swap buffer) for each kind of value that the chunk stores
+        in the file."""
         pages_in_file = []
         for kind, extent in list(self.part.extents.items()):
             if self.has_states or kind == MAIN_PARAM_KIND:
@@ -182,8 +182,8 @@ class OffloadedChunk:
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """Splits parameters so that each of `tensors` whose name is in `names` has separate parameters. Positions of
-        `tensors` count from the start of the parameter group's shard."""
+        """Splits parameters so that each of `tensors` whose name is in `names` has separate parameters. The positions
+        in `tensors` count from the start of the parameter group's shard."""
         at = self.unit_range.start
         local = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
         before, self.runs = self.params, isolate_tensors(self.runs, local, names)
@@ -203,9 +203,9 @@ class OffloadedChunk:
 
 
 class OffloadedPart:
-    """A part of a shard, from element `start` of the shard on. `on_device`: its states are on the device. `dtypes` has
-    an entry for each kind of state and for the main weights. The values of a kind are stored either in `in_memory` or
-    in the file, at `extents`."""
+    """A part of a shard, which begins at element `start` of the shard. `on_device`: whether the states of the part are
+    on the device. `on_host`: whether its weights are offloaded. `dtypes` has an entry for each kind of state and for
+    the main weights. The values of a kind are stored either in memory (`in_memory`) or in the file (`extents`)."""
 
     def __init__(
         self,
@@ -216,9 +216,9 @@ class OffloadedPart:
         part: OffloadSplit,
         on_device: bool,
     ) -> None:
-        """`storage` is where the forward reads the weights. `dtype` is the dtype of the update. Weights that have this
-        dtype, and that the updating processor can access, are updated in place. Weights in a file are swapped like
-        states."""
+        """`storage` contains the weights that the forward reads. `dtype` is the dtype of the update. Weights that have
+        this dtype, and that the processor which runs the update can access, are updated in place. Weights in a file are
+        swapped like states."""
         self.swapper, self.dtype, self.start, self.on_host, self.on_device = (
             swapper,
             dtype,
@@ -285,8 +285,8 @@ class OffloadedPart:
             self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
 
     def full(self, kind: str) -> list[torch.Tensor]:
-        """Returns a list with one tensor, which stores all values of `kind`, so that writes reach the storage. Returns
-        an empty list if the part has no values of `kind`."""
+        """Returns a list with one tensor, which stores all values of `kind` (writes to the tensor change the stored
+        values). Returns an empty list if the part has no values of `kind`."""
         self.swapper.quiesce()
         if kind in self.in_memory:
             return [self.in_memory[kind]]
@@ -297,7 +297,7 @@ class OffloadedPart:
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def unmap(self) -> None:
-        """Unmaps the file, before the next update writes to it."""
+        """Drops the mappings of the file. Called before the next update writes to the file."""
         self._mapped.clear()
 
     def bytes(self, *kinds: str) -> int:
@@ -316,7 +316,7 @@ class OffloadedShard(OptimizerShard):
         runs: Sequence[ParamRun],
         parts: Sequence[OffloadSplit],
     ) -> None:
-        """`storages` has the weights of each of `parts`: a tensor, or a range of a file."""
+        """`storages` contains the weights of each of `parts`, as a tensor or as a range of a file."""
         swapper.copy_streams.wait_for_compute()  # the compute stream may still be writing the weights
         self.swapper = swapper
         self.splits = [
@@ -338,7 +338,7 @@ class OffloadedShard(OptimizerShard):
 
     @property
     def in_file(self) -> bool:
-        """Returns whether weights are in a file."""
+        """Whether weights are in a file."""
         return any(part.nvme_shard is not None for part in self.splits)
 
     @property
@@ -348,12 +348,12 @@ class OffloadedShard(OptimizerShard):
 
     @property
     def flat(self) -> torch.Tensor:
-        """Returns the main weights of a shard with exactly one part."""
+        """Returns the main weights as one flat tensor. The shard must have exactly one part."""
         (tensor,) = self.parts
         return tensor
 
     def unmap(self) -> None:
-        """Unmaps the file, before the update writes to it."""
+        """Drops the mappings of the file. Called before the update writes to the file."""
         for part in self.splits:
             part.unmap()
 
@@ -362,8 +362,8 @@ class OffloadedShard(OptimizerShard):
         return sum(part.bytes(MAIN_PARAM_KIND) for part in self.splits if part.on_device)
 
     def state_bytes(self) -> int:
-        """Returns the number of bytes of states on the device that are not in the optimizer's own state."""
-        # If the plan does not offload states, their bytes are counted in the optimizer's own state.
+        """Returns the number of bytes of states on the device that are not counted in the optimizer's own state. If the
+        plan does not offload states, all states are counted there."""
         resident = [part for part in self.splits if part.on_device and self.swapper.optimizer]
         return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 

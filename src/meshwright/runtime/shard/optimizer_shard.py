@@ -4,10 +4,10 @@ them (main weights). The updater and checkpoints use the shards.
 The optimizer gets the shard as consecutive parameters, which are called pieces here (`ShardParam`). A piece contains
 either matrices or vectors (biases, norms), so that the optimizer can treat the two differently. All tensors of a piece
 are in one optimizer group (optim/param_groups.py). On a CPU, pieces are also short enough to stay in the cache, because
-the optimizer reads a parameter once per operation. On one thread, torch's AdamW took 92 ms for one tensor of 18 million
-elements and 27 ms for these elements in short pieces. On an accelerator pieces are as long as possible, because each
-needs kernel launches. Each elementwise state is stored as one tensor, and the optimizer has views of this tensor. So
-checkpoints do not depend on the pieces.
+the optimizer reads a parameter once per operation. On one thread, torch's AdamW took 92 ms for 18 million elements in
+one tensor, and 27 ms in short pieces. On an accelerator pieces are as long as possible, because each piece needs kernel
+launches. Each elementwise state is stored as one tensor, and the optimizer has views of this tensor. So checkpoints do
+not depend on the pieces.
 
 Scalar states, such as the step count, are saved and restored with their exact type. A different type would change the
 rounding of the state and of the update.
@@ -56,7 +56,7 @@ PYTHON_SCALAR_TYPES: Mapping[str, type] = MappingProxyType({"int": int, "float":
 ScalarValues = Mapping[str, ScalarState | float]
 
 ScalarValuesByParam = Mapping[int, ScalarValues]
-"""For the `id` of each parameter: the scalar states by name."""
+"""Maps the `id` of each parameter to its scalar states by name."""
 
 NO_SCALARS: ScalarValuesByParam = MappingProxyType({})
 
@@ -127,15 +127,15 @@ SHARD_PARAM_ELEMENTS = 1 << 17
 
 
 class ShardParam(nn.Parameter):
-    """A flat parameter of the optimizer: a piece of the shard. `is_matrix`: the piece contains tensors with two or more
-    dimensions. `path` is the name of one tensor of the piece."""
+    """A flat parameter of the optimizer: a piece of the shard. `is_matrix`: whether the tensors of the piece have two
+    or more dimensions. `path` is the name of one tensor of the piece."""
 
     is_matrix: bool
     path: str
     isolated: bool
     """Whether the piece contains only the tensor `path`, because an update has skipped this tensor."""
     skipped: bool
-    """Whether the present update has no gradient for the piece."""
+    """Whether the current update has no gradient for the piece."""
     stateless: bool
     """Whether all earlier updates have skipped the piece."""
 
@@ -147,20 +147,19 @@ class ShardParam(nn.Parameter):
 
     @property
     def has_no_state(self) -> bool:
-        """Returns whether the piece has no states, because it had a gradient in no update."""
+        """Whether the piece still has no states after the current update, because no update had a gradient for it."""
         return self.stateless and self.skipped
 
     @property
     def needs_new_state(self) -> bool:
-        """Returns whether the present update is the first with a gradient for the piece, after updates that skipped
-        it."""
+        """Whether the current update is the first with a gradient for the piece, after updates that skipped it."""
         return self.stateless and not self.skipped
 
 
 class ParamRun(NamedTuple):
-    """A segment of the shard: elements [start, stop). The elements belong to matrices only or to vectors only, all in
-    one optimizer group. `path` is the name of the first tensor. If `isolated`, the segment contains only this
-    tensor."""
+    """A segment of the shard: elements [start, stop). Its tensors are either all matrices or all vectors, and all are
+    in one optimizer group. `path` is the name of the first tensor. `isolated`: whether the segment contains only this
+    tensor because an update has skipped it."""
 
     start: int
     stop: int
@@ -169,7 +168,8 @@ class ParamRun(NamedTuple):
     isolated: bool = False
 
     def clip(self, first: int, last: int) -> ParamRun:
-        """Returns the part of the segment inside [first, last). `start` and `stop` of the result count from `first`."""
+        """Returns the part of the segment inside [first, last). The `start` and `stop` of this part count from
+        `first`."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
 
@@ -194,8 +194,7 @@ FULL_SHARD = ShardChunk(slice(None), slice(None))
 
 
 def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[ShardParam]:
-    """Returns the pieces of `flat` for the optimizer, which are consecutive views. `runs` are the segments of `flat` in
-    order."""
+    """Returns consecutive views of `flat`: the pieces for the optimizer. `runs` are the segments of `flat` in order."""
     longest = SHARD_PARAM_ELEMENTS if backend_of(flat.device).memory_is_host else max(flat.numel(), 1)
     sizes = list(_run_sizes(runs, longest)) or [(flat.numel(), ParamRun(0, 0, True, ""))]
     parts = flat.split([size for size, _ in sizes])
@@ -234,17 +233,17 @@ class OptimizerShard:
         return {key: [whole] for key, whole in self.states(optimizer).items()}
 
     def _split(self, flat: torch.Tensor, selected: slice = slice(None)) -> tuple[torch.Tensor, ...]:
-        """Returns views of `flat`, one for each of the `selected` pieces. `flat` must have exactly the elements of
+        """Returns views of `flat`, one for each of the `selected` pieces. `flat` must consist of the elements of
         these pieces.
         """
         return flat.split([run.numel() for run in self.params[selected]])
 
     def commit_loaded_states(self) -> None:
-        """Stores states that a checkpoint has written to the tensors of `states`. Here these tensors are the
-        storage."""
+        """Stores states that were loaded into the tensors of `states`. Does nothing here, because these tensors are
+        the storage."""
 
     def state_bytes(self) -> int:
-        """Returns the number of bytes of states that are not in the optimizer's own state."""
+        """Returns the number of bytes of states that are not counted in the optimizer's own state."""
         return 0
 
     def bytes(self) -> int:
@@ -264,8 +263,8 @@ class OptimizerShard:
         self.isolated = replace_params(optimizer, before, self.params)
 
     def set_grad(self, gradient: torch.Tensor, selected: slice = slice(None)) -> None:
-        """Sets the gradients of the `selected` pieces for the optimizer's next step. `gradient` has exactly their
-        elements."""
+        """Sets the gradients of the `selected` pieces for the optimizer's next step. `gradient` consists of the
+        gradients of these pieces."""
         for run, part in zip(self.params[selected], self._split(gradient, selected), strict=True):
             run.grad = None if run.skipped else part
 
@@ -307,15 +306,15 @@ class OptimizerShard:
             self.states(optimizer)
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Returns the elementwise states by name, each with the shape of `flat`. Makes the optimizer's states views of
-        the returned tensors."""
+        """Returns the elementwise states by name, each as one tensor with the shape of `flat`. If necessary, replaces
+        the optimizer's states by views of these tensors."""
         if not self._are_linked(optimizer):
             self.link_states(optimizer)
         return self._states
 
     def link_states(self, optimizer: torch.optim.Optimizer, selected: ShardChunk = FULL_SHARD) -> None:
-        """Copies the optimizer's states of the `selected` pieces into the flat states, and replaces them by views of
-        the flat states. For pieces without states, the flat states are zeros."""
+        """Copies the states of the `selected` pieces from the optimizer into the flat states, and replaces them in the
+        optimizer by views of the flat states. For pieces without states, the flat states are zeros."""
         example = next((run for run in self.params[selected.runs] if not run.has_no_state), self.params[0])
         for key, first in sorted(optimizer.state.get(example, {}).items()):
             if is_elementwise(first, example):
@@ -334,8 +333,8 @@ class OptimizerShard:
                         state[key] = view.copy_(state[key])
 
     def _are_linked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether the optimizer's states are views of the flat states. Compares only the addresses of the first
-        and the last piece with states, because it runs in every step."""
+        """Returns whether the optimizer's states are views of the flat states. To be fast enough for every step,
+        compares only the addresses of the first and the last piece with states."""
         begin, end = self.params[0], self.params[-1]
         if self.isolated:
             begin = next((run for run in self.params if not run.has_no_state), begin)
@@ -368,8 +367,8 @@ class OptimizerShard:
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
         """Creates elementwise states of zeros with `dtypes`, which a checkpoint then fills, and the scalar states
-        `scalars`. `others` has the scalar states of pieces whose scalar states differ. A piece that every update has
-        skipped gets no states."""
+        `scalars`. `others` contains the scalar states of those pieces whose scalar states differ from `scalars`. A
+        piece that every update has skipped gets no states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, dtype)) for key, dtype in dtypes.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
         for at, run in enumerate(self.params):
@@ -390,11 +389,11 @@ class FrozenShard(OptimizerShard):
 
 
 def _run_sizes(runs: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, ParamRun]]:
-    """Yields the size and the segment of each piece. A piece ends at the end of its segment and at every multiple of
-    `longest`. So chunk boundaries do not depend on the segments.
+    """Yields the size and the segment of each piece. Pieces end where a segment ends, and at every multiple of
+    `longest`. So pieces never cross a chunk boundary, and chunk boundaries do not depend on the segments.
 
     >>> runs = [ParamRun(0, 4, True, "a"), ParamRun(4, 7, False, "b"), ParamRun(7, 10, True, "c")]
-    >>> [size for size, _ in _run_sizes(runs, 3)]
+    >>> [size for size, _ in _run_sizes(runs, 3)]  # the pieces end at 3, 4, 6, 7, 9 and 10
     [3, 1, 2, 1, 2, 1]
     """
     for run in runs:
@@ -430,7 +429,8 @@ def set_param_state(
 def isolate_tensors(
     runs: Sequence[ParamRun], tensors: Sequence[TensorExtent], names: Collection[str]
 ) -> list[ParamRun]:
-    """Returns `runs`, split so that each tensor in `names` has its own segment. `tensors` cover the shard in order.
+    """Returns `runs`, split so that each tensor in `names` has its own segment. `tensors`: all tensors of the shard, in
+    order.
 
     >>> tensors = [TensorExtent(0, 4, "a"), TensorExtent(4, 7, "b"), TensorExtent(7, 9, "c"), TensorExtent(9, 12, "d")]
     >>> runs = [ParamRun(0, 9, True, "a"), ParamRun(9, 12, False, "d")]
@@ -450,8 +450,8 @@ def isolate_tensors(
 def replace_params(
     optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]
 ) -> list[ShardParam]:
-    """Replaces the pieces `before` by the shorter pieces `after`, in the optimizer and in its nested optimizers. Splits
-    their states. Returns the isolated pieces."""
+    """Replaces the pieces `before` by the shorter pieces `after`, in the optimizer and in its nested optimizers, and
+    splits the states accordingly. Returns the isolated pieces."""
     news = iter(after)
     parts: dict[int, list[ShardParam]] = {}
     for old in before:
@@ -473,8 +473,8 @@ def replace_params(
 
 
 def _split_state(state: dict[str, Any], old: ShardParam, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yields the states of each part of the piece `old`. Elementwise states are views of `state`. All other states are
-    copies."""
+    """Yields the states of each part of the piece `old`. Elementwise states are views of those in `state`. All other
+    states are copies."""
     split = {key: value.split(sizes) for key, value in state.items() if is_elementwise(value, old)}
     for at in range(len(sizes)):
         yield {key: split[key][at] if key in split else deepcopy(value) for key, value in state.items()}

@@ -36,21 +36,22 @@ class ShardSpec:
 
     def intervals(self, index: int | None = None) -> tuple[tuple[int, int], ...]:
         """Returns the [start, stop) ranges along the split dimension that tensor rank `index` stores (default: this
-        rank). Returns () for an unsplit tensor."""
+        rank). Returns () if the tensor is not split."""
         if self.tp_split is None:
             return ()
         size = self.tp_split.parts or self.global_shape[self.tp_split.dim]
         return shard_intervals(size, self.tp_index if index is None else index, self.tp_ranks)
 
     def expert_offset(self, local_numel: int) -> int:
-        """Returns the number of elements of this tensor on earlier expert ranks, if each expert rank stores
-        `local_numel` elements. Returns 0 for tensors that are not experts."""
+        """Returns the number of elements of this tensor that earlier expert ranks store. `local_numel`: the number that
+        each expert rank stores. Returns 0 for tensors that are not experts."""
         return self.expert_index * local_numel
 
 
 @dataclass(frozen=True)
 class ShardTable:
-    """Contains the parameters of the whole model and the buffers of its state dict by name, in the model's order."""
+    """Maps the names of all parameters of the whole model, and of all buffers of its state dict, to their `ShardSpec`,
+    in the model's order."""
 
     params: Mapping[str, ShardSpec] = field(default_factory=dict)
     buffers: Mapping[str, ShardSpec] = field(default_factory=dict)
