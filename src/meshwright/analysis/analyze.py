@@ -59,10 +59,10 @@ def analyze_model(
     """Returns the structure of `model`. The model does not change.
 
     `use_random_weights`: whether meta parameters that the numeric checks need get random values. These are all
-    parameters outside of the blocks and, of identical blocks, those of the first. `example`: a batch to call the model
-    with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions are verified for
-    tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism is checked. If
-    False, the result refuses it.
+    parameters outside of the blocks, and those of the first block of each group of identical blocks. `example`: a batch
+    to call the model with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions
+    are verified for tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism
+    is checked. If False, the result marks it as unsupported.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
@@ -158,8 +158,8 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Records whether the forward writes to a parameter in eval mode only. ZeRO 3 must know such writes, because it
-    gathers weights for evaluation too.
+    """Records a parameter to which the forward writes in eval mode, if the training forward writes to none. ZeRO 3 must
+    know such writes, because it gathers weights for evaluation too.
     """
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
@@ -201,8 +201,8 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
 
 
 def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
-    """Finds the outer layers without running the model: embedding and head by their getters, and the parameters after
-    the blocks by their order of registration.
+    """Finds the layers around the blocks without running the model: embedding and head by the getters of Hugging Face
+    models, and the parameters after the blocks by their order of registration.
     """
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
@@ -412,8 +412,8 @@ def _no_sequence_parallel_reason(state: AnalysisState) -> str:
 
 
 def _whole_matrix(blocks: str, shapes: Mapping[str, torch.Size], splits: Mapping[str, TpSplit]) -> str:
-    """Returns the name of a matrix inside the blocks that stays unsharded, '' if there is none. Under sequence
-    parallelism such a matrix may mix positions of the sequence, or would read only a slice of the sequence.
+    """Returns the name of a matrix inside the blocks that stays unsharded, '' if there is none. Such a matrix rules out
+    sequence parallelism: it may mix positions of the sequence, but would read only a slice of it.
     """
     names = (name for name, shape in shapes.items() if len(shape) > 1 and name not in splits)
     return next((name for name in names if name.startswith(f"{blocks}.")), "")

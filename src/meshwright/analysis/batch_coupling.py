@@ -1,11 +1,11 @@
 """Finds modules whose result for one sample or token depends on other samples of the batch. With such a module the loss
 depends on how the batch is divided over micro-batches and ranks, so the runtime refuses or checks plans that divide it.
 
-`find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that rank a token among all
-tokens of the batch. Such a module computes a running sum along a dimension that spans all tokens, and compares the sum
-with a number, such as the capacity of an expert (GShard, arXiv 2006.16668, algorithm 1). Or it computes a top-k along
-such a dimension, as when experts choose tokens (arXiv 2202.09368). A sort that only reorders tokens, and is undone
-later, does not count.
+`find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that order all tokens of the
+batch, for example to drop some. Such a module computes a running sum along a dimension that spans all tokens, and
+compares the sum with a number, such as the capacity of an expert (GShard, arXiv 2006.16668, algorithm 1). Or it
+computes a top-k along such a dimension, as when experts choose tokens (arXiv 2202.09368). A sort that only reorders
+tokens, and is undone later, does not count.
 
 The number of tokens follows from the input of the block: batch size x sequence length for (batch, sequence, features),
 and batch size x pixels for images. A dimension of this size does not count if the dimensions before it already span all
@@ -52,8 +52,8 @@ COMPARISON_OPS = frozenset(
 
 @dataclass
 class BatchCouplingDetector:
-    """Follows the operations of one forward. `found` is the path of the first module that ranks tokens of the batch, ''
-    if there is none.
+    """Follows the operations of one forward. `found` is the path of the first module that orders the tokens of the
+    batch, '' if there is none.
     """
 
     found: str = ""

@@ -210,7 +210,7 @@ def with_hidden(
 
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Returns `output` of a block with `function` applied to the hidden state. This is the first element of a tuple or
-    list, otherwise the output itself.
+    """Returns `output` of a block with `function` applied to the hidden state. The hidden state is the first element of
+    a tuple or list, otherwise the output itself.
     """
     return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -210,14 +210,14 @@ class StageInterface:
 class StageDataflow:
     """Follows one stage through a record ([Note: stage dataflow]).
 
-    After `run`, `needed` has one bit for each parameter that the stage needs in addition to those of its blocks.
+    After `run`, `needed` is a bit mask of the parameters that the stage needs in addition to those of its blocks.
     `missing` describes the first tensor that the stage needs and cannot compute, '' if there is none.
     """
 
     record: DataflowRecord
     stage: StageInterface
     own: int
-    """One bit for each parameter of the stage's blocks."""
+    """Bit mask of the parameters of the stage's blocks."""
     any_output: bool
     """Whether the user supplies the loss. Such a loss may read all outputs of the model."""
     is_present: Callable[[str], bool]
@@ -279,8 +279,8 @@ class StageDataflow:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
-        """Requires the sources of the values that `op` writes to a buffer, if the module of the buffer has no
-        parameters or is the model itself. Such a module runs on every stage.
+        """Marks the sources of the values that `op` writes to a buffer as needed by the stage. Does nothing unless the
+        module of the buffer has no parameters or is the model itself. Such a module runs on every stage.
         """
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]

@@ -126,7 +126,7 @@ class DataflowRecorder(TorchFunctionMode):
 
     def _register(self, tensor: torch.Tensor) -> None:
         """Registers a tensor. If it requires a gradient and no recorded function made it, it counts as dependent on all
-        parameters that the forward has read.
+        parameters that the forward has read so far.
         """
         before = len(self.numbers)
         if self.storage_id(tensor) == before and tensor.requires_grad:

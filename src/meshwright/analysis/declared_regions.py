@@ -29,8 +29,8 @@ from meshwright.spec.model import TpRule
 
 
 def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandidate]]:
-    """Returns for every block its regions according to the Hugging Face plan. The lists are empty if the model has no
-    plan.
+    """Returns the regions of every block according to the Hugging Face tensor-parallel plan. The lists are empty if the
+    model has no plan.
     """
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     patterns = {
@@ -136,7 +136,7 @@ def propose_user_regions(
             if double is not None:
                 raise InputError(
                     Message(
-                        "model.rules[{number}]: {double} is already sharded without a rule: leave it out",
+                        "model.rules[{number}]: {double} is already sharded without a rule: remove this rule",
                         number=number,
                         double=double,
                     )

@@ -205,7 +205,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Hides the writes of `function` from every `ParamWriteRecorder`, because they are not those of the model."""
+    """Returns `function` with its writes hidden from every `ParamWriteRecorder`. They are not writes of the model."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -106,8 +106,8 @@ def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """Replaces the forward of expert modules that `num_experts_by_pairs` recognises: it returns its input. Routing
-    needs values, which meta tensors do not have. Restores the modules on exit.
+    """Replaces the forward of expert modules that `num_experts_by_pairs` recognises by a function that returns its
+    input. Routing needs values, which meta tensors do not have. Restores the modules on exit.
 
     `weighed`: whether the output for a token is multiplied by the sum of routing weight x (expert index + 1) over the
     experts of the token. This gives the router a gradient.

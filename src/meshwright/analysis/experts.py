@@ -1,9 +1,9 @@
 """Finds the stacked experts of a mixture-of-experts model and determines how ranks can divide them. `analyze_model`
 adds the result to the `ModelGraph`.
 
-A module of stacked experts is inside the blocks. Its forward takes exactly (hidden states, expert indices of each
-token, routing weights of each token), or only rows grouped by expert. All its parameters are stacked by expert along
-their first dimension. It should compute each (token, expert) pair independently. verify_experts.py verifies four
+A candidate for stacked experts is a module inside the blocks. Its forward takes exactly (hidden states, expert indices
+of each token, routing weights of each token), or only rows grouped by expert. All its parameters are stacked by expert
+along their first dimension. It should compute each (token, expert) pair independently. verify_experts.py verifies four
 properties numerically:
 - Expert parallelism: a rank that has some of the experts, and receives only their pairs, computes its partial sum.
 - A pair whose index is at least the number of experts contributes nothing, if the module accepts such an index.
@@ -64,7 +64,7 @@ def add_experts(
     against = graph.against_sequence
     matrix = graph.unsupported.get("matrix", "")
     if matrix:
-        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # the block check verifies this code
+        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # ShardingCheck verifies this code
         names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
         matrix = next((name for name in names_left if model.get_parameter(name).ndim > 1), "")
         against = f"{matrix} is not sharded" if matrix else graph.unsupported.get("slices", "")
@@ -115,7 +115,7 @@ def find_experts(
 
 def _experts_signature(module: nn.Module, path: str) -> object:
     """Returns a key that is equal for identical modules: their types, shapes and attributes, including the identity of
-    functions and configurations. Integers that occur in `path` do not count.
+    functions and configurations. Integer attributes that equal an index in `path` are ignored.
     """
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     others = [

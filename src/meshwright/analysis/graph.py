@@ -155,7 +155,7 @@ class ModelGraph:
     - 'remedy': what the user can do if the model fails to read a file or the network;
     - 'tensors': the layers that stay unsharded on tensor ranks, with the reasons;
     - 'rows': the module that couples samples of the batch (batch_coupling.py);
-    - 'gathering': a parameter that the forward writes to;
+    - 'gathering': a parameter that the forward writes to, which rules out ZeRO 3;
     - 'stages': why stages cannot begin between blocks;
     - 'experts': why experts are not distributed.
     """

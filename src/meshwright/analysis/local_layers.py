@@ -56,8 +56,8 @@ def update_layer_sizes(module: nn.Module) -> None:
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that replaces the argument `one` of a module by the heads of this rank. `take(tensor, dim)`
-    returns the heads of this rank along `dim`.
+    """A forward pre-hook that replaces the argument `one` of a module by its entries for the heads of this rank.
+    `take(tensor, dim)` returns the heads of this rank along `dim`.
     """
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:

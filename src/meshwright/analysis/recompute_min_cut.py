@@ -25,8 +25,8 @@ MAX_CACHED_PLANS = 64
 """Maximum number of cached plans. Each distinct graph of a block has one plan."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""Maps each graph of a block to its plan: the saved values, and for each requested value that is not saved the values
-to recompute. A value is represented by its index in `ancestors_in_order`.
+"""Maps each graph of a block to its plan: the saved values, and the values to recompute for each requested value that
+is not saved. A value is represented by its index in `ancestors_in_order`.
 """
 
 
@@ -87,7 +87,7 @@ class RematValue:
 
     @property
     def is_written(self) -> bool:
-        """Returns whether the storage was written to after the tape first saw it, or after it was saved."""
+        """Returns whether the storage was written to since the tape first saw it (or since it was saved, if it was)."""
         return self.probe._version != self.version
 
     @property
@@ -126,8 +126,8 @@ class StorageView(NamedTuple):
 
 
 class RematPlan(NamedTuple):
-    """A plan for one block. `saved` values are saved. `needed` values are resident and must stay referenced.
-    `recomputed` values are recomputed, in the order in which they were made.
+    """A plan for one block. `saved` are the values to save. `needed` are resident values that must stay referenced.
+    `recomputed` are the values to recompute, in the order in which they were made.
 
     `recomputed_for` maps each requested value that is not saved to the values to recompute for it.
     """

@@ -176,7 +176,7 @@ class RematTape(TorchFunctionMode):
         )
 
     def view(self, tensor: torch.Tensor) -> StorageView:
-        """Returns the view of the storage of `tensor` that covers the tensor."""
+        """Returns the `StorageView` that describes `tensor`."""
         value = self.values.get(tensor.untyped_storage())
         if value is None:  # no recomputable function made the tensor, for example if it is a weight or a buffer
             storage = tensor.untyped_storage()

@@ -26,8 +26,8 @@ class RegionCandidate(NamedTuple):
     """A candidate for a region of one block.
 
     Names in `splits` and `partial` are full parameter names. The keys of `sizes` are 'heads', 'kv_heads', 'ffn' or
-    'groups of ...'. tp must divide every value, except that it may be a multiple of 'kv_heads' instead. `partial` are
-    replicated parameters with a partial gradient on each rank.
+    'groups of ...'. tp must divide every size, but of 'kv_heads' it may also be a multiple. `partial` are replicated
+    parameters with a partial gradient on each rank.
     """
 
     region: TpRegion
@@ -224,8 +224,8 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Returns sets of integer attributes that each rank may have to divide, most likely first. Verification uses the
-    first set with correct results.
+    """Returns sets of integer attributes that each rank may have to divide by tp, most likely first. Verification uses
+    the first set that gives correct results.
     """
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)

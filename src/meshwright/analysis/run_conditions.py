@@ -108,8 +108,8 @@ CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
 
 class RepeatableMode(TorchFunctionMode):
-    """Replaces dropout by a factor of 1 + p, where p is the dropout rate. If `exact`, also replaces every narrower
-    floating dtype by float64.
+    """Replaces dropout by a factor of 1 + p, where p is the dropout rate. `exact`: whether float64 replaces every
+    narrower floating dtype.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -292,7 +292,7 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
     """Returns the power of two, at least 1, by which the matrix `tensor` must be multiplied to preserve the scale of
-    its input.
+    activations.
 
     Without this factor, a convolution over the sequence may change the hidden state by less than the comparison
     detects.

@@ -23,10 +23,10 @@ layers stay unsharded. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
 [Note: vocabulary] An embedding can be sharded by rows if its layer computes each output element independently, except
 for a constant scale. A rank returns zeros for rows that it does not store. So a norm inside the layer (Inkling) would
 read zeros for tokens whose rows other ranks store. Logits can be sharded for a cross-entropy if each logit is computed
-independently. Code may scale, cap or reshape them, or combine them with a parameter that has one entry for each word.
-Such a parameter is sharded like the logits. In two cases the code would mistake a shard for the full tensor, so the
-weight stays unsharded. First, an operation reads all words (a softmax, a mean, a slice, a mask, a buffer such as BART's
-bias). Second, code outside of the layer reads the weight (`F.linear(x, table.weight)`).
+independently. Code may scale, cap or reshape them, or combine them with a parameter that has one entry for each token
+id. Such a parameter is sharded like the logits. In two cases the code would mistake a shard for the full tensor, so the
+weight stays unsharded. First, an operation reads the logits of all token ids (a softmax, a mean, a slice, a mask, a
+buffer such as BART's bias). Second, code outside of the layer reads the weight (`F.linear(x, table.weight)`).
 
 [Note: dependence] A tensor depends on a parameter if it is computed from this parameter, directly or through other
 tensors. A result that uses only the shape or dtype of a tensor (`zeros_like`, y in `x.to(y)`) does not depend on it.
@@ -159,7 +159,7 @@ class VocabularyTracker:
 
     `embeddings` are weights whose rows are selected by token ids. `outside_products` are matrix products outside of
     blocks, with the weight and the number of output features. `problems` are the weights that must stay unsharded, with
-    the reason. Logits may be combined with parameters that have one entry for each word. `per_word_params` maps the
+    the reason. Logits may be combined with parameters that have one entry for each token id. `per_word_params` maps the
     weight of the logits to these parameters, each with the dimension of the entries.
     """
 
@@ -353,7 +353,7 @@ class WeightProduct:
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
     def shard_limits(self) -> tuple[int, ...]:
-        """Returns for each of `parts` (or for the only part) the maximum number of shards."""
+        """Returns the maximum number of shards of each of `parts` (or of the only part)."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
         for start, stop in itertools.pairwise(bounds):
@@ -443,7 +443,7 @@ class TraceLog:
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
     batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
     hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
-    """Describes for each block how it uses the hidden state."""
+    """Describes how each block uses the hidden state."""
     obstacles: dict[str, str] = field(default_factory=dict)
     """Reasons why a feature is unsupported. Keys and values:
 

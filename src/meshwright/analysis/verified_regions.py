@@ -242,7 +242,7 @@ def _apply_result(
     objection: str | None,
 ) -> RegionCandidate | None:
     """Returns `one`, a region of `block`, with the verified counts and sizes of `answer`, the corresponding region of
-    the block `pattern`. If the check rejected it, records the reason `objection` and returns None.
+    the block `pattern`. If the check rejected `answer`, records the reason `objection` and returns None.
     """
     if objection is not None:
         state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
@@ -288,7 +288,7 @@ def sequence_parallel_objection(
     """Returns why the code around `blocks`, the only stack, cannot run on slices of the sequence, None if it can.
 
     The second result has the names of the parameters outside of the blocks whose gradient is partial on each rank.
-    `head` is the path of the vocabulary head, where a run stops, or None.
+    `head` is the path of the vocabulary head, at which the runs stop, or None.
     """
     summed: dict[str, bool] = {}
     for call, reached in zip(check.calls, check.block_calls, strict=True):

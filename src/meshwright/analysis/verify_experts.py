@@ -379,8 +379,8 @@ class ExpertCheck:
         """Returns the (token, expert) pairs of expert rank `rank` as two index tensors. They index the dimensions of
         `batch.chosen`: tokens, and experts of a token.
 
-        Pairs of the first half of the batch come last, and each half is sorted by expert. The result must not depend on
-        the order in which ranks send pairs.
+        Pairs of the first half of the batch come last, and each half is sorted by expert. This checks that the result
+        does not depend on the order in which ranks send pairs.
         """
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:

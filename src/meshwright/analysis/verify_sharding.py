@@ -57,7 +57,7 @@ from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
 
 GENERATED_TEXT_LENGTHS = (8, 4)
-"""Lengths of the two generated texts in tokens. 2 and 4 ranks divide both lengths."""
+"""Lengths of the two generated texts in tokens. Both can be split over 2 or 4 ranks."""
 MAX_TEXT_LENGTH = 32
 """Maximum length, in tokens, of the texts that are cut from a longer example."""
 
@@ -69,8 +69,9 @@ class StopForward(Exception):
 class ShardingCheck:
     """Checks the splits of `blocks`, with the inputs that each block receives in its first run in each of `calls`.
 
-    `calls` return the arguments of calls of the model, for example with texts of different lengths. A call that raises
-    is skipped, except the first, whose exception propagates. `seen` is the trace of the model, None without one.
+    Each of `calls` returns the arguments of one call of the model. The calls may have texts of different lengths. A
+    call that raises is skipped, except the first, whose exception propagates. `seen` is the trace of the model, None
+    without one.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, regions: Sequence[RegionCandidate], *ranks: int) -> str | None:
-        """Returns why `regions` cannot be sharded over one of the numbers of ranks in `ranks`, according to a forward
-        in eval mode. Returns None if they can be sharded over all.
+        """Checks a forward in eval mode with `regions` sharded over each of the given numbers of ranks. Returns the
+        first reason why this fails, None if all results are correct.
         """
         if block not in self.block_calls[0]:
             return "its block does not run"
@@ -184,9 +185,9 @@ class ShardingCheck:
     ) -> tuple[str | None, str | None]:
         """Returns why the block cannot be trained with all of `regions` sharded, None if it can.
 
-        If `sequence` is set, also returns why the hidden state cannot be split along the sequence in addition, None if
-        it can. Otherwise the second result is None. On the meta device, or if no number of ranks is possible, nothing
-        is checked and both results are None.
+        The second result is the reason why the hidden state cannot be split along the sequence as well. It is None if
+        the hidden state can be split, or if `sequence` is False. On the meta device, or if no number of ranks is
+        possible, nothing is checked and both results are None.
         """
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
@@ -384,7 +385,7 @@ def _at_least_float32(value: Any) -> Any:
 def verify_together(
     check: ShardingCheck, block: str, regions: Sequence[RegionCandidate], counts: Sequence[tuple[Any, ...]]
 ) -> list[RegionCandidate] | None:
-    """Checks all `regions` of a block with their `counts` in one run of the block, to save a run for each region.
+    """Checks all `regions` of a block with their `counts` in one run of the block, instead of one run for each region.
 
     Returns the regions with their counts. Returns None if there is a difference, or if no number of ranks is possible
     for all regions.
@@ -402,8 +403,7 @@ def verify_region(
     """Returns `found` with the first correct set of `guesses` added to its counts, and None. If no set is correct,
     returns `found` itself and the reason.
 
-    More ranks than key-value heads are checked separately. If this check fails, tp must divide the number of key-value
-    heads.
+    A tp above the number of key-value heads is checked separately. If this check fails, tp must divide that number.
     """
     first: str | None = None
     strict: RegionCandidate | None = None

@@ -108,9 +108,10 @@ class DroppedBytes:
 class LayerStats:
     """Totals of one layer in one profiled step, over the whole batch.
 
-    `saved_*` count elements in the compute dtype, `fixed_*` bytes in fixed dtypes. `*_split` is sharded over tensor
-    ranks, `*_whole` is not. `core_fixed` are the bytes of `fixed_split` that fused attention saves. `moved` and
-    `transient` are bytes. `routed`, `output` and the widths are elements (see `LayerSpec`).
+    `saved_*` count elements in the compute dtype. `fixed_*` count bytes of tensors whose dtype does not depend on it.
+    `*_split` is sharded over tensor ranks, `*_whole` is not. `core_fixed` are the bytes of `fixed_split` that fused
+    attention saves. `moved` and `transient` are bytes. `routed`, `output` and the widths are elements (see
+    `LayerSpec`).
     """
 
     flops: float = 0.0

@@ -99,7 +99,7 @@ def _trace_rows(
     """Returns the result of a traced step in the dtype `compute`. If this fails because an operation supports only
     bfloat16, the step runs in bfloat16.
 
-    torch implements the shapes of grouped expert products only for bfloat16. Tensors that the bfloat16 step casts to
+    On fake tensors, torch supports grouped expert products only in bfloat16. Tensors that the bfloat16 step casts to
     float32 have the same size as in a step in `compute`.
     """
     try:
