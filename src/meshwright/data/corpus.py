@@ -140,7 +140,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChunk]:
-    """Yields the text of `files` in chunks. `field` names the field of JSON lines, or the column of tables, with the
+    """Yields the text of `files` in chunks. `field` is the name of the JSON field, or of the table column, that has the
     text.
 
     Raises:

@@ -123,7 +123,7 @@ class Dataset(Protocol):
         """
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
-        """Returns the batch of validation `rows`."""
+        """Returns the batch of the validation rows with indices `rows`."""
 
 
 class TokenCorpus(NamedTuple):
@@ -200,7 +200,7 @@ class TextDataset:
         return self._labelled(self._training.read(rows), numbers, seed)
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
-        """Returns the batch of validation `rows`."""
+        """Returns the batch of the validation rows with indices `rows`."""
         return self._labelled(self._validation.read(rows), rows, 0)
 
     def _labelled(self, tokens: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
@@ -411,8 +411,8 @@ def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
     if vocabulary and tokenizer.vocabulary > vocabulary:
         raise InputError(
             Message(
-                "tokenizer {tokenizer!r} has {tokens:,} tokens, the model's vocabulary {vocabulary:,}: enlarge the "
-                "model's, or set data.tokenizer to a smaller one",
+                "tokenizer {tokenizer!r} has {tokens:,} tokens, but the model's vocabulary has {vocabulary:,}: enlarge "
+                "the vocabulary, or set data.tokenizer to a smaller tokenizer",
                 tokenizer=tokenizer.name,
                 tokens=tokenizer.vocabulary,
                 vocabulary=vocabulary,

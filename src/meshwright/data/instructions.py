@@ -272,11 +272,11 @@ class InstructionDataset:
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """Returns the batch of training `rows`. It does not depend on `numbers` or `seed`."""
+        """Returns the batch of the training rows with indices `rows`. It does not depend on `numbers` or `seed`."""
         return self._read([self._training[row] for row in rows.tolist()])
 
     def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
-        """Returns the batch of validation `rows`."""
+        """Returns the batch of the validation rows with indices `rows`."""
         return self._read([self._validation[row] for row in rows.tolist()])
 
     def _read(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -264,7 +264,7 @@ _MAX_DECODED_BYTES = 2**24
 
 
 class SourceRecord(NamedTuple):
-    """An object and its position in the sources."""
+    """The fields of a record, and its position: path and line, or path and row."""
 
     place: str
     fields: dict[str, Any]

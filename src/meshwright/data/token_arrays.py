@@ -183,8 +183,8 @@ class ChecksummedArray:
         if found != expected:
             raise CorruptBlock(
                 Message(
-                    "data {name}: tokens {start} to {stop} are damaged: xxh3 {found:016x}, {expected:016x} was read "
-                    "before",
+                    "data {name}: tokens {start} to {stop} are damaged: xxh3 digest {found:016x}, but "
+                    "{expected:016x} at the first use",
                     name=self.name,
                     start=start,
                     stop=stop - 1,
