@@ -1,10 +1,11 @@
 """Builds the parallel context of a plan (`make_parallel_context`), and the engine of a model (`parallelize_model`).
 train/ calls both.
 
-`parallelize_model` runs an ordered list of build passes. The passes up to `check_shards` analyse the model and raise
-all errors of the user. They restore random state and configuration, and leave the model unchanged. There is one
-exception: with context parallelism, a Hugging Face model is switched to torch's attention. The later passes change the
-model in place: they shard tensors, drop the modules of other stages, flatten parameters, and wrap blocks.
+`parallelize_model` runs an ordered list of build passes. The passes up to `check_shards` analyse the model, and raise
+every error that the user's input can cause. They restore random state and configuration, and leave the model unchanged.
+There is one exception: with context parallelism, a Hugging Face model is switched to torch's attention. The later
+passes change the model in place: they shard tensors, drop the modules of other stages, flatten parameters, and wrap
+blocks.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def make_parallel_context(
     are offloaded to disk, by default the system's temporary folder.
 
     Raises:
-        InputError: The number of started ranks is not that of the plan, several ranks have no process group, or the
-            offload folder cannot be used.
+        InputError: The number of started ranks differs from that of the plan, several ranks were started without a
+            process group, or the offload folder cannot be used.
     """
     device = device or init_local_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -116,8 +117,7 @@ def make_parallel_context(
 
 
 def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topology:
-    """Returns the topology. Connects the shared memory of CPU ranks. Ranks with accelerators exchange their host
-    ids."""
+    """Returns the topology. CPU ranks connect their shared memory, and ranks with accelerators exchange host ids."""
     if grid.plan.world == 1:
         return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
     if backend_of(device).memory_is_host:
@@ -135,7 +135,7 @@ CHECKS: tuple[BuildPass, ...] = (
     describe_shards,
     check_shards,
 )
-"""Passes that raise all errors of the user and leave the model unchanged (exception: module docstring)."""
+"""Passes that check the user's input and leave the model unchanged (one exception: see the module docstring)."""
 
 CHANGES: tuple[BuildPass, ...] = (
     prepare_model,

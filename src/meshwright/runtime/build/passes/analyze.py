@@ -30,8 +30,8 @@ def analyze(build: Build) -> None:
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
     """Returns the structure of the model for `plan`. `known`: the structure from an earlier analysis, if any.
 
-    Tensor parallelism needs regions that were verified with real values. So if the regions of `known` were not verified
-    in this way, the analysis runs again.
+    Tensor parallelism needs regions whose splits were verified with real values. So if the splits in `known` were not
+    verified in this way, the analysis runs again.
     """
     if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
         known = analyze_model(

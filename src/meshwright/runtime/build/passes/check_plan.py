@@ -77,8 +77,8 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
-    """Does nothing for one tensor rank. Otherwise checks that the model has a tensor-parallel region or experts to
-    shard, and that the analysis has verified the splits with real values."""
+    """With several tensor ranks, checks that the model has a tensor-parallel region or experts to shard, and that the
+    analysis has verified the splits with real values."""
     if plan.tp > 1 and not (graph.regions or graph.experts):
         failed = graph.unsupported.get("run", "")
         reason = failed or graph.unsupported.get("tensors", "")
@@ -108,8 +108,8 @@ def _check_tensor_parallel(graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Recipe) -> None:
-    """Checks the compiler, and that all parameters have real floating-point dtypes. Exact sums (`recipe.exact`) also
-    exclude loss scaling, and dropout, whose random numbers depend on the number of ranks."""
+    """Checks the compiler, and that all parameters have real floating-point dtypes. With exact sums (`recipe.exact`),
+    also refuses loss scaling, and dropout, because its random numbers depend on the number of ranks."""
     check_compiler(plan, device)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

@@ -1,4 +1,4 @@
-"""The build pass that runs the checks of all later passes before the model is changed."""
+"""The build pass that runs, before the model is changed, the checks that later passes rely on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_shards(build: Build) -> None:
 
     Raises:
         InputError: A size is not divisible by the tensor-parallel degree. Or the plan does not support the loss, an
-            expert module, or the update rule of an expert's parameters. Or the model's router bias or expert capacity
-            is invalid (expert_parallel/load_balancing.py).
+            expert module, or the optimizer's update rule for an expert's parameters. Or the model's router bias or
+            expert capacity is invalid (expert_parallel/load_balancing.py).
     """
     model, graph, context = build.model, build.partition.graph, build.context
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence

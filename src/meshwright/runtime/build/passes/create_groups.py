@@ -32,11 +32,11 @@ def create_groups(build: Build) -> None:
 def _tied_groups(
     base: ParallelContext, factory: GroupFactory, shared_stages: set[tuple[int, ...]]
 ) -> dict[tuple[int, ...], CommGroup | None]:
-    """Returns the group over which each set of `shared_stages` sums the gradients of its shared parameters.
+    """Returns for each set of stages in `shared_stages` the group that sums the gradients of their shared parameters.
 
     For the set of the first and the last stage, the group consists of the ranks of these two stages, and is None on
-    ranks of other stages. For any other set, the group consists of all pipeline ranks. The group is None if one rank
-    runs all stages of the set.
+    ranks of other stages. For any other set, the group consists of all pipeline ranks. If one rank runs all stages of
+    the set, the group is None.
     """
     plan = base.plan
     first_and_last = (0, plan.stages - 1)

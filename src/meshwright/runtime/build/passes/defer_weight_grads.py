@@ -1,5 +1,5 @@
-"""The build pass for weight gradients: defers them if the schedule splits the backward, and accumulates others in
-place.
+"""The build pass for weight gradients. If the schedule splits the backward, it defers them. With pipeline ranks, it
+makes layers accumulate in place the gradients that are not deferred.
 
 A split backward has two actions: B computes the gradient of a stage's input, and W computes its weight gradients later.
 runtime/weight_gradients.py implements both.
@@ -130,7 +130,8 @@ def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
 def _accumulate_wgrad(
     own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Adds the weight gradient from `x` (N, in) and the output `gradient` (N, out) to the gradient of `name` in `unit`.
+    """Adds the weight gradient of the parameter `name` to its accumulated gradient in `unit`. `x` (N, in) is the input
+    of the layer, and `gradient` (N, out) is the gradient of the layer's output.
 
     Returns a sparse gradient without rows for autograd. Outside of the step's backward, returns the weight gradient
     instead of adding it.

@@ -12,8 +12,8 @@ from meshwright.runtime.build.stages.local_stages import LocalStages
 
 @build_pass(reads=("model", "recipe", "partition", "context"), writes=("local",))
 def drop_other_stages(build: Build) -> None:
-    """Replaces the modules of other stages by placeholders. Copies each parameter that several stages of this rank
-    compute with.
+    """Replaces the modules of other stages by placeholders. If several stages of this rank compute with a parameter,
+    makes a copy for each of these stages.
 
     A rank that runs both the first and the last stage has two copies of a tied weight.
     """

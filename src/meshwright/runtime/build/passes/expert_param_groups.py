@@ -1,5 +1,5 @@
-"""Makes the flat parameter groups (`FlatParamGroup`) of experts that are divided over expert ranks. The pass
-flatten_parameters.py calls it after it has made the groups of dense parameters."""
+"""Makes the flat parameter groups (`FlatParamGroup`) of experts that are divided over expert ranks. The build pass in
+flatten_parameters.py first makes the groups of dense parameters, and then calls this module."""
 
 from __future__ import annotations
 

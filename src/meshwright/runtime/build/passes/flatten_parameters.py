@@ -23,8 +23,8 @@ from meshwright.spec.precision import Recipe
 
 @build_pass(reads=("recipe", "partition", "context", "experts", "local", "full_tensors"), writes=("flat",))
 def flatten_parameters(build: Build) -> None:
-    """Makes the groups of dense parameters, and then the groups of experts. In forward order, a layer's experts follow
-    the layer's dense group."""
+    """Makes the groups of dense parameters, and then the groups of experts. In the order of groups, a layer's experts
+    follow the layer's dense group."""
     partition, context, experts, local = build.partition, build.context, build.experts, build.local
     groups = _build_param_groups(
         local,
@@ -60,8 +60,9 @@ def _build_param_groups(
 ) -> FlatGroups:
     """Returns the flat groups of the dense `parameters`.
 
-    Three kinds of parameters are in separate groups: frozen, trained, and trained ones that the optimizer needs as full
-    tensors. If several stages of this rank compute with a parameter, each stage has a copy of it in its own group.
+    Separate groups contain: frozen parameters, trained parameters that the optimizer needs as full tensors, and all
+    other trained parameters. If several stages of this rank compute with a parameter, each stage has a copy of the
+    parameter in its own group.
     """
     plan = context.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if graph.tied else None
@@ -113,8 +114,8 @@ def _build_param_groups(
 def _param_slots(
     layer: StageLayer, parameters: dict[str, nn.Parameter], split: Collection[str], is_own_bucket: bool
 ) -> LayerParams:
-    """Returns the slots of the layer's parameters that are in `parameters`. `split`: names of tensor-parallel shards.
-    `is_own_bucket`: the layer shares no group with other layers."""
+    """Returns the slots of those parameters of the layer that are in `parameters`. `split`: the names of the parameters
+    that tensor ranks shard. `is_own_bucket`: whether the layer shares no group with other layers."""
     present = {name: parameters[name] for name in layer.parameters if name in parameters}
     return LayerParams(
         layer.name,

@@ -10,8 +10,8 @@ from meshwright.runtime.loss import install_chunked_head
 @build_pass(reads=("model", "hints", "partition", "context", "sequence", "local"), writes=("chunked_head", "aux_loss"))
 def install_loss(build: Build) -> None:
     """Replaces the forward of the head, if the plan computes the loss in chunks. Adds hooks to routers, if the model's
-    own loss has a load-balancing loss and the user passed no loss function. Runs after the modules of other stages are
-    dropped, and before parameters are flattened and blocks are compiled."""
+    own loss contains a load-balancing term and the user passed no loss function. Runs after the modules of other stages
+    are dropped, and before parameters are flattened and blocks are compiled."""
     model, context, graph = build.model, build.context, build.partition.graph
     loss = build.hints.get("loss")
     cut_labels = None if build.sequence is None else build.sequence.cut_labels

@@ -8,6 +8,6 @@ from meshwright.runtime.float8 import apply_float8
 
 @build_pass(reads=("model", "recipe", "partition", "wrappers"))
 def low_precision_matmul(build: Build) -> None:
-    """Replaces the products of linear layers in blocks by float8 products if the recipe has them. Runs after the
-    forwards of blocks are wrapped."""
+    """Makes linear layers in blocks multiply in float8, if the recipe requires it. Runs after the forwards of blocks
+    are wrapped."""
     apply_float8(build.model, build.partition.graph, build.recipe)

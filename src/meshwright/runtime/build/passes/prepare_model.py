@@ -33,7 +33,7 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
     of parameters to its device.
     """
     for config in _configs_with_cache(model):
-        config.use_cache = False  # recompute would fill a key-value cache twice
+        config.use_cache = False  # with recompute, each block would append to a key-value cache twice
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -44,7 +44,7 @@ def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None
 
 @contextmanager
 def without_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Disables the key-value cache inside the context, as in training. Restores it on exit."""
+    """Disables the key-value cache inside the context, as training does. Restores the setting on exit."""
     before = [(config, config.use_cache) for config in _configs_with_cache(model)]
     for config, _ in before:
         config.use_cache = False

@@ -1,7 +1,7 @@
 """`Build`, the record through which the build passes exchange results, and `build_pass`, which declares a pass.
 
-One pass writes each field of `Build`, once. Reading a field before its pass has run, or writing a field twice, fails an
-assertion. Such a failure is a bug in the list of passes, not an error of the user.
+Each field of `Build` is written once, by one pass. An assertion fails if a field is read before that pass has run, or
+written twice. Such a failure is a bug in the list of passes, not an error of the user.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FlatGroups:
     stages: dict[int, list[FlatParamGroup]]
     """The groups of each stage, in forward order."""
     tied: dict[int, TiedParamGroup]
-    """For each group whose weights several stages replicate, by `id(group)`: those stages."""
+    """By `id(group)` of each group whose weights several stages replicate: which stages these are."""
     layers: dict[str, list[FlatParamGroup]]
     """The groups of each layer, by the name of the layer."""
 
@@ -88,7 +88,8 @@ class Build:
 
     model = WriteOnce[nn.Module]()
     base = WriteOnce[ParallelContext]()
-    """The context whose groups follow from the plan alone. `context` also has the groups that depend on the model."""
+    """The context with the groups that the plan alone determines. `context` also has the groups that depend on the
+    model."""
     recipe = WriteOnce[Recipe]()
     make_optimizer = WriteOnce[OptimizerFactory]()
     hints = WriteOnce[ModelHints]()

@@ -29,8 +29,8 @@ from meshwright.spec.plan import Plan
 def wrap_blocks(build: Build) -> None:
     """Replaces the forward of each block by a wrapper.
 
-    A wrapper handles, from the outside to the inside: stage boundary, sequence cut, all-gather of weights, recompute
-    and offload. Inside of these it calls the forward of the block, compiled if the plan compiles.
+    A wrapper handles, from the outermost to the innermost: stage boundary, sequence cut, all-gather of weights,
+    recompute and offload, and finally the forward of the block, compiled if the plan compiles.
     """
     model, context, partition = build.model, build.context, build.partition
     graph, plan, boundary = partition.graph, context.plan, partition.boundary

@@ -29,7 +29,7 @@ TIED_EMBEDDING = "embedding's copy"
 class BlockSteps:
     """Functions that the wrappers of blocks call, in addition to all-gathers of weights.
 
-    `before` and `after` map the hidden state before and after a block, by the index of the block.
+    `before` and `after`: by the index of a block, a function of the hidden state that runs before or after the block.
     """
 
     inner: Callable[[int, nn.Module], Callable[..., Any]]
@@ -62,8 +62,8 @@ def wrap_modules(
         of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
         gathered = _mark_gathered([*of_blocks, *(GatheredGroups(units) for _, units in others)])
         outer = [(module, groups) for (module, _), groups in zip(others, gathered[len(paths) :], strict=True)]
-    # A block may contain one of the `outer` modules. The compiler skips such a module if it is already wrapped. So the
-    # `outer` modules are wrapped before the blocks are compiled.
+    # A block may contain one of the `outer` modules. The compiler must skip this module, and does so only if it is
+    # already wrapped. So the `outer` modules are wrapped before the blocks are compiled.
     others_wrapped = [BlockWrapper(module, cursor, None, groups) for module, groups in outer]
     wrapped = [
         BlockWrapper(
@@ -83,9 +83,9 @@ def wrap_modules(
 def _groups_of_blocks(
     model: nn.Module, paths: Sequence[str], by_layer: Mapping[str, Sequence[FlatParamGroup]], reads: WeightUses
 ) -> list[GatheredGroups]:
-    """Returns for each block the parameter groups that its wrapper all-gathers. The wrapper of a block gathers none if
-    a module outside of the block reads one of the block's parameters. All groups of this block then stay gathered
-    during the step."""
+    """Returns for each block the parameter groups that its wrapper all-gathers. If a module outside of the block reads
+    one of the block's parameters, the wrapper gathers no groups, and all groups of the block stay gathered during the
+    step."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
@@ -123,11 +123,11 @@ def _outer_modules(
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[tuple[nn.Module, list[FlatParamGroup]]]:
-    """Returns the modules outside of the blocks to wrap at ZeRO 3, each with its parameter groups. Each module contains
-    all parameters of a layer.
+    """Returns the modules outside of the blocks to wrap at ZeRO 3, each with its parameter groups. Such a module
+    contains all parameters of a layer.
 
-    A layer is excluded if a parameter is also read outside of the module (`F.linear(x, table.weight)`). The groups of
-    such a layer stay gathered during the step.
+    If code outside of the module also reads one of these parameters (`F.linear(x, table.weight)`), the module is left
+    out, and the groups of the layer stay gathered during the step.
     """
     found = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -156,8 +156,8 @@ def _outer_modules(
     for path, units in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            # A stage may end inside of a module that contains blocks, so such a module gets no wrapper. Its parameters
-            # stay gathered during the step.
+            # A stage may end inside of a module that contains blocks, so such a module gets no wrapper, and its
+            # parameters stay gathered during the step.
             continue
         if (
             path
@@ -175,7 +175,7 @@ def _is_read_outside(
 ) -> bool:
     """Returns whether a module outside of the block with path `block` reads a parameter of the groups `units`.
 
-    `shared`: all paths of each module with several paths.
+    `shared`: for each module with several paths, all of them (`_shared_modules`).
     """
     readers = {reader.path for unit in units for name in unit.parameters for reader in reads.get(name, ())}
     return any(not is_within(path, (block,)) for reader in readers for path in shared.get(reader, (reader,)))
@@ -204,8 +204,8 @@ def _is_sole_user(
 
 
 def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
-    """Returns the path of every embedding module that has the vocabulary's weight. An encoder and a decoder may share
-    one weight, for example."""
+    """Returns the path of every module whose weight is that of the vocabulary embedding. For example, the embeddings of
+    an encoder and of a decoder may share this weight."""
     found = model.get_submodule(graph.embedding) if graph.embedding else None
     weight = found._parameters.get("weight") if found is not None else None
     return [
@@ -234,11 +234,12 @@ def _common_path(paths: set[str]) -> str:
 def hidden_functions(
     context: ParallelContext, stage_blocks: int, graph: ModelGraph, sequence: ContextState | None
 ) -> tuple[dict[int, HiddenFunction], dict[int, HiddenFunction]]:
-    """Returns the functions that map the hidden state before blocks and after blocks, each by the index of the block.
+    """Returns two dicts, by the index of a block: functions of the hidden state that run before the block, and
+    functions that run after it.
 
-    Sequence parallelism cuts the hidden state before the first block and joins it after the last block. Context
-    parallelism also cuts it before the first block. If the layers between the blocks and the head need the full length,
-    context parallelism pads the hidden state after the last block.
+    Sequence parallelism cuts the hidden state before the first block, and gathers it after the last block. Context
+    parallelism also cuts the hidden state before the first block. If the layers between the blocks and the head need
+    the full length, context parallelism pads the hidden state after the last block.
 
     `stage_blocks`: the number of blocks in all stages.
     """

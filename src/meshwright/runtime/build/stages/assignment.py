@@ -29,8 +29,8 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     """Checks that a forward calls each block once, in the order of the blocks.
 
     Raises:
-        InputError: A block is called twice, never, out of order, without autograd, at random, or in an activation
-            checkpoint of the model's own code. Pipeline stages cannot begin and end at such calls.
+        InputError: A block is called more than once, never, out of order, without autograd, only in some forwards, or
+            inside an activation checkpoint of the model's own code. Pipeline stages cannot begin and end at such calls.
     """
     paths, where = graph.block_paths, f"plan {plan.name}:"
     if record.obstacle is not None:
@@ -72,10 +72,11 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     if earlier is not None:
         raise InputError(
             Message(
-                "{where} blocks of several lists alternate ({earlier} runs after a block of a later list): use pp1"
+                "{where} the model alternates between its lists of blocks ({earlier} runs after a block of a later "
+                "list), but stages run all blocks of a list before the next list: use pp1"
                 if len(graph.stacks) > 1
-                else "{where} {earlier} runs after a later block of its list, but stages run blocks in the order of "
-                "the list: use pp1",
+                else "{where} {earlier} runs after a later block of the same list, but stages run blocks in the order "
+                "of the list: use pp1",
                 where=where,
                 earlier=earlier,
             )
@@ -106,11 +107,11 @@ def find_param_stages(
 ) -> ParamStages:
     """Returns the stages that compute with each parameter outside of the blocks.
 
-    Each stage stores the parameters of its blocks, and those parameters outside of blocks that its outputs depend on.
+    Each stage stores the parameters of its blocks, and those parameters outside of blocks on which its outputs depend.
     If several stages store a parameter, such as a tied embedding, its gradients are summed over these stages.
 
-    `bounds`: for each stage, its first block and the index after its last block. `own_loss`: the user passed a loss
-    function.
+    `bounds`: for each stage, its first block and the index after its last block. `own_loss`: whether the user passed a
+    loss function.
 
     Raises:
         InputError: A stage reads a parameter of another stage's block, or a value that no earlier stage sends. Or a
@@ -164,13 +165,12 @@ def find_buffer_stages(
     saved: Collection[str],
     plan: Plan,
 ) -> dict[str, int]:
-    """Returns the stage that updates each buffer. Buffers that the forward does not write to are left out.
+    """Returns for each buffer that the forward writes to the stage that updates it.
 
-    Code before the first block, or between two blocks, also runs on all later stages. There it computes with
-    placeholders, so the values that it writes to buffers are wrong. So only the first stage that writes to a buffer
-    updates the buffer.
+    Code before the first block, or between two blocks, also runs on all later stages. On these it computes with
+    placeholders, and writes wrong values to buffers. So a buffer is updated only by the first stage that writes to it.
 
-    `saved`: the names of the entries of the state dict.
+    `saved`: the names of the state dict's entries.
 
     Raises:
         InputError: Several stages write to a buffer in `saved`, or code outside of the blocks replaces such a buffer by
@@ -208,7 +208,7 @@ def find_buffer_stages(
 class StageLayer:
     """A layer of the model with the names of its parameters.
 
-    `stage` is the stage that runs the layer. `also` are the other stages that compute with its parameters.
+    `stage`: the stage that runs the layer. `also`: the other stages that compute with the layer's parameters.
     """
 
     name: str
@@ -287,8 +287,8 @@ def assign_layers(
 
 
 def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """Returns `stages`, or all stages if no process group can sum gradients over `stages`. Groups exist for the first
-    and the last stage, and for all stages. Stages of one rank need no group."""
+    """Returns `stages` if gradients can be summed over exactly these stages, otherwise all stages. Process groups exist
+    only for the first and the last stage together, and for all stages. Stages of one rank need no group."""
     few = len({plan.stage_to_rank(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
     return stages if few else tuple(range(plan.stages))
 

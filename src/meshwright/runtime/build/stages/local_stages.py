@@ -1,8 +1,8 @@
 """Reduces a model to the layers that this rank stores, with placeholders for all other layers. The build passes
 `drop_other_stages` and `shard_tensors` use it.
 
-If several stages of this rank compute with a parameter, each of these stages has a copy of the parameter. The gradients
-of a copy are complete after the backward of its stage. Once per step they are summed over the copies.
+If several stages of this rank compute with a parameter, each of these stages has a copy of the parameter. The gradient
+of a copy is complete after the backward of its stage. Once per step, the gradients of all copies are summed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def local_parameters(
     model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool
 ) -> dict[str, nn.Parameter]:
     """Returns the parameters that this rank stores, by name. `present`: the names of the parameters of its layers.
-    `keep_head`: this rank runs a tied head, so it also stores the weight of the embedding."""
+    `keep_head`: whether this rank runs a tied head, and therefore also stores the weight of the embedding."""
     tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
     return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
 
@@ -51,8 +51,8 @@ def drop_other_stages(
     kind: tuple[torch.device, torch.dtype],
     cuts: Sequence[str],
 ) -> None:
-    """Replaces every module whose parameters are all absent from `present` by a `StagePlaceholder`. `kind`: the device
-    and dtype of its output.
+    """Replaces a module by a `StagePlaceholder` if `present` contains none of its parameters. `kind`: the device and
+    dtype of the placeholder's output.
 
     Some modules are not replaced: module lists, modules that contain one of the paths `cuts`, modules without
     parameters, and a tied head if `keep_head`.
@@ -79,7 +79,7 @@ def drop_other_stages(
 
 
 def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Returns a parameter with the given `values`, which another stage uses instead of `first`.
+    """Returns a new parameter with the given `values`, for a stage that must not use `first` itself.
 
     The new parameter gets the gradient hooks and the deferred initialisation of `first`.
     """
@@ -95,8 +95,8 @@ def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Paramet
 def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
     """Gives the head its own copy of the tied weight. Returns the copy, by the name of the embedding's parameter.
 
-    Only a rank that runs both the first and the last stage calls it. The two copies stay equal, like replicas on two
-    ranks.
+    Only a rank that runs both the first and the last stage calls it. Embedding and head then train separate weights
+    that stay equal, as on two ranks.
     """
     head: Any = model.get_submodule(graph.head or "")
     first = head.weight
@@ -105,10 +105,10 @@ def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[S
 
 
 def materialize_placeholders(model: nn.Module, device: torch.device, deferred: DeferredInit) -> None:
-    """Replaces each meta parameter by one NaN on `device`, expanded to the shape of the parameter. So a weight that
-    nothing initialises is NaN, not silently zero.
+    """Replaces each meta parameter by one NaN on `device`, expanded to the shape of the parameter. So a weight that is
+    never initialised is NaN, which is noticed, instead of zero.
 
-    A parameter with deferred initialisation keeps its initialisation recipe.
+    The new parameter keeps the recipe of a deferred initialisation.
     """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Divides a model into pipeline stages: which stage runs each layer, and which stages compute with each parameter. The
-build pass `partition_stages` calls `partition_model` before the model is sharded.
+"""Divides a model into pipeline stages: determines which stage runs each layer, and which stages compute with each
+parameter. The build pass `partition_stages` calls `partition_model` before the model is sharded.
 
-The result follows from the analysis run: one recorded forward of the whole model on an example batch. The model is not
+The result depends on the analysis run: one recorded forward of the whole model on an example batch. The model is not
 changed.
 """
 
@@ -45,7 +45,7 @@ class StagePartition:
     graph: ModelGraph
     """The structure of the model as the plan uses it."""
     stage_graph: ModelGraph
-    """The structure of the model with blocks numbered in stage order."""
+    """The structure of the model, with the blocks of all stacks numbered in the order of stages."""
     boundary: BoundarySpec | None
     """The tensors that cross stage boundaries. Only plans with one stage may have None."""
     table: list[StageLayer]
@@ -66,7 +66,7 @@ class StagePartition:
 
     @property
     def shared_stages(self) -> set[tuple[int, ...]]:
-        """Sets of stages that compute with a common parameter."""
+        """The sets of stages that compute with a common parameter."""
         last = max((layer.stage for layer in self.table), default=0)
         ends = {(0, last)} if self.graph.tied and last else set()
         return {layer.stages for layer in self.table if layer.also} | ends
@@ -138,7 +138,7 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
     """Runs the model and returns the record of its data flow. Returns None if the plan does not depend on the record.
 
     Plans with several stages or ZeRO 3 need the record. All other plans use it only to number the blocks of several
-    stacks, and get None if the model does not run.
+    stacks. For such a plan, returns None if the model does not run.
 
     Raises:
         InputError: The plan needs the record, and the model does not run. Or the plan has several stages, and the
@@ -166,8 +166,8 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
 
 
 def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
-    """Returns `graph` with `tied=False` if a module other than the head reads the tied embedding after the first block
-    has begun. The embedding is then treated like other parameters of several stages. Otherwise returns `graph`."""
+    """Returns `graph`, with `tied=False` if a module that is not the head reads the tied embedding after the start of
+    the first block. The embedding is then treated like other parameters of several stages."""
     if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
         return graph
     readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
@@ -182,7 +182,8 @@ def param_stages(
     boundary: BoundarySpec | None,
     own_loss: bool,
 ) -> ParamStages:
-    """Returns for each parameter outside of the blocks the stages that compute with it. Empty for one stage."""
+    """Returns for each parameter outside of the blocks the stages that compute with it. The result is empty if the plan
+    has one stage."""
     if plan.stages == 1:
         return NO_PARAM_STAGES
     assert record is not None and boundary is not None
@@ -194,9 +195,10 @@ def _boundary_spec(
 ) -> BoundarySpec | None:
     """Returns which tensors cross stage boundaries. Returns None if the plan has one stage and the model one stack.
 
-    Even with one stage, the blocks of several stacks are numbered in stage order. So recompute and the cost model refer
-    to the same blocks under every plan. A plan with one stage that uses neither recompute nor ZeRO 3 does not need this
-    order. It gets None if the order cannot be determined.
+    The result also determines the order in which the blocks of several stacks are numbered. Plans with one stage use
+    the same order as plans with several stages, so that recompute and the cost model refer to the same blocks under
+    every plan. If the order cannot be determined, and the plan has one stage and uses neither recompute nor ZeRO 3,
+    returns None.
 
     Raises:
         InputError: The plan needs the boundaries or the order, and the data flow does not determine them.
@@ -233,7 +235,7 @@ def _boundary_spec(
 
 def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
     plan.stage_layers(max(graph.count, 1))
-    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model raises the error for it
+    sequence = plan.sequence_parallel and not graph.against_sequence  # shard_model raises if the model excludes sp
     if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
@@ -253,13 +255,13 @@ def _check_all_assigned(table: list[StageLayer], names: set[str]) -> None:
 
 
 def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
-    """Checks that the plan calls all hooks of the user as one device would.
+    """Checks that hooks of the user have the same effect under the plan as on one device.
 
     Raises:
-        InputError: A block has a forward hook, and the plan has several stages, which do not call hooks of blocks. Or a
-            parameter that tensor ranks shard has a gradient hook. Or several tensor ranks, context ranks or stages may
-            each compute a part of a gradient, and the hook of this gradient is not linear or fails with a random
-            gradient.
+        InputError: The plan has several stages, which do not call hooks of blocks, and a block has a forward hook. Or
+            tensor ranks shard a parameter that has a gradient hook. Or the plan has several tensor ranks, context ranks
+            or stages, which may each compute a part of a gradient, and a gradient hook is not linear or fails with a
+            random gradient.
     """
     for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
         block = model.get_submodule(graph.block(index))
