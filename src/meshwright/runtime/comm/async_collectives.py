@@ -7,9 +7,10 @@ The implementation depends on the ranks of the group:
 - CPU ranks of several hosts use a hierarchy, in which data cross the network once per host (topology.py). This requires
   equal numbers of ranks per host, at least 2. Other CPU ranks use gloo.
 - NCCL groups use NCCL's flat collectives.
-- gloo groups use an all-to-all for reduce-scatter and all-gather. This reduce-scatter sums in order of rank. gloo's own
-  reduce-scatter and all-gather are slow. For 16 MiB and 2 ranks, all-reduce took 14 ms, reduce-scatter 40 ms,
-  all-gather 77 ms, and one all-to-all 8 ms (bench/exchange.py).
+- gloo groups use an all-to-all for reduce-scatter and all-gather, because gloo's own reduce-scatter and all-gather are
+  slow. After the all-to-all of a reduce-scatter, each rank sums its slices in order of rank. For 16 MiB and 2 ranks,
+  gloo's all-reduce took 14 ms, its reduce-scatter 40 ms, its all-gather 77 ms, and one all-to-all 8 ms
+  (bench/exchange.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class CollectiveWork:
     """A collective in flight, like torch.distributed.Work. The first `wait` finishes the collective. Later calls do
     nothing.
 
-    `work`: torch's handle, or None. `then`: the last step, which runs after `work` is complete. `group`: its timer
-    measures the wait.
+    `work`: torch's handle, or None. `then`: the last step, which runs after `work` is complete. `group`: the group
+    whose timer measures the wait.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class CollectiveWork:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether torch's handle is complete, so that `wait` does not wait for other ranks. A collective in
-        shared memory has no handle. Its `is_done` is always True, although `wait` may still wait."""
+        """Returns whether torch's handle is complete, so that `wait` does not block. Returns True for a collective in
+        shared memory, which has no handle, although its `wait` may still block."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
@@ -58,8 +59,8 @@ class CollectiveWork:
                 then()
 
     def then(self, then: Callable[[], None]) -> CollectiveWork:
-        """Returns a work with the last step `then` instead of this work's last step. So `then` must call this work's
-        `wait`."""
+        """Returns a new object whose last step is `then`. The function `then` must call `wait` of the present object,
+        whose own last step would not run otherwise."""
         return CollectiveWork(self._work, then, self._group)
 
 
@@ -77,7 +78,7 @@ def all_reduce(
         return CollectiveWork(None, group.shm.all_reduce(flat.view(-1), use_max, inter_host), group)
     if inter_host is not None:
         return CollectiveWork(None, inter_host.all_reduce(flat.view(-1), group, group).wait, group)
-    # The number of sent bytes is that of a ring all-reduce.
+    # The timer counts the bytes that a ring all-reduce sends.
     group.timer.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()
     operation = dist.ReduceOp.MAX if use_max else dist.ReduceOp.SUM
     return CollectiveWork(dist.all_reduce(flat, operation, group=group.process_group, async_op=True), None, group)
@@ -91,8 +92,8 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
 ) -> CollectiveWork:
     """Reduces `full` (n elements) over `group` and writes this rank's slice of the sum to `out` (n / ranks elements,
-    possibly inside `full`). `sizes` are the numbers of elements of each rank's slice, if unequal. `inter_host`
-    compresses the traffic between hosts. Returns the work."""
+    possibly inside `full`). `sizes`: the number of elements of each rank's slice, if unequal. `inter_host` compresses
+    the traffic between hosts. Returns the work."""
     if group is None:
         return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if uses_shared_memory(group, sizes):
@@ -119,10 +120,11 @@ def reduce_scatter(
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
-    """Returns whether a collective of `group` uses shared memory. `sizes`: the elements of each rank's slice, None if
-    equal.
+    """Returns whether a collective of `group` uses shared memory. `sizes`: the number of elements of each rank's slice,
+    None if all slices have equal sizes.
 
-    A hierarchical group (topology.py) supports only equal slices. Unequal slices use its process group of all ranks.
+    A hierarchical group (topology.py) supports only equal slices. Collectives with unequal slices use the group's
+    process group of all ranks.
     """
     return group.shm is not None and (sizes is None or group.process_group is None)
 
@@ -139,7 +141,7 @@ def all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None
 ) -> CollectiveWork:
     """Gathers the shards of all ranks of `group` into `full`, in order of rank. `shard` may be this rank's slice of
-    `full`. `sizes` are the numbers of elements of the shards, if unequal. Returns the work."""
+    `full`. `sizes`: the number of elements of each rank's shard, if unequal. Returns the work."""
     if group is None:
         return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if uses_shared_memory(group, sizes):
@@ -173,8 +175,8 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -
 def all_to_all_rows(
     out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup
 ) -> CollectiveWork:
-    """Exchanges uneven numbers of rows: rank i sends `rows[i][j]` rows of its `sent` (rows, width) to rank j. `sent` is
-    in order of j, and `out` in order of i. Returns the work."""
+    """Exchanges different numbers of rows: rank i sends `rows[i][j]` rows of its `sent` (rows, width) to rank j. The
+    rows in `sent` are in order of the receiving rank, those in `out` in order of the sending rank. Returns the work."""
     if group.shm is not None and group.process_group is None:
         return CollectiveWork(None, group.shm.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
@@ -191,10 +193,10 @@ def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Comm
 
 
 def _retain(buffer: torch.Tensor) -> None:
-    """Does nothing. The closure that calls it references `buffer`, so `buffer` exists until the collective has read
-    it."""
+    """Does nothing. A closure that calls this function references `buffer`, which keeps the memory until the collective
+    has read it."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:
-    """Returns torch's flat collective `name`. Before torch 2.13, returns `old_name`."""
+    """Returns torch's flat collective `name`, which is called `old_name` before torch 2.13."""
     return getattr(dist, name, None) or getattr(dist, old_name)

@@ -1,25 +1,29 @@
 """Compresses the gradients that hosts send to each other, with error feedback. Each parameter group (`FlatParamGroup`)
 has up to two reducers of this module.
 
-Compression changes the result, so only the workload can enable it. The sum over the ranks of one host is exact. Each
-host adds its residual of the last step to this sum and sends the nearest value that the codec can represent. The
-difference is the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et
-al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of all hosts, including its own,
-and adds them in order of host. In a group that is not hierarchical (topology.py), each rank counts as a host here.
+Compression changes the result, so it is an option of the workload, which the planner never sets. Inside a host, ranks
+sum gradients uncompressed. Each host adds its residual of the last step to this sum and sends the nearest value that
+the codec can represent. The difference is the new residual (error feedback: Seide et al., 1-Bit Stochastic Gradient
+Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes the messages of
+all hosts, including its own, and adds them in order of host. In a group that is not hierarchical (topology.py), "host"
+means a rank in this module.
 
     bf16      2 bytes per element
     int8      1 byte per element, and one float32 scale per block, which maps the block's largest magnitude to 127
     low-rank  PowerSGD, see below
 
-With h hosts, a host sends h - 1 times the encoded buffer in a compressed all-reduce. In an uncompressed all-reduce it
-sends 2 (h - 1) / h times the buffer. In a reduce-scatter it sends (h - 1) / h times the buffer, encoded or not.
+With h hosts, a host sends this multiple of a buffer's size (of its encoded size, if compressed):
+
+                     uncompressed    compressed
+    all-reduce       2 (h - 1) / h   h - 1
+    reduce-scatter   (h - 1) / h     (h - 1) / h
 
 Guarantees: the sum is bitwise equal on all hosts and in every run.
 
 `PowerSGDReducer` sends two thin factors of each matrix instead of the matrix: PowerSGD (Vogels, Karimireddy, Jaggi,
 arXiv 1905.13727, algorithm 1).
 
-M is the gradient plus the residual of one host. Q is a factor from the previous step. A prime means the transpose:
+M is the gradient plus the residual of one host. Q is the factor from the previous step. A prime means the transpose:
 
     P = sum of M Q over hosts, made orthonormal
     Q = sum of M' P over hosts
@@ -68,7 +72,7 @@ def compressible_matrices(
     `tensors`: offset in the buffer and shape of each tensor. `rank`: the number of columns of a factor. A matrix
     consists of those rows of a tensor that are completely inside a segment. It is returned if its two factors together
     have fewer elements than the matrix. `start` of a returned matrix is an index in the vector of the concatenated
-    segments.
+    segments. In the example, the first segment cuts row 0 of the first tensor, and the second tensor is a vector.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
@@ -91,8 +95,8 @@ def compressible_matrices(
 class PowerSGDReducer:
     """Reduces the gradients of one buffer between hosts with PowerSGD.
 
-    `matrices`: the parts to compress of a vector of `numel` elements. `rank`: the number of columns of each factor.
-    `like`: a tensor with the gradients' dtype and device. `residual` contains the `numel` elements of gradients that
+    `matrices`: the matrices to compress, inside a vector of `numel` elements. `rank`: the number of columns of each
+    factor. `like`: a tensor with the gradients' dtype and device. `residual`: the `numel` elements of gradients that
     this host has not sent yet, followed by the factors Q. The methods send first messages in `group`, and second
     messages in `second_group`.
     """
@@ -140,7 +144,7 @@ class PowerSGDReducer:
 
 
 class PowerSGDTransfer:
-    """One PowerSGD reduction in flight. Making the object adds the gradient to the residual and sends the first message
+    """One PowerSGD reduction in flight. The constructor adds the gradient to the residual and sends the first message
     ([Note: second message])."""
 
     def __init__(
@@ -187,7 +191,7 @@ class PowerSGDTransfer:
         for matrix, p, q in zip(self.reducer.matrix_views(self.residual), self.p_factors, q_factors, strict=True):
             matrix.sub_(p @ q.T)
         self.residual[self.reducer.uncompressed] = 0.0
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # stays finite: all ranks skip a step with non-finite values
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # all ranks skip this step, and the next one needs finite values
         self.q_factors = torch.cat([each.reshape(-1) for each in q_factors]) if q_factors else self.first_message[:0]
         self.second_reduce = all_reduce(self.q_factors, self.second_group)
 
@@ -222,8 +226,7 @@ def _orthonormal_basis(thin: torch.Tensor) -> torch.Tensor:
 
 
 CPU_TILE_ELEMENTS = 1 << 18
-"""Number of elements that a CPU encodes at a time, so that they stay in the cache. It is a multiple of the
-block length."""
+"""Number of elements that a CPU encodes at a time, so that they stay in the cache. A multiple of INT8_BLOCK_NUMEL."""
 ACCELERATOR_TILE_ELEMENTS = 1 << 24
 """Number of elements that an accelerator encodes at a time. Each tile costs a few kernel launches."""
 
@@ -302,8 +305,8 @@ class Int8Codec:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         codes.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        # All ranks skip a step with non-finite values, so its errors become zero. An accelerator replaces them without
-        # the check, because the check would synchronise with the host.
+        # All ranks skip a step with non-finite values, and the errors of this step are replaced by zeros. An
+        # accelerator does so without checking for such values, because the check would synchronise with the host.
         if not backend_of(blocks.device).memory_is_host or not bool(torch.isfinite(scales).all()):
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
@@ -412,8 +415,8 @@ class ReducerPair(NamedTuple):
 def make_compressed_reducer(
     compression: GradientCompression | None, group: CommGroup | None, vector: FlatSlice, scattered: bool
 ) -> CompressedReducer | PowerSGDReducer | None:
-    """Returns the reducer of `vector` over `group`: for a reduce-scatter if `scattered`, otherwise for an all-reduce.
-    Returns None if compression is off, or if all ranks are on one host."""
+    """Returns the reducer of `vector` over `group`. `scattered`: whether it is for a reduce-scatter instead of an
+    all-reduce. Returns None if compression is off, or if all ranks are on one host."""
     if compression is None or group is None or group.process_group is None or group.intra_host:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)

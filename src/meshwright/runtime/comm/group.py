@@ -86,20 +86,20 @@ class CommGroup:
         return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
     def read_stats(self) -> CommStats:
-        """Returns the statistics since the last call. A hierarchical group adds the bytes that it sends between hosts.
-        The waits of the group already include the waits for transfers between hosts."""
+        """Returns the statistics since the last call. The bytes of a hierarchical group include those that its process
+        groups send between hosts. Their waits are not added, because the group's own wait already includes them."""
         own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
-        """Returns whether NCCL transfers `tensor`. If so, callers use the flat collectives of torch.distributed, which
-        are slow with gloo."""
+        """Returns whether NCCL transfers `tensor`. Only then do callers use the flat collectives of torch.distributed,
+        because gloo's are slow."""
         return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
     def backends(self) -> str:
-        """The backend for each device type, in torch's form ('cpu:gloo,cuda:nccl'). A group can have two backends, so
-        the name of one would not suffice."""
+        """The backend for each device type, in torch's form ('cpu:gloo,cuda:nccl'). A group can have one backend for
+        host tensors and another for device tensors."""
         return dist.get_backend_config(self.process_group)
 
 
@@ -136,8 +136,8 @@ def uses_nccl(backends: str, device: str) -> bool:
 
 
 def without_replicas(sharing: ShardPlacement) -> ShardPlacement:
-    """Returns the placement of one DiLoCo replica. Within a step such a replica does not reduce over the other
-    replicas."""
+    """Returns the placement of one DiLoCo replica, which does not reduce gradients over the other replicas in a
+    step."""
     return replace(sharing, replicas=1, replica=0, replicate_group=None, diloco=sharing)
 
 
@@ -180,8 +180,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
-    """Returns `there(x)`. The gradient of `x` is `back(gradient)`. `back` must be the transpose of the linear map
-    `there`."""
+    """Returns `there(x)`. Backward computes the gradient of `x` as `back(gradient)`. `back` must be the transpose of
+    the linear map `there`."""
     result: torch.Tensor = _LinearMap.apply(x, there, back)
     return result
 

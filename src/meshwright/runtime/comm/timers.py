@@ -4,10 +4,10 @@ A CPU rank blocks, so the clock of the host measures the wait. With an accelerat
 stream while the host continues. One event before and one event after the wait measure how long this stream was idle. If
 the host waits too, the events measure how long the stream had no work.
 
-[Note: nobody waits for a clock] The two events of a wait are read only once both are complete. Events of the forward
-and backward are complete when the host has received the sums of a step over all ranks (loss, gradient norm, counters).
-Events that complete later, such as those of the all-gather after the update, count in the next step. Their time passes
-during the next step too.
+[Note: reading never blocks] The two events of a wait are read only once both are complete. Events of the forward and
+backward are complete when the host has received the sums of a step over all ranks (loss, gradient norm, counters).
+Events that complete later, such as those of the all-gather after the update, count in the next step. The device waits
+for this all-gather during the next step too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TimerEvent(Protocol):
 
 
 class WaitTimer:
-    """Sums the seconds spent inside the context. Nested contexts count once. `event` creates timing events for a device
-    with streams. If None, the host's clock measures the time."""
+    """Sums the seconds spent inside the context. Nested contexts count once. `event` creates timing events of a device
+    with streams. If `event` is None, the host's clock measures the time."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0

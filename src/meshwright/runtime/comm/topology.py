@@ -12,11 +12,11 @@ to. `torch.distributed.new_group` requires this.
 shared memory inside hosts and process groups between hosts. So data crosses the network once per host instead of once
 per rank.
 
-In an all-reduce, the ranks of a host first sum in shared memory (shm/collectives.py). Then rank l of every host reduces
-its slice with rank l of the other hosts over the network. Finally the ranks of a host read the other slices from each
-other. With h hosts of m ranks and a tensor of n bytes, a host sends this number of bytes:
+In an all-reduce, the ranks of a host first sum in shared memory (shm/collectives.py): rank l sums slice l. Then rank l
+of every host reduces this slice with rank l of the other hosts over the network. Finally the ranks of a host read the
+other slices from each other. With h hosts of m ranks and a tensor of n bytes, a host sends this number of bytes:
 
-                      hierarchical       flat
+                      hierarchical       flat                     algorithm of the flat collective
     all-reduce        2 (h - 1) / h n    2 (h m - 1) / (h m) n    ring, in which the ranks of a host are neighbours
     reduce-scatter      (h - 1) / h n    m (h - 1) / h n          all-to-all
     all-gather          (h - 1) / h n    m (h - 1) / h n          all-to-all
@@ -25,9 +25,10 @@ Sums differ from those of a flat collective only in the order of addition. This 
 host, then the hosts. Source: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
 (2005), section 4. Horovod calls these collectives hierarchical. NCCL uses them automatically.
 
-[Note: ways across] A reduction sends to other hosts once the ranks of its host have contributed. An all-gather sends
-immediately. So ranks start reductions, all-gathers and second messages in different orders. Each of these three kinds
-has its own process group, in which all ranks start collectives in the same order.
+[Note: groups between hosts] A reduction sends to other hosts once all ranks of its host have contributed. An all-gather
+sends immediately. So one rank may start, for example, a reduction before an all-gather, and another rank the all-gather
+first. The same applies to second messages (compression.py). So reductions, all-gathers and second messages use separate
+process groups, and in each of them all ranks start collectives in the same order.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ P2P_FIRST_FIELD = len(GROUP_NAMES) * FIELDS_PER_GROUP
 begin at this index."""
 
 NON_HIERARCHICAL_GROUPS = ("pp",)
-"""Groups without reductions. They are never hierarchical, because a hierarchy has no advantage for them."""
+"""Groups that are never hierarchical. They have no reductions, so a hierarchy would have no advantage."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,11 @@ class GroupFactory:
     def by_parts(
         self, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
     ) -> CommGroup | None:
-        """Creates the group `name` of each of the disjoint `parts`. Returns the group of the part with this rank.
+        """Creates a group called `name` for each of the disjoint `parts`. Returns the group of the part that contains
+        this rank.
 
-        Returns None if this part has one rank, or if no part has this rank. `process`: torch's process group of the
-        part with this rank, if it exists already.
+        Returns None if this part has one rank, or if no part contains this rank. `process`: torch's process group of
+        the part that contains this rank, if it exists already.
         """
         topology = self.topology
         mine: CommGroup | None = None
@@ -145,8 +147,8 @@ class GroupFactory:
         return self.by_parts(name, list(parts.values()))
 
     def embedding(self) -> CommGroup | None:
-        """Creates the groups of the first and the last stage, which replicate tied weights. Returns the group with this
-        rank. Returns None on ranks of other stages, and if one rank runs both stages."""
+        """Creates the groups of the ranks of the first and the last stage, which both store tied weights. Returns the
+        group that contains this rank. Returns None on ranks of other stages, and if one rank runs both stages."""
         grid, plan = self.topology.grid, self.topology.grid.plan
         last = plan.stage_to_rank(plan.stages - 1)
         if last == plan.stage_to_rank(0):
@@ -167,10 +169,10 @@ def shm_collectives(topology: Topology, name: str, ranks: Sequence[int]) -> ShmC
 
 
 def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
-    """Creates the hierarchical group of `ranks`. All ranks call it, also those outside of the group. `first` is the
-    index of the group's first shared-memory field.
+    """Creates the hierarchical group of `ranks`. All ranks call it, also those outside of the group. `first`: the index
+    of the group's first shared-memory field.
 
-    Returns None on ranks outside of the group, and where `ranks_by_host` returns None.
+    Returns None on ranks outside of the group. Returns None on all ranks if `ranks_by_host` returns None.
     """
     table = ranks_by_host([topology.shm_host_ids[rank] for rank in ranks])
     mine: HierarchicalGroup | None = None
@@ -189,8 +191,8 @@ def create_axis_groups(
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
     """Creates the device mesh over the axes with more than one rank. Returns the mesh and its process groups by axis.
 
-    The process groups include 'world' and 'cp'. Context ranks subdivide the shards or the replicas, so 'cp' is not an
-    axis of the mesh.
+    The process groups also include 'world' and 'cp', which are not axes of the mesh: context ranks subdivide the shards
+    or the replicas.
     """
     grid, plan = topology.grid, topology.grid.plan
     axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}
@@ -210,7 +212,7 @@ def create_axis_groups(
 
 
 def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """Returns the groups of each axis, as lists of ranks. Each rank is in exactly one group of an axis.
+    """Returns the groups along each axis, as lists of ranks. Each rank is in exactly one of the groups along an axis.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> found = group_ranks(RankGrid(parse_plan("dp2x2.z1")))
@@ -231,7 +233,7 @@ def create_p2p_groups(topology: Topology) -> dict[tuple[int, int], dist.ProcessG
     pipeline by (source, target), as pipeline coordinates.
 
     NCCL runs the messages of a group one after the other. With one group for both directions, two ranks that both send
-    first would wait for each other. gloo matches messages by tag, so it needs only one group.
+    first would wait for each other. gloo matches messages by tag, so one group is enough for gloo.
     """
     grid = topology.grid
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -257,8 +259,8 @@ def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
     """Returns the positions of the ranks of each host. `hosts` has the host id of each rank, '' for a rank without
     shared memory.
 
-    Returns None if a hierarchical group is impossible or useless. This is so if all ranks are on one host, if a host
-    has only one rank, if hosts have different numbers of ranks, or if a rank has no shared memory.
+    Returns None if a hierarchical group is impossible or useless: all ranks are on one host, a host has only one rank,
+    hosts have different numbers of ranks, or a rank has no shared memory.
 
     >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a"])
     ([[0, 2], [1, 3]], None)
@@ -273,10 +275,10 @@ def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
 
 
 class HierarchicalGroup(ShmCollectives):
-    """Collectives of this rank in a group that spans several hosts ([Note: ways across]).
+    """Collectives of this rank in a group that spans several hosts ([Note: groups between hosts]).
 
-    `ranks`: all ranks of the group. `hosts`: their positions by host. If this rank is at position l of its host,
-    `groups` are the NUM_INTER_HOST_GROUPS process groups of the ranks at position l of all hosts.
+    `ranks`: all ranks of the group. `hosts`: by host, the positions of its ranks in `ranks`. `groups`: if this rank is
+    the l-th of its host, the NUM_INTER_HOST_GROUPS process groups of the l-th ranks of all hosts.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class HierarchicalGroup(ShmCollectives):
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
         """Starts the in-place sum (or maximum) of `flat` over all ranks of the group. Returns the function that
-        finishes it. `inter_host` compresses the traffic between hosts."""
+        finishes the collective. `inter_host` compresses the traffic between hosts."""
         number, memory = self.begin(flat)
 
         def sum_own() -> InterHostTransfer | None:
@@ -328,8 +330,8 @@ class HierarchicalGroup(ShmCollectives):
         each = out.numel()
 
         def sum_own() -> InterHostTransfer:
-            """Sums over the ranks of this host the slices that the ranks of `sum_group` need. Then starts the reduction
-            of the sums over `sum_group`."""
+            """Sums over the ranks of this host the slice of each rank in `sum_group`, which has one rank per host. Then
+            starts the reduce-scatter of these sums over `sum_group`."""
             sums = torch.empty(len(self.ranks_by_host) * each, dtype=full.dtype)
             for row, into in zip(self.ranks_by_host, sums.split(each), strict=True):
                 start = row[self.index] * each
@@ -346,8 +348,8 @@ class HierarchicalGroup(ShmCollectives):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts to gather the shards of all ranks into `full`. Returns the function that finishes it. `sizes` must be
-        None."""
+        """Starts to gather the shards of all ranks into `full`. Returns the function that finishes the collective.
+        `sizes` must be None."""
         assert sizes is None, "unequal slices go through the process group"
         number, each = self.next_number(), shard.numel()
         gathered = self.staging_buffer(len(self.ranks_by_host) * each, shard.dtype)

@@ -1,7 +1,7 @@
 """Collectives of CPU ranks on one host, through shared memory. async_collectives.py calls them.
 
-Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory. The
-rank then sums or copies the inputs of all ranks. No messages are sent.
+Each rank copies its input to shared memory, or publishes the location of an input that is already in shared memory.
+Then each rank reads the inputs of all ranks, and sums or copies them. No messages are sent.
 
     all-reduce, small     every rank sums all inputs
     all-reduce            rank r sums slice r of all inputs in place, then every rank copies the slices
@@ -10,7 +10,7 @@ rank then sums or copies the inputs of all ranks. No messages are sent.
     all-to-all            rank r copies its rows from all inputs
 
 [Note: fields] A group has at most MAX_INFLIGHT_COLLECTIVES collectives in flight. Collective n uses lane n %
-MAX_INFLIGHT_COLLECTIVES. A lane has these fields of each rank:
+MAX_INFLIGHT_COLLECTIVES. In each lane, each rank has these fields:
 
     posted     the other ranks can read the rank's input
     reduced    the rank has summed its slice
@@ -19,13 +19,13 @@ MAX_INFLIGHT_COLLECTIVES. A lane has these fields of each rank:
 
 A collective starts in its lane once all ranks have set `done` for the lane's previous collective. Collectives start in
 the same order on every rank. Each call also runs the steps of earlier collectives that are ready, so that little work
-remains at the end.
+is left when a caller waits for them.
 
-[Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
-caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks have set
-`done` for its collective. While a rank fills a buffer, the other ranks read at most MAX_INFLIGHT_BUFFERS of its other
-buffers. A rank that requests one more buffer first finishes its own steps of the oldest collective, and then waits for
-the other ranks. So ranks cannot deadlock.
+[Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. If
+the caller writes its input directly to a staging buffer (`staging_buffer`), no copy is needed. A buffer is free again
+once all ranks have set `done` for its collective. While a rank fills a buffer, the other ranks read at most
+MAX_INFLIGHT_BUFFERS of its other buffers. A rank that requests one more buffer first finishes its own steps of the
+oldest collective, and then waits for the other ranks. So ranks cannot deadlock.
 
 Guarantees: every rank sums the inputs in order of rank, and 16-bit inputs in float32. So sums are identical on all
 ranks and in every run.
@@ -57,13 +57,14 @@ MAX_INFLIGHT_COLLECTIVES = 16
     _FIELDS_PER_COLLECTIVE,
 ) = range(9)
 FIELDS_PER_GROUP = MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE
-"""Number of fields of a group on each rank. `_FIELD_BUFFER` is 1 + the index of the input's staging buffer, or 0 for
-other memory. The other ranks map the buffer again when its segment changes. `_FIELD_SIGNATURE` encodes the number and
-dtype of the elements. So ranks in different collectives raise an error instead of adding unrelated values."""
+"""Number of fields of a group on each rank. The fields after FIELD_DONE are the `location` in the module docstring.
+`_FIELD_BUFFER` is 1 + the index of the staging buffer that contains the input, or 0 for other memory. The other ranks
+map a buffer again when its segment changes. `_FIELD_SIGNATURE` encodes the number and dtype of the elements. So ranks
+in different collectives raise an error instead of adding unrelated values."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
-"""Maximum number of bytes of a one-shot all-reduce, in which every rank sums the full inputs. For small inputs, summing
-everything is cheaper than the second synchronisation of a sliced all-reduce."""
+"""Maximum number of bytes of a one-shot all-reduce, in which every rank sums the full inputs. For small inputs this is
+cheaper than the second synchronisation of an all-reduce in which each rank sums one slice."""
 
 REDUCE_TILE_ELEMENTS = 1 << 16
 """Number of elements that are summed at a time, so that the sum stays in the cache."""
@@ -86,9 +87,9 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class InterHostReducer(Protocol):
-    """Reduces compressed gradients between hosts (compression.py). It is not used between ranks of one host. `group` is
-    a `CommGroup` (typed as Any, because group.py imports this module). `later` is a group of the same ranks, for a
-    second message that depends on the first message."""
+    """Reduces compressed gradients between hosts (compression.py), not between ranks of one host. `group` is a
+    `CommGroup` (typed as Any, because group.py imports this module). `later` is a second group of the same ranks, for
+    messages that depend on earlier messages of the reduction."""
 
     def all_reduce(self, flat: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
         """Starts the in-place sum of `flat` over `group`. Returns the transfer."""
@@ -109,7 +110,7 @@ class ShmCollectives:
         self.peers = [rank for rank in self.ranks if rank != host.rank]
         self._peer_segments: dict[tuple[int, int], int] = {}
         self._number = 0
-        own = weakref.ref(self)  # no reference cycle: memory is freed with the last reference
+        own = weakref.ref(self)  # a reference cycle would delay the release of the memory
         self.progress_queue = ProgressQueue(
             lambda number, field: _dereference(own)._all_reached(number, field),
             lambda number, field: _dereference(own)._wait_for_all(number, field),
@@ -127,8 +128,8 @@ class ShmCollectives:
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
-        """Starts the in-place sum (or maximum) of `flat`. Returns the function that finishes it. `inter_host` is unused
-        on one host."""
+        """Starts the in-place sum (or maximum) of `flat`. Returns the function that finishes the collective.
+        `inter_host` is not used on one host."""
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
@@ -173,8 +174,8 @@ class ShmCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
-        """Starts the all-gather of all shards into `full`. Returns the function that finishes it. `sizes`: the number
-        of elements of each rank's shard, if unequal."""
+        """Starts the all-gather of all shards into `full`. Returns the function that finishes the collective. `sizes`:
+        the number of elements of each rank's shard, if unequal."""
         number, memory = self.begin(shard)
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
@@ -189,7 +190,8 @@ class ShmCollectives:
     def all_to_all_rows(
         self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> Callable[[], None]:
-        """Starts the all-to-all: rank i sends `rows[i][j]` rows to rank j. Returns the function that finishes it."""
+        """Starts the all-to-all: rank i sends `rows[i][j]` rows to rank j. Returns the function that finishes the
+        collective."""
         number, memory = self.begin(sent)
         width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
 
@@ -224,7 +226,7 @@ class ShmCollectives:
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
         """Starts a collective with this rank's input `part`. Returns the number of the collective, and the tensor that
-        the other ranks read: `part` itself, or a copy in a staging buffer. `copy`: always makes the copy."""
+        the other ranks read: `part` itself, or a copy in a staging buffer. `copy`: whether to copy in every case."""
         number = self.next_number()
         return number, self.post(number, part, copy)
 
@@ -314,7 +316,8 @@ class ShmCollectives:
             self.host.wait_for_field(rank, self.field_index(number, field), number)
 
     def _all_reached(self, number: int, field: int) -> bool:
-        """Returns whether all other ranks have set `field` for collective `number` or for a later one in its lane."""
+        """Returns whether all other ranks have set `field` for collective `number`, or for a later collective in the
+        same lane."""
         index = self.field_index(number, field)
         return all(self.host.fields[rank][index] >= number for rank in self.peers)
 

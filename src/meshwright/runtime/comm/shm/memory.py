@@ -2,7 +2,7 @@
 messages between pipeline stages (pipeline/p2p.py) use both.
 
 A segment is anonymous memory of one process (memfd). The other processes open it through /proc. After a crash there is
-nothing to clean up, and the only limit is the memory of the host.
+nothing to clean up. The total size is limited only by the memory of the host.
 
 Each rank has one segment of 64-bit fields. Only this rank writes to the fields, and the other ranks read them. A
 waiting rank sleeps on a field (futex) until the field reaches a value. The values of fields only grow. A field is
@@ -12,8 +12,11 @@ use shared memory.
 Ranks in different network namespaces count as ranks of different hosts, so that they communicate over the links between
 the namespaces.
 
-A sum of 256 bytes over 2 ranks on 2 cores took 20 us with shared memory, and 240 us with gloo. Over 4 ranks it took 175
-us with shared memory, and 6,700 us with gloo (bench/exchange.py).
+Time of an all-reduce of 256 bytes on 2 cores (bench/exchange.py):
+
+               shared memory   gloo
+    2 ranks            20 us     240 us
+    4 ranks           175 us   6,700 us
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ HOST_ENV = "MESHWRIGHT_HOST"
 different hosts."""
 
 FIELDS_PER_RANK = 1 << 14
-"""Number of 64-bit fields of each rank. The counters in these fields do not overflow in any run."""
+"""Number of 64-bit fields of each rank. A 64-bit counter does not overflow in any run."""
 
 PAGE_BYTES = 1 << 12
 """Page size of the operating system."""
@@ -82,12 +85,12 @@ class ShmSegment:
 class SharedMemory:
     """The shared memory of this rank's host: the fields of all its ranks, and tensors that all its ranks can read.
 
-    `rank` is the global rank of this process. `staging_bytes` counts the bytes of this rank's staging buffers, without
-    the tensors made by `zeros`.
+    `rank`: the global rank of this process. `staging_bytes`: the total bytes of this rank's staging buffers. Tensors
+    made by `zeros` do not count.
     """
 
     def __init__(self, rank: int, fields: ShmSegment, peers: dict[int, tuple[int, int]], timeout: float) -> None:
-        """`peers` has, for each rank of the host including this one, the process id and the file descriptor of its
+        """`peers` maps each rank of the host, including this rank, to the process id and the file descriptor of its
         fields.
 
         Raises:
@@ -108,9 +111,9 @@ class SharedMemory:
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting_field = memoryview(bytearray(8)).cast("Q")
-        """One field: 1 + the rank for which this rank waits, plus `WAIT_INCREMENT` for each unsuccessful check; 0 if
-        this rank does not wait. Under a supervisor, this is a field of the heartbeat memory that the supervisor
-        reads."""
+        """One field, 0 if this rank does not wait. Otherwise 1 + the rank for which this rank waits, plus
+        `WAIT_INCREMENT` for each unsuccessful check. Under a supervisor, the field is in the heartbeat memory that the
+        supervisor reads."""
         self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
@@ -146,8 +149,8 @@ class SharedMemory:
         return None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
-        """Returns the bytes of segment `number` of `rank`. Only the first call maps the segment, through the file
-        descriptor `file` of that rank's process."""
+        """Returns the bytes of segment `number` of `rank`. The first call maps the segment, through the file descriptor
+        `file` of that rank's process. Later calls return the same mapping."""
         key = (rank, number)
         if key not in self._mapped:
             self._mapped[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
@@ -195,9 +198,9 @@ class SharedMemory:
         self.waiting_field[0] = 0
 
     def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
-        """Waits for each (rank, field, value) until the field has reached the value. Stops waiting for a rank whose
-        process has ended. Stops waiting for all ranks after SHUTDOWN_TIMEOUT_SECONDS, or if a rank has left a
-        collective because of another rank's exception."""
+        """Waits for each (rank, field, value) until the field of that rank has reached the value. Stops waiting for a
+        rank whose process has ended. Stops waiting for all ranks after SHUTDOWN_TIMEOUT_SECONDS, or if a rank has left
+        a collective because of another rank's exception."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, index, value in awaited:
             while (
@@ -267,7 +270,7 @@ def shm_host_id() -> str:
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
     """Returns the shared memory of this rank's host, and the host id of every rank. All ranks of the default process
     group call it. A rank that cannot share memory gets None and the host id ''. If one rank of a host cannot map the
-    fields of the others, this applies to all ranks of the host."""
+    fields of the other ranks, no rank of this host can share memory."""
     rank, own = dist.get_rank(), shm_host_id()
     raise_soft_file_limit(MAX_OPEN_FILES)
     fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None

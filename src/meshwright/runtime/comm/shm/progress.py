@@ -12,11 +12,14 @@ collectives.py):
                      requests, not by the progress of other ranks, so that every run uses the same amount of memory
 
 [Note: in turn] `acquire_ordered` uses three buffers, and never chooses the buffer of the previous request. If the last
-three requests fit into the three buffers, it chooses the smallest of the other two that is large enough, and no buffer
-grows. Otherwise it chooses the smaller of the other two, which grows if it is too small. Of two equal buffers it
-chooses the one used longer ago. If a rank still reads the chosen buffer, the requesting rank waits. So all ranks wait
-for the same collective at the same request. Each rank first finishes its own steps of this collective, so ranks cannot
-deadlock. With an earlier rule each of the three buffers became as long as the longest parameter group.
+three requests fit into the three buffers, it chooses the smallest of the remaining two that is large enough, and no
+buffer grows. Otherwise it chooses the smaller of the remaining two, and enlarges it if necessary. Of two buffers of
+equal size it chooses the one used longer ago. Without this rule, each of the three buffers would become as long as the
+longest parameter group.
+
+If a rank still reads the chosen buffer, the requesting rank waits. All ranks choose in the same way, so all wait for
+the same collective at the same request. Each rank first finishes its own steps of this collective, so ranks cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegm
 from meshwright.runtime.error_propagation import CURRENT_PROPAGATOR
 
 AWAIT_TRANSFER = -1
-"""Condition of a step, used instead of a field: the previous step has started a transfer between hosts, for which this
-step waits."""
+"""Used instead of a field as the condition of a step: the step is ready once the transfer between hosts that the
+previous step started is complete."""
 
 TRANSFER_POLL_SECONDS = 2e-4
 """Seconds between two checks whether a transfer is complete."""
@@ -84,8 +87,8 @@ class ProgressQueue:
         self.pending: deque[_PendingCollective] = deque()
 
     def add(self, number: int, *steps: CollectiveStep, transfer: InterHostTransfer | None = None) -> Callable[[], None]:
-        """Adds collective `number` with its steps. Returns the function that finishes it. `transfer`: a transfer that
-        has already started, for which the first step waits."""
+        """Adds collective `number` with its steps. Returns the function that finishes the collective. `transfer`: a
+        transfer that has already started, for which the first step waits."""
         self.pending.append(_PendingCollective(number, deque(steps), transfer))
         return lambda: self.finish(number)
 
@@ -112,7 +115,7 @@ class ProgressQueue:
                 return
             first = self.pending[0]
             if first.steps[0][0] == AWAIT_TRANSFER:
-                time.sleep(TRANSFER_POLL_SECONDS)  # so that `progress` can start transfers of later collectives
+                time.sleep(TRANSFER_POLL_SECONDS)  # no wait on the transfer: `progress` may start other transfers
                 if calls is not None:
                     calls.poll(time.monotonic() - began)
             else:
@@ -126,7 +129,7 @@ MAX_INFLIGHT_BUFFERS = 2
 @dataclass(eq=False)
 class StagingBuffer:
     """A staging buffer. `number`: the collective in which ranks read the buffer, None while this rank fills it.
-    `ordered`: the buffer belongs to `acquire_ordered`."""
+    `ordered`: whether the buffer belongs to `acquire_ordered`."""
 
     segment: ShmSegment
     number: int | None = None
@@ -135,7 +138,7 @@ class StagingBuffer:
 
 class StagingBufferPool:
     """The staging buffers of this rank. `is_read(number)` returns whether all ranks have read the inputs of collective
-    `number`. `wait_until_read(number)` waits until all ranks have."""
+    `number`. `wait_until_read(number)` waits until they have read them."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class StagingBufferPool:
         return self._fill(buffer, size)
 
     def shrink(self) -> None:
-        """Shrinks all buffers of `acquire` to one page. The next collective enlarges the buffer that it uses."""
+        """Shrinks all buffers of `acquire` to one page. Later collectives enlarge the buffers that they use."""
         for buffer in self._all:
             if not buffer.ordered and buffer.segment.size > PAGE_BYTES:
                 self._fill(buffer, PAGE_BYTES)
@@ -221,7 +224,7 @@ class StagingBufferPool:
         return self._all[-1]
 
     def _fill(self, buffer: StagingBuffer, size: int) -> ShmSegment:
-        """Waits until no rank reads `buffer`. Returns its memory, of at least `size` bytes."""
+        """Waits until no rank reads `buffer`. Returns its memory, enlarged to `size` bytes if it is smaller."""
         if buffer.number is not None:
             self.progress_queue.finish(buffer.number)
             self._wait_until_read(buffer.number)
