@@ -219,9 +219,9 @@ def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
     found = ClusterProfile(devices=devices)
     assert not calibrate(found, parse_cluster("1x2:cpu")).odd
     for cluster, words in (
-        ("1x4:cpu", "has 4 devices, 2 ranks"),
-        ("2x1:cpu@1Gb", "has 2 nodes, the ranks found 1"),
-        ("1x2:a100-80gb", "says a100-80gb, the ranks found cpu"),
+        ("1x4:cpu", "has 4 devices, but 2 ranks"),
+        ("2x1:cpu@1Gb", "has 2 nodes, but the ranks ran on 1"),
+        ("1x2:a100-80gb", "has a100-80gb, but the ranks ran on cpu"),
     ):
         (line,) = calibrate(found, parse_cluster(cluster)).odd
         assert words.lower() in line.lower() and "\n" not in line

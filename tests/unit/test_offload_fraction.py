@@ -146,7 +146,7 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
     )
     priced = estimate(small, plan)
     assert not priced.fits and priced.notes[-1].endswith(
-        "the offload fits at most with off-optimizer40.off-parameters20 in the plan name"
+        "the largest offload that fits is off-optimizer40.off-parameters20 in the plan name"
     ), priced.notes
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
 

@@ -394,7 +394,7 @@ def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
         search_plans(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096, pins={"offload": ()}))
     message = str(caught.value)
     assert message.startswith("no plan fits: the nearest (")
-    assert "GiB on rank 0 of 80.0 GiB; optimizer states are" in message
+    assert "GiB on rank 0, which may use 80.0 GiB; optimizer states take" in message
     assert "nodes (16 devices) would fit (" in message or "nodes (24 devices) would fit (" in message
 
 

@@ -300,6 +300,6 @@ def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str)
         and crowded.spare == roomy.spare
     )
     assert (
-        "to its host, but the host has only 678.2 KiB for each device: the offload fits at most with off-optimizer"
+        "to its host, but the host has only 678.2 KiB for each device: the largest offload that fits is off-optimizer"
         in crowded.notes[-1]
     )

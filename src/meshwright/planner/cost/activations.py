@@ -41,8 +41,8 @@ class ActivationBytes(NamedTuple):
     `whole` is saved for backward without recompute, `entering` with full recompute. `core` is the part of `whole` that
     belongs to the attention core. `derived` is the part of `whole` that selective recompute does not save, and
     `at_once` is the peak of the recomputed tensors in backward. `passing` is the additional transient memory of
-    backward. A compiled block also saves `gates` if weight gradients are deferred. `put_off` is stored from B (the
-    gradients of inputs) until W (the weight gradients).
+    backward. `gates` is saved in addition by a compiled block if weight gradients are deferred. `deferred` is stored
+    from B (the gradients of inputs) until W (the weight gradients).
     """
 
     whole: Array
@@ -52,14 +52,14 @@ class ActivationBytes(NamedTuple):
     at_once: Array
     passing: Array
     gates: Array
-    put_off: Array
+    deferred: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
         """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (axis c), over axes
         (b, s, c) of GRID_AXES. The stored tensors are the inputs of matrix products and the gradients of the outputs.
         Blocks with selective or full recompute store nothing until W."""
         return np.stack(
-            [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
+            [0.0 * self.deferred if kind in PER_BLOCK_RECOMPUTE else self.deferred for kind in kinds], axis=-1
         )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
@@ -115,7 +115,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     if layer.name == HEAD:
         passing = passing + cpu_logits_bytes(setting, layer, box.tp, tokens)
     gradient = (
-        (entry.largest(cut) if box.compile else setting.recomputed_uncompiled(entry, cut, box.pp > 1)) * size
+        (entry.largest(cut) if box.compile else setting.separate_wgrad_numel(entry, cut, box.pp > 1)) * size
         if entry.is_block
         else 0
     )
@@ -151,19 +151,19 @@ def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array
 
 
 def deferred_wgrad_bytes(
-    box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
+    box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, deferred: Array, each: int
 ) -> Array | float:
     """Returns the bytes that compiled blocks save in addition at each moment if the schedule splits backward. `table`
     (b, o, r, moments, columns) is the number of layers of each column.
 
-    Only the columns that `put_off` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
+    Only the columns that `deferred` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
     the axis c.
     """
     split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
-    if not (box.compile and split_backward.any() and put_off.any()):
+    if not (box.compile and split_backward.any() and deferred.any()):
         return 0.0
-    columns = len(put_off) // len(layers)
-    more = np.stack([layer.gates for layer in layers for _ in range(columns)], axis=1) * put_off[:, None]
+    columns = len(deferred) // len(layers)
+    more = np.stack([layer.gates for layer in layers for _ in range(columns)], axis=1) * deferred[:, None]
     weights = np.concatenate([more, more, 0.0 * more], axis=1)[:, : table.shape[4]].repeat(each, axis=2)
     return split_backward * (table.reshape(len(table), -1, table.shape[4]) @ weights).reshape(*table.shape[:4], -1)
 
@@ -222,12 +222,13 @@ class ActivationPeak(NamedTuple):
 class MomentBytes(NamedTuple):
     """The activation bytes at the moments, the points of a step at which the memory of ranks can peak.
 
-    `layers` is the number of layers of each column (b, o, r, moments, columns), `weights` the bytes of one layer (b,
-    columns, s x c). `saved` is the product, the total bytes (b, o, r, moments, s x c). There are up to three groups of
-    columns: layers with saved activations, the layer that runs backward, and, if the schedule defers weight gradients,
-    layers with data stored until W (the weight gradients). `at_head` marks the moments at which the head runs backward.
-    `blocks` and `waiting` mark columns of the first group: offload of activations applies to `blocks`, and the layers
-    in `waiting` store data until W.
+    A column is the layers of one layer run in one state. There are up to three groups of columns, one for each
+    state: layers with saved activations, the layer that runs backward, and, if the schedule defers weight gradients,
+    layers with data stored until W (the weight gradients). `layers` is the number of layers of each column (b, o, r,
+    moments, columns), `weights` the bytes of one such layer (b, columns, s x c). `saved` is the sum of their products
+    over the columns (b, o, r, moments, s x c). `at_head` marks the moments at which the head runs backward. `blocks`
+    and `waiting` mark columns of the first group: offload of activations applies to `blocks`, and the layers in
+    `waiting` store data until W.
     """
 
     saved: Array
@@ -253,7 +254,7 @@ def activation_peak(
     setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
 ) -> ActivationPeak:
     """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). `ranks` has the
-    contents for each schedule. Recompute choices that treat all blocks equally are computed together, other choices one
+    contents for each schedule. Recompute choices with one kind for all blocks are computed together, other choices one
     by one."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
@@ -290,9 +291,9 @@ def _uniform_activation_peak(
     chosen: Sequence[RecomputeChoice],
     ranks: Sequence[RankContents],
 ) -> ActivationPeak:
-    """Computes the peak for several recompute choices that treat all blocks equally, or for one choice that treats the
-    first blocks of a stage differently. For such a choice each layer run has two columns: the first blocks of a stage,
-    and the other blocks."""
+    """Computes the peak for several recompute choices with one kind for all blocks, or for one choice with another kind
+    for the first blocks of a stage than for the later blocks. For such a choice each layer run has two columns: the
+    first blocks of a stage, and the other blocks."""
     moments = _moment_bytes(setting, box, layers, chosen, ranks)
     parts = len(box.sequence_parallel), len(chosen)
     every = moments.saved + deferred_wgrad_bytes(box, layers, moments.layers, moments.waiting, len(chosen))

@@ -124,7 +124,7 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
 def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClasses, each: float) -> Array:
     """Returns the minimum seconds that recompute and offload of activations together add to a micro-batch, for each
     rank class in `ranks` ([Note: least seconds]). `each` is the seconds per byte in one direction. Returns 0, which is
-    always a bound, if the first recompute choice of `box` is not `none`."""
+    always a valid lower bound, if the first recompute choice of `box` is not `none`."""
     if box.recompute[0] != RecomputeChoice(Recompute.none):
         return broadcast_to_axis(0.0, "")
     box = replace(box, recompute=(RecomputeChoice(Recompute.none), RecomputeChoice(Recompute.full), *box.recompute[1:]))

@@ -11,9 +11,9 @@
   collectives. `meeting` is the synchronisation overhead: the seconds that a collective between computations takes
   beyond these formulas.
 
-The fit searches the bandwidth and latency with the least mean square of log(formula / measured). So the values depend
-on the formulas of the cost model, but they are physical quantities and not correction factors. Ranks with equal host
-IDs belong to one node. Consecutive equal nodes form a group.
+The fit searches the bandwidth and latency with the least mean square of log(formula / measured). The fitted values
+depend on the formulas of the cost model, but they are physical quantities and not correction factors. Ranks with equal
+host IDs belong to one node. Consecutive equal nodes form a group.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SAME_SPEED_TOLERANCE = 0.15
 of about 15 %."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
-"""A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A rank also
-gets a note if its measured fraction of a processor is below this value times the regular fraction."""
+"""A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A rank is
+also reported if it got less than this part of its expected fraction of a processor (`DeviceProfile.own`)."""
 
 UNDESCRIBED_CLUSTER = "measured"
 """The name of a cluster whose only known property before calibration is the number of ranks."""
@@ -74,8 +74,8 @@ class UniformNode(NamedTuple):
 
 
 def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
-    """Returns the cluster `known` with the measured rates, links and nodes in `measured`. If both have equally many
-    devices, the memory size of the devices and the names of accelerators remain those of `known`."""
+    """Returns the cluster `known` with the measured rates, links and nodes in `measured`. If `measured` and `known`
+    have equally many devices, the memory size of the devices and the names of accelerators remain those of `known`."""
     devices = _with_core_shares(measured)
     odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
     nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
@@ -126,9 +126,10 @@ def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
     """Returns the device profiles with corrected fractions of a processor (`share`), by which measured rates are
     multiplied.
 
-    If other programs were busy during the measurement, a rank got less than its regular fraction (`own`), so `share` is
-    the regular fraction. Otherwise, ranks of one host with equal regular fractions below 1 get the mean of their
-    measured fractions. The single fractions are random, because they depend on which ranks ran at the same time.
+    The expected fraction (`own`) follows from the number of ranks per processor and from the CPU quota. If other
+    programs were busy during the measurement, a rank got less than this, so `share` is the expected fraction.
+    Otherwise, ranks of one host with equal expected fractions below 1 get the mean of their measured fractions. (The
+    single fractions are random, because they depend on which ranks ran at the same time.)
     """
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
@@ -147,15 +148,15 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
     nodes = sum(group.nodes for group in known.groups)
     if known.devices != devices:
         yield Message(
-            "the description {known!r} has {devices} devices, {devices_2} ranks were measured: its names and memory "
-            "are not used",
+            "the description {known!r} has {devices} devices, but {devices_2} ranks were measured: device names and "
+            "memory of the description are not used",
             known=known.name,
             devices=known.devices,
             devices_2=devices,
         )
     elif nodes != hosts and known.name != UNDESCRIBED_CLUSTER:
         yield Message(
-            "the description {known!r} has {nodes} nodes, the ranks found {hosts}: the number that was found is used",
+            "the description {known!r} has {nodes} nodes, but the ranks ran on {hosts}: the measured number is used",
             known=known.name,
             nodes=nodes,
             hosts=hosts,
@@ -164,8 +165,8 @@ def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterabl
     if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):
         said = " and ".join(dict.fromkeys(group.device.name for group in known.groups))
         yield Message(
-            "the description {known!r} says {said}, the ranks found {devices}: the memory of the description does not "
-            "apply",
+            "the description {known!r} has {said}, but the ranks ran on {devices}: the memory of the description is "
+            "not used",
             known=known.name,
             said=said,
             devices=measured.devices[0].name,
@@ -263,8 +264,8 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
 
 
 def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
-    """Returns two links: inside a domain of `span` consecutive ranks, and between domains. If only one link was
-    measured, it is returned for both. Without measurements the links of `known` are returned."""
+    """Returns two links: inside a domain of `span` consecutive ranks, and between domains. If only one of the two links
+    was measured, both results are this link. Without measurements the links of `known` are returned."""
     inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
     between = [each for each in measured.timings if span % (each.ranks * each.stride)]
     old_near, old_far = known.groups[0].link, known.network

@@ -204,4 +204,4 @@ all-to-all into a second buffer."""
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
 """With several stages, CPU products add to the gradient in place if the weight matrix has at least this many elements.
-`CostContext.recomputed_uncompiled` lists all conditions. Source: runtime/weight_gradients.py."""
+`CostContext.separate_wgrad_numel` lists all conditions. Source: runtime/weight_gradients.py."""

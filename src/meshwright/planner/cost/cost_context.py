@@ -76,7 +76,7 @@ EXACT_GRAD_BYTES = 8
 
 
 class LayerRun(NamedTuple):
-    """A layer run: equal layers that follow each other. A rank stores some or all of them.
+    """A layer run: equal layers that follow each other. A rank stores some or all layers of a run.
 
     `own` is the parameters of one layer, without a tied weight that another layer run has. `first_block` is the number
     of blocks before the run. `copy` marks the replica of a tied vocabulary on the last stage. `own_bucket` marks a
@@ -168,7 +168,7 @@ class CostContext:
         """Returns the layer run of the head, the layer that computes the loss, or None if the model has no head."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
-    def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
+    def separate_wgrad_numel(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
         """Returns the elements of the largest weight gradient of an eager layer, if this gradient is computed in a
         separate buffer and then accumulated. Returns 0 if the matrix product adds it to the accumulated gradient in
         place. `stages`: whether the plan has several stages.

@@ -174,8 +174,8 @@ class CostModel:
     of layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
-        """`practice` is the runtime whose cost is computed. `like` is a cost model of the same job on other devices.
-        The new cost model uses those results of `like` that do not depend on devices."""
+        """`practice` is the runtime whose cost is computed. `like` is a cost model of the same job on different
+        devices. The new cost model reuses those results of `like` that do not depend on devices."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}

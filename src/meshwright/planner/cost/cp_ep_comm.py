@@ -40,8 +40,8 @@ from meshwright.spec.model import LayerSpec
 
 def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: LayerTimes) -> tuple[Array, Array]:
     """Returns the exposed seconds of context parallelism for one layer of each layer run, in forward and in backward,
-    over (layer run, b, s). `tokens` is the tokens of a micro-batch on one rank (b). `one` is the seconds of the
-    layers."""
+    over (layer run, b, s). `tokens` is the tokens of a micro-batch on one rank (b). `one` is the seconds of one layer
+    of each run."""
     forward, backward = np.zeros_like(one.forward), np.zeros_like(one.forward)
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
@@ -77,7 +77,7 @@ def _cp_wait_seconds(
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
     """Returns the additional elements per token that the backward of context-parallel attention stores, over axes (b)
-    of GRID_AXES. The caller divides them by the tensor-parallel degree.
+    of GRID_AXES. The caller divides these elements by the tensor-parallel degree.
 
     Saved activations are not included. CPU ranks read keys and values in each other's memory, so all blocks and their
     gradients exist at the same time.

@@ -13,9 +13,9 @@ The communication of the runtime, and the compute with which it overlaps:
 
 On a CPU, communication uses the same cores as compute, so nothing overlaps. On other devices, communication of C
 seconds that overlaps with compute of K seconds adds max(C - K, 0) seconds. Compute and communication also slow each
-other (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients are
-reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per step
-below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7).
+other down (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients
+are reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per
+step below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7).
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Returns the seconds per step in which tensor ranks sum the gradients of key and value weights that several of
-    them have. A rank sums only its shard. `layers` is the number of layers (r, o, layer run)."""
+    """Returns the seconds per step in which tensor ranks all-reduce the gradients of those key and value weights that
+    are replicated over tensor ranks (fewer key-value heads than tensor ranks). From ZeRO 1 on, each rank reduces only
+    its shard. `layers` is the number of layers (r, o, layer run)."""
     whole = [
         sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
     ]

@@ -7,9 +7,9 @@ rank then has the cost that was computed for its group. The step time is
 
     step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
 
-with m micro-batches. Messages, exposed reductions and update are each those of the group in which they take longest.
-Tensor, data and context ranks of a stage are on one group, so they communicate over the links of this group. Stages
-communicate over the network.
+with m micro-batches. Messages, exposed reductions and update are each the maximum over the groups. Tensor, data and
+context ranks of a stage are on one group, so they communicate over the links of this group. Stages communicate over the
+network.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ReplicaPlacement(NamedTuple):
     """The placement and the work of one replica.
 
     `placement` is the group index of each pipeline rank. The replica runs `micro_batches` micro-batches of `size`
-    sequences. `weight` is the size of its largest shard relative to an equal shard, and `heft` the position of this
-    shard among uneven shards.
+    sequences. `weight` is the size of its largest shard divided by the size of equal shards, and `heft` the position
+    and size of this shard among uneven shards.
     """
 
     placement: tuple[int, ...]
@@ -116,19 +116,19 @@ def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
-    """Returns the values of each pipeline rank for its group, over GRID_AXES. `parts` has one array per group, with one
-    row per rank. An array with a single row applies to all ranks."""
+    """Returns the values of each pipeline rank for its group, over GRID_AXES. `parts` has one array per group. The
+    first axis of an array is the pipeline ranks, or has length 1 if its values apply to all ranks."""
     return np.concatenate(
         [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
     )
 
 
 def pipeline_step_time(
-    on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
+    on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, costs: Mapping[int, GridCost] | None = None
 ) -> StepTime:
     """Returns the parts of the step time of a plan with `placement`. The bubble is that of a 1f1b schedule. `on` has
-    the cost model of each group. `said` is the costs by group, if they are already computed."""
-    found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
+    the cost model of each group. `costs` is the costs by group, if they are already computed."""
+    found = {group: costs[group].seconds if costs else _rank_times(pricer, box) for group, pricer in on.items()}
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {
         group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH_FIELDS]]

@@ -17,7 +17,7 @@ Over gloo with one rank per node, ranks gather and scatter by an all-to-all, whi
 ranks per node, gloo groups use a hierarchical collective. The data crosses the network once for each node, divided
 among the links of the node's ranks (runtime/comm/topology.py). Let h nodes have m ranks each, and let far and near be
 the bandwidths between and inside nodes. Then one direction takes (h - 1) / (h m) S / far + (m - 1) / m S / near
-seconds. Gradient compression (`CompressionRatio`) changes only the first term.
+seconds. Gradient compression (`CompressionRatio`) changes only the first term of this sum.
 
 Ranks that compute between collectives also have synchronisation overhead: `Link.meeting` seconds for each doubling of
 the number of ranks, and twice as much in an all-reduce. The profiler measures this overhead for CPU ranks; for other
@@ -26,8 +26,8 @@ ranks it is 0.
 A process group has `ranks` ranks at distance `stride`, and begins at a multiple of ranks * stride. A domain is a set of
 consecutive devices with a fast link, such as a node. A group is inside a domain if the size of the domain is a multiple
 of ranks * stride. Otherwise several rings cross the domains at the same time. There is one ring over the network link
-of each rank that the group has in a domain. B is then the sum of these network links, but at most the bandwidth inside
-a domain.
+of each rank that the group has in a domain. B is then the sum of the bandwidths of these network links, but at most the
+bandwidth inside a domain.
 
 >>> nvlink = Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0)
 >>> links = LinkModel(8, nvlink, Link(name="IB", bandwidth=25e9, efficiency=1.0))
@@ -150,7 +150,7 @@ def collective_rates(
 
     >>> inside = Link(name="in", bandwidth=100.0, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=9.0, efficiency=1.0)
-    >>> collective_rates(LinkModel(7, inside, outside), 2, 1).bandwidth
+    >>> collective_rates(LinkModel(7, inside, outside), 2, 1).bandwidth  # some groups of 2 cross domains of 7
     9.0
     """
     near, far = links.near, links.far
@@ -193,7 +193,7 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times
     >>> inside = Link(name="in", bandwidth=1e12, efficiency=1.0)
     >>> outside = Link(name="out", bandwidth=10.0, efficiency=1.0)
     >>> links = LinkModel(2, inside, outside)
-    >>> # of 4 bytes each rank sends 1, a ring would send 3 over 2 links
+    >>> # of 40 bytes each far link carries 10 in 1 s; in a ring of 4 ranks, each rank sends 30 bytes
     >>> round(_hierarchical_bandwidth(links, 4, 2, 1.0), 3), round(_hierarchical_bandwidth(links, 4, 2, 0.25), 3)
     (30.0, 120.0)
     """

@@ -216,7 +216,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
     if head is not None:
         cut, whole = TpEpShape(box.tp), head.largest(TpEpShape(box.tp))
-        separate_here = setting.recomputed_uncompiled(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
+        separate_here = setting.separate_wgrad_numel(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
         gradient = separate_here + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(
             gradient - broadcast_to_axis(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0
@@ -335,9 +335,9 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Returns a list of arrays. Four are elements over axes (r, o, z, f) of GRID_AXES: padded buffers, the rank's
-    shards, and the elements of these shards with offloaded states and with offloaded weights. Then the fields of
-    `RankBuckets.other` follow, over axes (r, o) of GRID_AXES."""
+    """Returns a list of arrays. The first four count elements over axes (r, o, z, f) of GRID_AXES: of the padded
+    buffers, of the rank's shards, and of these shards the elements with offloaded states and with offloaded weights.
+    Then the fields of `RankBuckets.other` follow, over axes (r, o) of GRID_AXES."""
     found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []

@@ -18,7 +18,7 @@ The offload choices are:
 - parameters-disk: weight shards in files, fetched through host memory. The update writes the shards, and also reads
   them if there are no separate main weights.
 - activations: saved activations are copied to the host in forward and fetched in backward, overlapped with compute. The
-  activations of two blocks are resident.
+  activations of two blocks stay on the device.
 - activations-disk: saved activations in files, through host memory.
 
 A plan may offload only a fraction of the states or weights. Resident states are updated on the device while the disk
@@ -85,8 +85,9 @@ def offload_wait_seconds(
     """Returns the seconds that offload adds to a micro-batch. Transfers can overlap with `before` seconds of forward
     compute and with `behind` seconds of backward compute.
 
-    The transfers in forward are `weights` bytes of weight shards to the device and `activations` bytes to the host. The
-    transfers in backward are both of these to the device, and `summed` elements of gradients to the host.
+    In forward, `weights` bytes of weight shards are copied to the device and `activations` bytes to the host. In
+    backward, the same weight shards and activations are copied to the device, and `summed` gradient elements to the
+    host.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
@@ -119,12 +120,12 @@ def swap_buffer_bytes(
 ) -> Array:
     """Returns the bytes of all staging buffers of a rank whose parameter groups have at most `largest` elements.
 
-    There are chunks for states and weights in files, and a buffer into which weight shards are fetched. A CPU rank has
-    a buffer from which it writes activations. Gradients that are copied to the host have buffers too.
+    The buffers are chunks for states and weights in files, one buffer into which weight shards are fetched, and buffers
+    for gradients that are copied to the host. A CPU rank also has a buffer from which it writes activations.
 
-    Some elements have both states and weights offloaded, and others only one of them. A chunk contains only one type of
-    elements. If the elements of each type fit in one chunk, both types use the same buffers. `states_offloaded` and
-    `weights_offloaded` are the numbers of offloaded elements.
+    Some elements have both states and weights offloaded, and others only one of them. A chunk contains elements of only
+    one of these two types. If the elements of each type fit in one chunk, both types use the same buffers.
+    `states_offloaded` and `weights_offloaded` are the numbers of offloaded elements.
     """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")

@@ -2,20 +2,21 @@
 matrix products. memory.py and dp_comm.py use these values.
 
 - States: the number of states of the optimizer, in the dtype of the recipe. An 8-bit state has one byte per weight,
-  plus a fraction of a scale. Some states have other shapes than the weights (Muon's matrices, Adafactor's factors); for
-  them the result is the mean per weight over the model.
-- Transient bytes of an update: a gradient that is stored in another dtype is converted to the dtype of the update.
-  States and weights that are stored with fewer bytes are converted too. A CPU converts chunk by chunk. An accelerator,
-  or an update of full tensors, converts a whole parameter group.
+  plus the weight's part of a scale that several weights share. Some states have other shapes than the weights (Muon's
+  matrices, Adafactor's factors); for them the result is the mean per weight over the model.
+- Transient bytes of an update: a gradient is converted if its stored dtype is not the dtype of the update. States and
+  weights that are stored with fewer bytes are converted too. A CPU converts chunk by chunk. An accelerator, or an
+  update of full tensors, converts a whole parameter group.
 - Matrix products of Muon: five iterations of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n with m <= n. Each full tensor
   is updated on one owner rank (runtime/optim/full_tensor.py). Tensors differ in size, so the rank with the highest
-  memory stores somewhat more than the mean.
+  memory needs somewhat more than the mean.
 
 Two options of the workload add bytes:
 
 - Gradient compression has an error-feedback residual (runtime/comm/compression.py): one element for each element that a
-  rank sends to other hosts. For an all-reduce of ZeRO 0 and for a reduce-scatter this is 1 / (ranks per host) of the
-  buffer. For an all-reduce over replicas it is the shard. Within one host there is no residual.
+  rank sends to other hosts. For an all-reduce of ZeRO 0 and for a reduce-scatter, the residual has 1 / (ranks per host)
+  of the elements of the buffer. For an all-reduce over replicas, the residual has the elements of the shard. Within one
+  host there is no residual.
 - DiLoCo has the initial weights and the outer momentum (runtime/zero/diloco.py): two elements in the optimizer's dtype
   for each element that a rank updates.
 

@@ -1,6 +1,7 @@
 """Models work that overlaps on two streams, like Galvatron, and chooses the bucket size that overlaps best. If
 communication of C seconds overlaps with compute of K seconds, it adds max(C - K, 0) seconds. In addition, compute and
-communication slow each other by OVERLAP_SLOWDOWN while they overlap. All formulas of the cost model use this rule."""
+communication slow each other down by OVERLAP_SLOWDOWN while they overlap. All formulas of the cost model use this
+rule."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def choose_bucket(of: CostContext) -> int:
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
     """Returns `plan` with the bucket size that a search of `job` would choose, unless the plan already sets a bucket
-    size. A plan that was parsed from a name needs this, since names do not contain the bucket size."""
+    size. This is needed for plans that are parsed from a name, because names do not contain the bucket size."""
     return (
         plan
         if "bucket" in plan.model_fields_set

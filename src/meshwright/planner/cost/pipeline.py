@@ -51,7 +51,7 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
     """Returns the seconds of the slowest rank per micro-batch, and the seconds of the bubble per step, for g = t / v.
     `seconds` is t; its first axis is the rank classes, with `counts` ranks each.
 
-    >>> # 1F1B of four ranks: 2 + 3 + 3 of the others
+    >>> # 1f1b on four ranks: one takes 2 s, three take 3 s; the bubble is 2 + 3 + 3, all except one of the slowest
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))
     (np.float64(3.0), np.float64(8.0))
     """
@@ -72,7 +72,7 @@ class PassSplit(NamedTuple):
 def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
     """Returns g of each rank class: the seconds that a rank adds to the bubble unless it is the slowest.
 
-    The schedules `orders` are the second axis of the result.
+    The second axis of the result has one item for each schedule in `orders`.
     """
     f, b, w = seconds
     whole = f + b + w
@@ -87,7 +87,8 @@ def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts:
     """Returns the bubble, the idle seconds of the slowest rank in a step. The result has length 1 along the axis of
     rank classes.
 
-    `counts` is the number of ranks of each class. The second axis is the schedules `orders`.
+    `counts` is the number of ranks of each class. The second axis of all arrays has one item for each schedule in
+    `orders`.
 
     >>> four = ScheduleChoice("zbh1", 1, (1, 1, 1, 1))
     >>> bubble_seconds([four], PassSplit(*np.ones((3, 1, 1))), np.array([[4]])).item()

@@ -4,7 +4,7 @@ grids, and the cost model (cost_model.py) computes the cost of all plans of a gr
 The costs of a grid are arrays over GRID_AXES. If a value does not depend on an axis, its array has length 1 along this
 axis. So NumPy broadcasting computes each value once for all plans that share the value. The axes:
 
-- r: classes of equal pipeline ranks
+- r: classes of pipeline ranks with equal layers
 - o: pipeline schedules (orders of actions), with the blocks of each stage
 - b: sizes and numbers of micro-batches, with the context ranks and the method of context parallelism
 - s: sequence parallelism, off or on
@@ -12,8 +12,9 @@ axis. So NumPy broadcasting computes each value once for all plans that share th
 - z: ZeRO stage, with the division of data and context ranks into replicas and shards
 - f: offload choices
 
-Docstrings name axes by these letters: an array "over axes (b, s)" has one value for each pair of choices along b and s.
-Not every combination of choices is a legal plan; `PlanGrid.legal` marks the legal plans.
+Docstrings name axes by these letters: an array "over axes (b, s)" has one value for each pair of choices along b and s,
+and "`tokens` is the tokens of a micro-batch (b)" means that `tokens` is an array over axis b. Not every combination of
+choices is a legal plan; `PlanGrid.legal` marks the legal plans.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "s
 """The fields of `PlanGrid` with the choices along the axes `obsczf`, in this order."""
 
 RECOMPUTE_PARTS_PER_STAGE = 8
-"""Partial recompute is searched in steps of one part. The blocks of a stage are divided into this number of parts."""
+"""For partial recompute, the blocks of a stage are divided into this number of parts. The search tries 1, 2, ...
+recomputed parts."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -105,8 +107,8 @@ class ScheduleChoice(NamedTuple):
 
 class BatchChoice(NamedTuple):
     """The micro-batches of a replica: `number` micro-batches of `size` sequences per step. `cp` context ranks divide
-    each sequence by the method `context`. `ulysses` of them exchange heads; 0 means all of them if the method is
-    ulysses."""
+    each sequence by the method `context`. `ulysses` is the number of context ranks that exchange heads; 0 means all
+    context ranks if the method is ulysses."""
 
     size: int
     number: int
@@ -116,12 +118,12 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """The recompute of the blocks of each virtual stage. The first blocks have recompute `kind`, the other blocks
-    `rest`.
+    """The recompute kinds of the blocks of each virtual stage: `kind` for the blocks at the start of the stage, `rest`
+    for the later blocks.
 
-    The first blocks are the first `layers` blocks, or the first `part` of RECOMPUTE_PARTS_PER_STAGE parts of the stage.
-    If both are 0, all blocks have recompute `kind`. `fewer`: whether the choice is valid only if a stage has more than
-    `layers` blocks. Otherwise it would duplicate the choice with all blocks.
+    The number of blocks with `kind` is `layers`, or `part` / RECOMPUTE_PARTS_PER_STAGE of the blocks of the largest
+    stage, rounded up. If `layers` and `part` are both 0, all blocks have `kind`. `fewer`: whether the choice is dropped
+    if no stage has more than `layers` blocks, because all blocks then have `kind`.
     """
 
     kind: Recompute
@@ -136,8 +138,9 @@ class RecomputeChoice(NamedTuple):
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
-        """Returns the number of first blocks of a stage that have recompute `kind`; 0 means all blocks.
+        """Returns how many blocks at the start of each stage have recompute `kind`, or 0 if all blocks have it.
 
+        >>> # 3/8 of 10 blocks, rounded up
         >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
         """
@@ -145,8 +148,8 @@ class RecomputeChoice(NamedTuple):
 
 
 def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
-    """Returns, over (o, c), whether a recompute choice differs from all other choices for the schedule. A part of a
-    stage must contain more blocks than the next smaller part, and fewer than all blocks."""
+    """Returns, over (o, c), whether a recompute choice differs from all other choices for the schedule. A choice of
+    `part` parts must recompute more blocks than `part` - 1 parts, and fewer than all blocks."""
     most = np.array([max(order.stage_layers) for order in orders])[:, None]
     part = np.array([again.part for again in recompute], dtype=int)
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
@@ -193,8 +196,8 @@ class RankLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanGrid:
-    """All combinations of the choices in the fields CHOICE_FIELDS. The product of replicas and holders is equal for all
-    elements of `shards`."""
+    """All combinations of the choices in the fields CHOICE_FIELDS. The product of replicas and holders is the same for
+    all elements of `shards`."""
 
     layout: RankLayout
     bucket: int
@@ -205,7 +208,8 @@ class PlanGrid:
     shards: tuple[ZeroChoice, ...]
     offload: tuple[tuple[Offload, ...], ...] = ((),)
     weight: float = 1.0
-    """The size of the shard of the rank whose cost is computed, relative to an equal shard."""
+    """The shard size of the rank whose cost is computed, divided by the size that all shards would have if they were
+    equal."""
     heft: ShardWeight | None = None
     """The position and size of this shard among uneven shards, or None for equal shards."""
     loss_chunks: int = 1
@@ -215,8 +219,8 @@ class PlanGrid:
     """`offload_share` and `weights_share`: the offloaded fractions of optimizer states and of weights, if these are
     offloaded. The costs of several fractions can be computed together along f (planner/search/ranking.py)."""
     offload_layers: int = 0
-    """The number of first blocks of each virtual stage whose activations are offloaded, if a plan offloads activations;
-    0 means all blocks."""
+    """How many blocks at the start of each virtual stage offload their activations, if a plan offloads activations; 0
+    means all blocks."""
 
     @property
     def tp(self) -> int:
@@ -329,8 +333,8 @@ class PlanGrid:
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
-        """Returns the grid with only some choices. The name of each argument is a field of CHOICE_FIELDS. The value is
-        the indices of the choices in the result."""
+        """Returns the grid with only some choices. Each argument is named like a field of CHOICE_FIELDS, and its value
+        is the indices of the choices to keep."""
         fewer: dict[str, Any] = {
             name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
         }

@@ -40,7 +40,7 @@ class RankClass(NamedTuple):
     """Pipeline ranks with equal layers. `rank` is the first of these ranks, `number` the number of ranks.
 
     `layers` is the number of layers by virtual stage of the rank (rows) and layer run (columns). `stages` is the
-    distinct rows of `layers`, each with the number of stages that have it.
+    distinct rows of `layers`, each with the number of stages that have these layers.
     """
 
     rank: int
@@ -300,8 +300,9 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """Returns the layer runs of `content` in backward order. Each comes with the number of layers with saved
-    activations (by layer run) at the start of its backward. `load` is these numbers before the first backward."""
+    """Returns the layer runs of `content` in backward order. For each of them, the second item of the pair is the
+    number of layers with saved activations (by layer run) at the start of its backward. `load` is this number before
+    the first backward."""
     steps = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():
@@ -433,9 +434,11 @@ def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) 
 
 def staging_numel(line: Sequence[int]) -> int:
     """Returns the number of elements of the staging buffers in shared memory, from which other ranks read full
-    gradients. `line` is the lengths of the gradients in backward order ([Note: in turn] in
-    runtime/comm/shm/progress.py).
+    gradients. `line` is the lengths of the gradients in backward order. Consecutive gradients, up to
+    MAX_INFLIGHT_REDUCE + 1, are in buffers at the same time. Buffer k is as long as the k-th longest gradient in any of
+    these windows ([Note: in turn] in runtime/comm/shm/progress.py).
 
+    >>> # windows of three: the second list has (9, 1, 9) and (1, 9, 1), so its buffers have 9, 9 and 1 elements
     >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
     (10, 19, 27)
     """

@@ -13,19 +13,19 @@ their compiled code, so each rank compiles each kind once:
 Plans are ranked by the step time plus the compile time divided by the number of steps. The model assumes that compiled
 blocks are not faster. On CPUs, compiled blocks were 0 % to 4 % faster.
 
-The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few rows of a
-batch under the plan, and also as one device would compute them (the reference).
+The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few sequences of
+a batch under the plan, and also as one device would compute them (the reference).
 
-- Reference: two forwards and a backward of the rows, which cost as much as 4 forwards, at the rate of one rank. Below
-  float32 the reference runs in two precisions.
+- Reference: two forwards and a backward of these sequences, which cost as much as 4 forwards, at the rate of one rank.
+  Below float32 the reference runs in two precisions.
 - Traffic: all-reduces over all ranks, of the full weights for each of the two forwards, and of the full gradients once.
   Each all-reduce also writes and reads its buffers.
 - Comparison: norms of both gradients and of the difference between them. Below float32, also sketches of the reference
   gradients in two precisions.
-- Plan: the estimated step for these rows and this row length, plus one forward for the preflight. All-gathers of ZeRO 3
-  and reductions take as long as in a full step, because they do not depend on the number of tokens.
-- Batches: the proof run compares two batches, one with rows of full length and one with rows of half the length. If
-  half the length is too short, both batches have the full length.
+- Plan: the estimated step for these sequences and their length, plus one forward for the preflight. All-gathers of ZeRO
+  3 and reductions take as long as in a training step, because they do not depend on the number of tokens.
+- Batches: the proof run compares two batches, one with sequences of full length and one with sequences of half the
+  length. If half the length is too short, both batches have the full length.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
 
 
 class RankMemory(NamedTuple):
-    """The memory of pipeline rank `at`: by kind on the device, and bytes offloaded to its host and to files."""
+    """The memory of pipeline rank `at`: on the device by kind, and the bytes that the rank offloads to its host and to
+    files."""
 
     pricer: CostModel
     box: PlanGrid
@@ -182,7 +183,7 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
     rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
     less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
     if rooms and min(rooms.values()) >= 1:
-        said = Message("{deficit}: the offload fits at most with {less} in the plan name", deficit=said, less=less)
+        said = Message("{deficit}: the largest offload that fits is {less} in the plan name", deficit=said, less=less)
     return (said,)
 
 
@@ -260,8 +261,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """Returns the times of the replica that ends its micro-batches last. Each time after the last micro-batch
-    (reductions, updates) is the maximum over the replicas."""
+    """Returns the times of the replica that ends its last micro-batch last. The times after the last micro-batch
+    (reductions, updates) are maxima over the replicas."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -338,24 +339,25 @@ def model_flops(job: Job) -> float:
 
 
 PROOF_REFERENCE_PASSES = 4 / 3
-"""The FLOPs of the reference divided by the FLOPs of a training step on the same rows. The reference has two forwards
-and a training step has one; a backward counts as two forwards."""
+"""The FLOPs of the reference divided by the FLOPs of a training step on the same sequences. The reference has two
+forwards and a training step has one; a backward counts as two forwards."""
 PROOF_WEIGHT_GATHERS = 2
 """The number of times that the reference gathers all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
-"""The number of times that the bytes of an all-reduce also move through local memory: zeros and local parts are
-written, and rank 0 copies the result."""
+"""How many times an all-reduce of the reference also moves its bytes through local memory: zeros are written, local
+parts are written, and rank 0 copies the result."""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
 """Bytes per gradient element that the norms and the sketches move through memory. They were measured on a CPU, where
 caches store intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
-"""The time to compute the rows of a proof run under the plan, divided by the step time for these rows. The preflight
-adds one forward to the three forwards of a step."""
+"""The time to compute the sequences of a proof run under the plan, divided by the step time for these sequences. The
+preflight adds one forward to the three forwards of a step."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
     """Returns the cost of the proof run before the first update. `step` is the estimated seconds of a training step.
-    The row length is halved until the proof run is cheap (`is_proof_cheap`), or until the length cannot be halved."""
+    The sequence length is halved until the proof run is cheap (`is_proof_cheap`), or until the length cannot be
+    halved."""
     length = job.workload.sequence
     seconds = proof_seconds(job, plan, length)
     while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
@@ -365,8 +367,9 @@ def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
 
 
 def proof_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the seconds of a proof run whose rows have `length` tokens. Each of the two batches is computed under the
-    plan and by the reference. In float32 this is without the measurement of rounding (`rounding_seconds`)."""
+    """Returns the seconds of a proof run whose sequences have `length` tokens. Each of the two batches is computed
+    under the plan and by the reference. In float32, the measurement of rounding is not included
+    (`rounding_seconds`)."""
     return sum(
         sum(_reference_seconds(job, plan, each, run) for run in _reference_runs(job))
         + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
@@ -375,9 +378,10 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def rounding_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the additional seconds of a proof run in float32 if its rounding has to be measured. The first batch is
-    also computed by a reference in float64 and by one more in float32. For the second batch these two replace the
-    reference. Returns 0 for other precisions: below float32 the measurement is part of every proof run."""
+    """Returns the additional seconds of a proof run in float32 if its rounding has to be measured. For the first batch,
+    the reference runs two more times, in float64 and in float32. For the second batch, such a pair of runs replaces the
+    single run of the reference. Returns 0 for other precisions: below float32 the measurement is part of every proof
+    run."""
     recipe = job.workload.recipe
     if recipe.size != 4:
         return 0.0
@@ -407,13 +411,13 @@ def _reference_runs(job: Job) -> tuple[_ReferenceRun, ...]:
 
 
 def _proof_lengths(plan: Plan, length: int) -> tuple[int, int]:
-    """Returns the tokens of a row in the two batches of a proof run."""
+    """Returns the sequence lengths of the two batches of a proof run."""
     return length, half_sequence_length(plan, length) or length
 
 
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
-    """Returns the job whose step computes the rows of a proof run under the plan: the batch is these rows, of `length`
-    tokens each."""
+    """Returns the job whose step computes the sequences of a proof run under the plan: the batch is these sequences, of
+    `length` tokens each."""
     return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
 
 
@@ -429,8 +433,8 @@ def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) ->
 
 
 def _reference_flops(shared: CostContext, rate: str) -> float:
-    """Returns the FLOP/s of the reference. Without a catalogue entry, float64 has half the rate of float32, as on V100,
-    A100 and H100 (NVIDIA's data sheets, products without tensor cores)."""
+    """Returns the FLOP/s of the reference. If the catalog has no float64 rate for the device, float64 has half the rate
+    of float32, as on V100, A100 and H100 (NVIDIA's data sheets, products without tensor cores)."""
     if rate == "fp64" and rate not in shared.device.peak:
         return sustained_flops(shared, "fp32") / 2
     return sustained_flops(shared, rate)

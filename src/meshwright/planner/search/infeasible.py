@@ -77,8 +77,8 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
     kind, size = largest_memory_kind(priced.memory)
     return NoPlanFits(
         Message(
-            "no plan fits: the nearest ({plan}) needs {reserved:bytes} on rank {rank} of {memory:bytes}; {kind} are "
-            "{size:bytes} of it; {ways}",
+            "no plan fits: the nearest ({plan}) needs {reserved:bytes} on rank {rank}, which may use {memory:bytes}; "
+            "{kind} take {size:bytes}; {ways}",
             plan=candidate.plan.name,
             reserved=candidate.reserved,
             rank=stage * (job.cluster.devices // candidate.plan.pp),
