@@ -1,5 +1,5 @@
-"""Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and tensor-parallel regions.
-Building an engine, `meshwright verify` and the profile for the planner call `analyze_model`.
+"""Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and tensor-parallel regions. The
+engine builder, `meshwright verify` and the profile for the planner call `analyze_model`.
 
 A region consists of column-parallel layers and the row-parallel layers that read their outputs (regions.py). Blocks are
 the modules in lists of modules of equal classes (block_lists.py). Everything else comes from forwards on the meta

@@ -283,36 +283,39 @@ def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[In
     """Returns the shapes and dtypes that the input `name` may have, most likely first."""
     configs = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
 
-    def tell(*names: str) -> Any:
+    def config_value(*names: str) -> Any:
         found = (getattr(config, one, None) for config in configs for one in names)
         return next((value for value in found if value and isinstance(value, int | list | tuple)), None)
 
     if name in TOKEN_INPUT_NAMES:
         return [((length,), torch.long)]
     if name in IMAGE_INPUT_NAMES:
-        shown = tell("image_size") or side
+        shown = config_value("image_size") or side
         sides = tuple(shown) if isinstance(shown, list | tuple) else (shown, shown)
         channels = next(
             (one.in_channels for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)),
-            tell("num_channels") or 3,
+            config_value("num_channels") or 3,
         )
-        frames = tell("num_frames")
+        frames = config_value("num_frames")
         shapes: list[tuple[int, ...]] = [(frames, channels, *sides)] * bool(frames) + [(channels, *sides)]
         return [(shape, torch.float32) for shape in shapes]
     if name == "past_values":
         return [
             (
-                (tell("context_length") or EXAMPLE_AUDIO_FRAMES, tell("num_input_channels", "input_size") or 1),
+                (
+                    config_value("context_length") or EXAMPLE_AUDIO_FRAMES,
+                    config_value("num_input_channels", "input_size") or 1,
+                ),
                 torch.float32,
             )
         ]
-    bins = tell("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
-    frames = tell("max_length") or EXAMPLE_AUDIO_FRAMES
+    bins = config_value("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+    frames = config_value("max_length") or EXAMPLE_AUDIO_FRAMES
     shapes = [(frames, bins), (bins, frames)] if bins else []
-    if bins and (places := tell("max_source_positions")):
+    if bins and (places := config_value("max_source_positions")):
         shapes.insert(0, (bins, 2 * places))
     if name == "input_values":
-        shapes.insert(0, (2 * EXAMPLE_LENGTH * math.prod(tell("conv_stride") or (320,)),))
+        shapes.insert(0, (2 * EXAMPLE_LENGTH * math.prod(config_value("conv_stride") or (320,)),))
     return [(shape, torch.float32) for shape in shapes or [(EXAMPLE_AUDIO_FRAMES, 80)]]
 
 

@@ -116,7 +116,7 @@ def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[No
     def stand_in(module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
+        def pass_through(*args: Any, **kwargs: Any) -> Any:
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             kinds = [tensor.is_floating_point() for tensor in given]
             if sorted(kinds) != [False, True, True]:
@@ -131,7 +131,7 @@ def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[No
             times = weights * (index.to(weights.dtype) + 1) if index.shape == weights.shape else weights
             return hidden * times.flatten(1).sum(1).view(*hidden.shape[:-1], 1).to(hidden.dtype)
 
-        return hand_on
+        return pass_through
 
     modules = [module for module in model.modules() if "forward" not in vars(module) and num_experts_by_pairs(module)]
     try:

@@ -106,7 +106,7 @@ class FunctionRebinder:
         """
         if id(value) in self.memo:
             return self.memo[id(value)]
-        if not self._leads(value):
+        if not self._references_copied(value):
             return value
         if isinstance(value, types.FunctionType):
             return self._function(value)
@@ -149,7 +149,7 @@ class FunctionRebinder:
         made.__dict__.update({key: self(each) for key, each in vars(value).items()})
         return made
 
-    def _leads(self, value: Any) -> bool:
+    def _references_copied(self, value: Any) -> bool:
         """Returns whether `value` references a copied object, directly or through functions, containers and objects."""
         waiting, seen = [value], set[int]()
         if self.known != len(self.memo):

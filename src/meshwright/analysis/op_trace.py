@@ -393,7 +393,7 @@ class OpTracer(TorchFunctionMode):
             self._record_norm(call, info, columns)
         if call.name in ATTENTION_SCORE_OPS and len(shares) > 1:
             self.record_scores(shares, columns)
-            _note_shared_heads(self.trace.products[self.block], [self.sharded[id(one)] for one in shares], shares)
+            _record_shared_heads(self.trace.products[self.block], [self.sharded[id(one)] for one in shares], shares)
         try:
             after = propagate_sharding(call, info, first, outputs)
         except NotShardable as lost:
@@ -401,11 +401,11 @@ class OpTracer(TorchFunctionMode):
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
         # The input of a slice of a fused projection is not yet reshaped to heads. So its head count is not recorded.
         for tensor in shares if all(share.product_slice in (None, info.product_slice) for share in after) else ():
-            _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
+            _record_slices(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.product_slice if len(columns) == 1 else None
             self.sharded[id(tensor)] = ShardedTensorInfo(columns, share.dims, share.inner, part)
-            _note_cuts(products, call, info, self.sharded[id(tensor)], tensor)
+            _record_slices(products, call, info, self.sharded[id(tensor)], tensor)
 
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
@@ -455,7 +455,7 @@ class OpTracer(TorchFunctionMode):
         self.trace.attentions[self.block].append(AttentionScores(columns, query.shape[info.dims[0]] // info.inner))
 
 
-def _note_cuts(
+def _record_slices(
     products: list[WeightProduct],
     call: OpCall,
     before: ShardedTensorInfo,
@@ -479,7 +479,7 @@ def _note_cuts(
         )
 
 
-def _note_shared_heads(
+def _record_shared_heads(
     products: list[WeightProduct], infos: list[ShardedTensorInfo], factors: list[torch.Tensor]
 ) -> None:
     """Records keys or values without a head dimension as one head, because all query heads share them."""

@@ -135,7 +135,7 @@ class RematTape(TorchFunctionMode):
         if not (is_recomputable(function, kwargs) and torch.is_grad_enabled()):
             return function(*args, **kwargs)
         sources: list[StorageView] = []
-        seen = self._seen([args, kwargs], sources)
+        seen = self._replace_tensors([args, kwargs], sources)
         self.is_cheap = True
         try:
             result = function(*args, **kwargs)
@@ -144,17 +144,19 @@ class RematTape(TorchFunctionMode):
         if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.probe.device.type):
             for place, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
                 if self._is_plain(tensor) and tensor.untyped_storage() not in self.values:
-                    self._made(tensor, function, seen, sources, place)
+                    self._record_result(tensor, function, seen, sources, place)
         return result
 
-    def _made(self, tensor: torch.Tensor, function: Any, seen: Any, sources: list[StorageView], place: int) -> None:
+    def _record_result(
+        self, tensor: torch.Tensor, function: Any, seen: Any, sources: list[StorageView], place: int
+    ) -> None:
         value = self.values[tensor.untyped_storage()] = RematValue(tensor)
         value.function, (value.args, value.kwargs), value.sources, value.place = function, seen, sources, place
         given = {view.value: None for view in sources if not view.value.free}
         if value.nbytes > sum(each.nbytes for each in given):  # [Note: tape memory]
             self.small += [flat_storage_view(each) for each in given]
 
-    def _seen(self, given: Any, sources: list[StorageView]) -> Any:
+    def _replace_tensors(self, given: Any, sources: list[StorageView]) -> Any:
         """Returns `given` with a `StorageView` in place of each tensor, and appends the views to `sources`. Returns
         None if a tensor cannot be tracked.
         """
@@ -164,11 +166,11 @@ class RematTape(TorchFunctionMode):
             sources.append(self.view(given))
             return sources[-1]
         if isinstance(given, dict):
-            values = self._seen([*given.values()], sources)
+            values = self._replace_tensors([*given.values()], sources)
             return None if values is None else dict(zip(given, values, strict=True))
         if type(given) not in (tuple, list):
             return given
-        found = [self._seen(each, sources) for each in given]
+        found = [self._replace_tensors(each, sources) for each in given]
         return (
             None
             if any(one is None and each is not None for one, each in zip(found, given, strict=True))

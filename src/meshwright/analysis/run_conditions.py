@@ -7,8 +7,8 @@ exclude randomness and constants. Only `exact` runs exclude rounding:
   or fails in it, the run is not exact, and the tolerance is larger.
 - Randomness: dropout becomes a factor of 1 + p, where p is the dropout rate. So the check detects a missing dropout.
   All runs begin with equal random states.
-- Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are
-  scaled up. A factor that is zero at the start of training would otherwise hide errors.
+- Constants: parameters with equal elements (zero-initialised outputs, unit gains) get noise, and matrices with small
+  elements are scaled up. A factor that is zero at the start of training would otherwise hide errors.
 
 Guarantees:
 - All ranks use equal random values.

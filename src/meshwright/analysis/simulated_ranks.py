@@ -200,16 +200,18 @@ class SimulatedBlockRuns:
 
     # --- one run
     def _run(self, case: SplitCase, rank: int, local: Mapping[str, torch.Tensor], gradients: bool) -> RankRunRecord:
-        record, met = RankRunRecord(), dict[str, int]()
+        record, times_reached = RankRunRecord(), dict[str, int]()
         part = sequence_shard(rank, case.ranks) if case.sequence else identity
 
-        def cut(what: str, tensor: torch.Tensor, brings: ShardFunction, goes_on: ShardFunction) -> torch.Tensor:
-            key = (what, met.get(what, 0))
-            met[what] = key[1] + 1
-            record.contributed[key] = (tensor.clone(), brings)  # later code may write to the tensor itself
+        def cut(
+            what: str, tensor: torch.Tensor, contributed_shard: ShardFunction, received_shard: ShardFunction
+        ) -> torch.Tensor:
+            key = (what, times_reached.get(what, 0))
+            times_reached[what] = key[1] + 1
+            record.contributed[key] = (tensor.clone(), contributed_shard)  # later code may write to the tensor itself
             source = tensor if self.full_run is None else self.full_run.contributed[key][0]
-            leaf = leaf_copy(source if goes_on is None else goes_on(source))
-            record.received[key] = (leaf, goes_on)
+            leaf = leaf_copy(source if received_shard is None else received_shard(source))
+            record.received[key] = (leaf, received_shard)
             return leaf.clone()
 
         set_seed(0)

@@ -30,8 +30,8 @@ buffer such as BART's bias). Second, code outside of the layer reads the weight 
 
 [Note: dependence] A tensor depends on a parameter if it is computed from this parameter, directly or through other
 tensors. A result that uses only the shape or dtype of a tensor (`zeros_like`, y in `x.to(y)`) does not depend on it.
-Dependence does not require a gradient. For example, positions that are read under `no_grad` (RoFormer) and a mask of
-zeros in an embedding depend on weights.
+Dependence does not require a gradient. For example, positions that are read under `no_grad` (RoFormer) and a mask that
+marks zeros of an embedding depend on weights.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class VocabularyTracker:
             (outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None
         )
         if id(table) in names and not (call.name == "embedding" and any(tensor is table for tensor in given)):
-            self._around(call, table, given, names)
+            self._check_lookup_output(call, table, given, names)
         own = (
             {id(tensor) for tensor in layer._parameters.values() if tensor is not None} if layer is not None else set()
         )
@@ -214,9 +214,9 @@ class VocabularyTracker:
                 )
         logits_weight = next((self.logits[id(tensor)] for tensor in given if id(tensor) in self.logits), None)
         if logits_weight is not None:
-            self._met(call, logits_weight, given, outputs, names)
+            self._follow_logits(call, logits_weight, given, outputs, names)
 
-    def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
+    def _check_lookup_output(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
         """Records a problem if the operation `call` inside an embedding module could give different results on a shard
         of the table. This is the case if it reads token ids (which a rank shifts to its shard) or other parameters, or
         if it is not elementwise. `call` is not the lookup itself.
@@ -226,7 +226,7 @@ class VocabularyTracker:
         if meets_parameter or ids or call.name not in ELEMENTWISE_OPS | RESHAPE_OPS:
             self.problems.setdefault(names[id(table)], f"its {'ids' if ids else 'rows'} go through {call.name}")
 
-    def _met(
+    def _follow_logits(
         self,
         call: OpCall,
         logits_weight: str,

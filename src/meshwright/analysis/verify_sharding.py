@@ -10,7 +10,7 @@ unsharded. Examples of causes are an unexpected layout of a fused projection, a 
 code that runs only in training.
 
 verified_regions.py checks the code between blocks. For a model on the meta device without random values, only shapes
-are checked and no values (`ShardingCheck.is_meta`).
+are checked (`ShardingCheck.is_meta`).
 """
 
 from __future__ import annotations

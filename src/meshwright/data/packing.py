@@ -5,11 +5,11 @@ Guarantees:
 - The encoded corpus is made once, cached as an array on disk and memory-mapped. It need not fit in memory.
 - The encoded corpus depends neither on the sequence length nor on the validation fraction, which are applied later.
 
-[Note: validation split] Validation data are whole documents, chosen in the order of the digest of their content. The
-choice does not depend on a seed, on file names or on the order of files. Documents with equal content are in the same
-split. Validation data have at least `fraction` of the rows, and at least 32 rows or a fifth of the rows, whichever is
-less. If whole documents would exceed this number by far (as in one long file), the validation data are the end of the
-corpus, cut between two tokens. In both splits a remainder of less than one row is dropped.
+[Note: validation split] Validation data are whole documents, chosen in the order of their content digests. The choice
+does not depend on a seed, on file names or on the order of files. Documents with equal content are in the same split.
+Validation data have at least `fraction` of the rows, and at least 32 rows or a fifth of the rows, whichever is less. If
+whole documents would exceed this number by far (as in one long file), the validation data are the end of the corpus,
+cut between two tokens. In both splits a remainder of less than one row is dropped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An encoder in the style of BERT with the masked-language head. It has learned positions, bidirectional attention,
 GELU, and LayerNorm after each residual sum.
 
-The head consists of a dense layer, GELU, LayerNorm, and a decoder whose weight is tied to the embedding and whose bias
-is separate.
+The head consists of a dense layer, GELU, LayerNorm, and a decoder. By default, the weight of the decoder is tied to the
+embedding. Its bias is separate.
 
 Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted. They are -100 except at masked
 positions. Parameter names follow Hugging Face's BertForMaskedLM. Shapes use B for batch, T for sequence and C for

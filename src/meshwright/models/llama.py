@@ -1,5 +1,5 @@
 """A decoder in the style of Llama. It has rotary positions, RMSNorm before attention and feed-forward, a SiLU-gated
-feed-forward, grouped key-value heads, and no biases.
+feed-forward, grouped key-value heads, and no biases unless `qkv_bias` is set.
 
 Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
 Hugging Face stores it); Ainslie et al., GQA (2023). Parameter names follow Hugging Face's LlamaForCausalLM. Shapes use

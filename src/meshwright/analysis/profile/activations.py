@@ -15,9 +15,9 @@ is computed from this output, until a row-parallel weight reads it. The size of 
 The size of all others is not.
 
 [Note: compiled] A compiled block saves fewer tensors (runtime/compile.py). It drops a tensor that is saved only for
-recomputable functions and can itself be recomputed. torch does not recompute reductions whose result is smaller than a
-quarter of their inputs, such as the 1/rms of a norm. `RematTape`, which finds what selective recompute drops, also
-records for which functions a tensor is saved.
+recomputable functions and can itself be recomputed. The result of a reduction, such as the 1/rms of a norm, is saved:
+torch does not recompute results smaller than a quarter of their inputs. `RematTape`, which finds what selective
+recompute drops, also records for which functions a tensor is saved.
 
 [Note: transient] The transient bytes of a layer are measured while backward runs this layer. They are the live bytes
 minus the bytes that this layer and all earlier layers have saved. The saved tensor that backward requests shows which
@@ -210,7 +210,7 @@ class ActivationProfiler:
         """Runs backward from `outputs`, and assigns the saved bytes and transient bytes to layers. `order` has the
         layers in forward order.
         """
-        self._book()
+        self._assign_saved()
         total, self.before = 0.0, {}
         for place in order:
             tally = self.layers[place]
@@ -235,7 +235,7 @@ class ActivationProfiler:
         assert tape is not None
         requested = tape.requested_values(tensor for tensor, _ in self.packed)
         read = tape.requested_values(tensor for tensor, is_cheap in self.packed if not is_cheap)
-        gates = self._behind_products(requested)
+        gates = self._separated_by_products(requested)
         self.packed.clear()
         least = self._drop("derived", requested, plan_remat(requested, {}))
         self.layers[self.layer].dropped.derived_moved += sum(_recompute_bytes(value) for value in least.recomputed)
@@ -253,7 +253,7 @@ class ActivationProfiler:
             }
         )
 
-    def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
+    def _separated_by_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
         """Returns the values of `requested` that a matrix product separates from their inputs: the product runs after
         the inputs are saved and before the value is saved.
 
@@ -308,7 +308,7 @@ class ActivationProfiler:
         tensor, self.layer = packed
         return tensor
 
-    def _book(self) -> None:
+    def _assign_saved(self) -> None:
         for storage, entry in self.saved.items():
             origin = self.origins.get(storage, StorageOrigin(""))
             if origin.from_input and not origin.layer and not entry.dtype.is_floating_point:
