@@ -1,7 +1,7 @@
 """Implements the collectives of tensor parallelism as autograd functions on local tensors. The row layers in layers.py
 call the reductions at the end of a region. (A region is a part of a block, from the input of column layers to the
 output of row layers.) `scatter_sequence` and `gather_replicated` begin and end sequence parallelism. The token
-dispatcher of experts (expert_parallel) uses all four functions. Each returns its input if the group is None.
+dispatcher of experts (expert_parallel) uses all four functions. If the group is None, each function returns its input.
 
 | function | forward | backward |
 |---|---|---|
@@ -11,9 +11,9 @@ dispatcher of experts (expert_parallel) uses all four functions. Each returns it
 | gather_replicated | all-gather | local slice |
 
 column.py implements the entry of a region. The forward of the entry is the identity and its backward an all-reduce.
-Under sequence parallelism the forward is an all-gather and the backward a reduce-scatter. The functions here have no
-state, so a recomputed layer may run them again. Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is
-`reduce_from_region`); Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2 (g-bar is
+Under sequence parallelism the forward is an all-gather and the backward a reduce-scatter. The functions in this file
+have no state, so a recomputed layer may run them again. Sources: Shoeybi et al., Megatron-LM (2019), section 3 (its g
+is `reduce_from_region`); Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2 (its g-bar is
 `reduce_scatter_from_region`).
 """
 

@@ -1,17 +1,17 @@
 """Implements column layers and their common input, the entry of a tensor-parallel region (layers.py). In backward the
 reduction of the input's gradient overlaps with the computation of a weight gradient.
 
-[Note: region input] The column layers of a region have one input tensor (`RegionInput`). In backward, each column layer
-adds its gradient of this tensor to a common buffer. The layer whose backward runs last starts to reduce the buffer over
-the ranks, and computes its weight gradient during the reduction. Under sequence parallelism the gathered input is not
-saved for backward. Each rank saves only its slice and gathers again in backward (Korthikanti et al., Reducing
-Activation Recomputation, 2022, section 4.2.2). So the activations outside the matrix products are divided by the
+[Note: region input] The column layers of a region have one common input tensor (`RegionInput`). In backward, each
+column layer adds its gradient of this tensor to a common buffer. The layer whose backward runs last starts to reduce
+the buffer over the ranks, and computes its weight gradient during the reduction. Under sequence parallelism the
+gathered input is not saved for backward. Each rank saves only its slice and gathers again in backward (Korthikanti et
+al., Reducing Activation Recomputation, 2022, section 4.2.2). So the saved input of a region is also divided by the
 tensor-parallel degree.
 
-If the model applies an operation between the entry and a column layer, the layer has a different input. Then autograd
-computes the layer's gradients as usual, and `RegionInput.finish` adds autograd's gradient to the buffer. A
-`RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the corresponding
-backward.
+If the model applies an operation between the entry and a column layer, the input of this layer is not the common
+tensor. Then autograd computes the layer's gradients as usual, and `RegionInput.finish` adds autograd's gradient to the
+buffer. A `RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the
+corresponding backward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
 
 
 class RegionInput:
-    """The input of a region in one forward, and its backward. `readers` is the number of column layers that read the
-    input. `unread` counts down their forwards, and then counts up their backwards."""
+    """The input of a region in one forward and its backward. `readers` is the number of column layers that read the
+    input. `unread` starts at `readers`, decreases with each of their forwards, and then increases with each of their
+    backwards."""
 
     def __init__(self, hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -57,7 +58,8 @@ class RegionInput:
             self.hidden = self.entered = None
 
     def recompute_input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Returns in backward the input of the column layers, which is computed from the saved tensor `saved`."""
+        """Returns the input of the column layers in backward: `saved` (a result of `saved_input`), gathered under
+        sequence parallelism."""
         if not self.sequence_parallel:
             return saved
         if self.whole is None:
@@ -85,11 +87,11 @@ class RegionInput:
         self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
 
     def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """Returns the gradient of the hidden state, summed over ranks. `brought` is the gradient that autograd has
-        computed for consumers that are not column layers, or None."""
+        """Returns the gradient of the hidden state, summed over ranks. `brought` is the part of the gradient that
+        autograd has computed because some consumers of the input are not column layers. None without such consumers."""
         result = self._finished()
-        # If some consumers are not column layers, or if the output of a column layer was not used, the reduction of
-        # `buffer` has not started yet.
+        # The reduction of `buffer` has not started yet if some consumers are not column layers, or if the output of a
+        # column layer was not used.
         if self.buffer is not None and result is None:
             total = self.buffer.view(shape)
             self._start(total if brought is None else total.add_(brought))
@@ -110,7 +112,7 @@ class RegionInput:
 
 class RegionEntryHook:
     """A forward pre-hook that replaces the hidden state among a module's arguments by the input of the region. Modules
-    with an identical hidden state get one common `RegionInput`."""
+    with the same hidden state tensor get one common `RegionInput`."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
@@ -127,8 +129,8 @@ class RegionEntryHook:
         }
 
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Counts the forward of a consumer whose forward is not replaced. This method is registered as a forward hook.
-        Autograd computes the gradient of such a consumer."""
+        """Counts the forward of a consumer whose forward is not replaced, and whose gradient autograd computes. This
+        method is registered as a forward hook of the consumer."""
         if self.crossing is not None:
             self.crossing.read()
 
@@ -140,7 +142,7 @@ class RegionEntryHook:
 
 
 class ReplicatedInputHook:
-    """A forward hook of a replicated layer whose output is used only inside the region. The hook returns the output as
+    """A forward hook of a replicated layer whose output is used only inside the region. The hook makes this output an
     input of the region."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
@@ -156,7 +158,7 @@ class ReplicatedInputHook:
 
 class ColumnLinear:
     """Replaces the forward of a column layer. Returns this rank's output features: the product with the local weight,
-    plus the local bias. `linear`: the weight is (out, in), otherwise (in, out)."""
+    plus the local bias. `linear`: whether the weight is (out, in) instead of (in, out)."""
 
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear

@@ -6,8 +6,8 @@ column layers read, and ends after the row layers. A column layer computes its l
 communication. A row layer sums its output over the ranks, and then adds its bias. Convolutions are sharded by channels
 in the same way. With fewer key-value heads than ranks, every rank stores the full projections of keys and values, but
 computes only the heads that it needs. Under sequence parallelism the hidden state is sharded along the sequence, from
-the input of the first block to the output of the last block. A region then gathers it at the beginning and
-reduce-scatters it at the end. In embedding and head, each rank stores a part of the vocabulary.
+the input of the first block to the output of the last block. A region then gathers the hidden state at its beginning
+and reduce-scatters it at its end. In embedding and head, each rank stores a part of the vocabulary.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.2.2.
@@ -41,11 +41,11 @@ from meshwright.runtime.weight_gradients import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
-    """Shards `model` in place over `group`, and does nothing if `group` is None. The model's parameters must be full
-    and equal on every rank. Call this function only once per model.
+    """Shards `model` in place over `group`, and does nothing if `group` is None. The model's parameters must be full,
+    with the same values on every rank. Call this function only once per model.
 
     Raises:
-        InputError: the model cannot be sharded. If `check_divisible` raises it, the model is unchanged.
+        InputError: the model cannot be sharded. If the error comes from `check_divisible`, the model is unchanged.
     """
     if group is None:
         return
@@ -59,7 +59,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
     for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
-        if name.endswith(".weight"):  # this adapter is not a column layer, but a rank uses only some of its outputs
+        if name.endswith(".weight"):  # an adapter outside the column layers, of which a rank uses only some outputs
             _make_column_subset(
                 model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
             )
@@ -71,7 +71,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
             taken = LocalHeadsHook(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
             model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
         set_local_heads(model, region, ranks)
-    for module in tables:  # encoder and decoder may have two embedding modules with one weight
+    for module in tables:  # the embedding modules of encoder and decoder may have one common weight
         VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.shards_vocabulary(anatomy.head):
         head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
@@ -81,9 +81,9 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
-    """Raises InputError if `model` cannot be sharded over `ranks` tensor ranks. If `ranks` does not divide
-    sizes in `anatomy.divisible`, the message names these sizes. Otherwise it names the sizes of split tensors that
-    `ranks` does not divide."""
+    """Raises InputError if `model` cannot be sharded over `ranks` tensor ranks. The message names the sizes in
+    `anatomy.divisible` that `ranks` does not divide. If there are none, the message names the sizes of split tensors
+    that `ranks` does not divide."""
     wrong = [
         f"{name} ({size})"
         for name, size in anatomy.divisible.items()
@@ -151,8 +151,8 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
     summed over the tensor ranks.
 
     Under sequence parallelism these are all replicated parameters inside the blocks (norms, biases of row layers) and
-    between blocks. Each rank applies them to a slice of the sequence. Without sequence parallelism they are only
-    parameters that are applied to sharded features, such as a norm of each head.
+    between blocks, because each rank applies them to a slice of the sequence. Without sequence parallelism they are
+    only parameters that are applied to sharded features, such as a norm of each head.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
@@ -165,22 +165,22 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
 
 
 def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
-    """Replaces every parameter in `anatomy.splits` by this rank's shard, under all names of the parameter. So tied
+    """Replaces every parameter in `anatomy.splits` by this rank's shard, in all modules that use the parameter. So tied
     weights remain tied."""
     by_identity = {
         id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits
     }
-    shares: dict[int, nn.Parameter] = {}
+    shards: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, full in list(module._parameters.items()):
             if full is None or id(full) not in by_identity:
                 continue
-            if id(full) not in shares:
+            if id(full) not in shards:
                 local = local_shard(full.detach(), by_identity[id(full)], index, ranks)
-                shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
-            module._parameters[name] = shares[id(full)]
+                shards[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
+            module._parameters[name] = shards[id(full)]
             update_layer_sizes(module)
-    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # these buffers have statistics of channels
+    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # buffers of statistics for each channel
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[last] = local_shard(owner.get_buffer(last), anatomy.splits[name], index, ranks)
@@ -202,7 +202,7 @@ def _enter_region(
         name = f"{path}.weight"
         if name in anatomy.partly_used:
             _make_column_subset(layer, entry if path in readers else None, anatomy.partly_used[name], group)
-        elif path in readers:  # column layers after a replicated input keep their forward
+        elif path in readers:  # column layers that read the output of a replicated layer keep their forward
             _make_column(layer, entry, anatomy.splits[name])
 
 
@@ -244,7 +244,7 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
         module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
     elif rule_of(module).adds_bias_last:
         module.forward = RowLayer(module, rule_of(module), group)  # type: ignore[method-assign]
-    else:  # these layers have no bias (analysis/regions.py), so their forward stays
+    else:  # these layers have no bias (analysis/regions.py), so they keep their forward
         module.register_forward_hook(lambda module, args, output: leave(output, group))
 
 
@@ -275,8 +275,8 @@ class RowLayer:
 
 
 class VocabParallelEmbedding:
-    """Adds hooks to an embedding that stores only the rows [start, stop) of the vocabulary, given by `rows`. All other
-    token ids give zeros. The outputs of all ranks are summed."""
+    """Adds hooks to an embedding that stores only the vocabulary rows [start, stop), given by `rows`. For all other
+    token ids, this rank's output is zero. The outputs of all ranks are summed."""
 
     def __init__(self, module: nn.Module, rows: tuple[int, int], group: CommGroup) -> None:
         self.rows, self.group = rows, group

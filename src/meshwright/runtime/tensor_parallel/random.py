@@ -3,17 +3,17 @@ independent numbers for shards. `shard_model` installs the hooks.
 
 Rule: tensor ranks have equal random states, called the common state. On entry to a region (layers.py) each rank draws
 one number from the common state. Inside the region each rank uses a random state that is derived from this number and
-the index of the rank. On exit the common state is restored. So dropout of shards is independent, and dropout of
-replicated tensors is equal on every rank. A recomputed layer repeats its draws, because all of them follow from the
+the index of the rank. On exit the common state is restored. So ranks draw independent dropout masks for shards, and
+equal dropout masks for replicated tensors. A recomputed layer repeats its draws, because all of them follow from the
 common state. Under sequence parallelism whole blocks compute on slices, so the rule applies to blocks instead of
 regions. Draws depend on the tensor-parallel degree. So with dropout the loss equals that of one device only in
 distribution. Without dropout the loss does not depend on random numbers. Source: Shoeybi et al., Megatron-LM (2019),
 section 3.
 
-This module also refuses draws of a model's forward from the generators of Python and NumPy, where ranks or passes must
-draw equal numbers. The states of these generators differ between processes. So ranks that together compute a row would
-draw different numbers, and so would a block and its recompute. Data-parallel ranks may draw different numbers, because
-their rows differ.
+This module also refuses models whose forward draws numbers from the generators of Python or NumPy, if several ranks or
+passes would have to draw equal numbers. These generators have different states in different processes. So ranks that
+together compute one sequence would draw different numbers. A block and its recompute would also draw different numbers.
+Data-parallel ranks may draw different numbers, because they compute different sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 RANK_SEED_STRIDE = 1_000_003
-"""Factor of the number that the ranks have drawn. The seed of a rank is number x RANK_SEED_STRIDE + rank index."""
+"""The seed of a rank is (number drawn from the common state) x RANK_SEED_STRIDE + rank index."""
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -58,8 +58,8 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
-    """Installs hooks that give ranks separate random states, if `model` has dropout: on every region, or under sequence
-    parallelism on every block."""
+    """If `model` has dropout, installs hooks that give ranks separate random states. The hooks are on every region, or
+    under sequence parallelism on every block."""
     if not has_dropout(model):
         return
     if sequence_parallel:
@@ -93,7 +93,7 @@ class TensorParallelRng:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Saves the common random state and sets the separate state of this rank. Does nothing in evaluation mode, or
-        if another entry of the region has run before in this forward."""
+        if another entry of the region has already run in this forward."""
         if (self.common is not None and module is not self.first) or not module.training:
             # A saved state at the first entry means that a recompute was aborted. torch's checkpoint has then restored
             # the common random state.
@@ -119,8 +119,8 @@ class TensorParallelRng:
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
     """Checks that the forward inside the context draws no numbers from the generators of Python or NumPy. Such draws
-    are permitted if under `plan` each row is computed by one rank in one pass. If `checked`, an earlier forward has
-    passed the check, and the context does nothing.
+    are permitted if under `plan` one rank computes each sequence in one pass. `checked`: whether an earlier forward has
+    passed the check. If so, the context does nothing.
 
     Raises:
         PlanRefused: the forward draws numbers from these generators where this is not permitted.
