@@ -8,7 +8,8 @@ synchronisation computes:
 
 `momentum` and `lr` are options of the outer optimizer. Between two synchronisations, replicas exchange only the loss,
 norms and label counts of each step. The states of the inner optimizer are never exchanged. Anchors and velocity are
-sharded like optimizer states. A checkpoint stores them, and the weights and optimizer states of every replica.
+sharded like optimizer states. A checkpoint stores anchors and velocity, and the weights and optimizer states of every
+replica.
 
 Guarantees: except for the order of sums, the result equals that of one process that trains the replicas one after
 another.
@@ -44,8 +45,8 @@ class OuterOptimizer:
 
     def scatter_by_replica(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a vector with one element per replica: the scalar tensor `value` at the index of this rank's replica,
-        and zeros for all other replicas. If one rank of each replica contributes, the sum over ranks has the value of
-        each replica."""
+        and zeros for all other replicas. Summed over one rank of each replica, these vectors give a vector of the
+        values of all replicas."""
         return torch.nn.functional.pad(value.view(1), (self.replica, self.config.replicas - self.replica - 1))
 
     def bytes(self) -> int:
@@ -58,7 +59,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Synchronises the replicas. All ranks call this method after the same step."""
+        """Synchronises the replicas. All ranks must call this method after the same step."""
         self.reducer.quiesce()
         # Parameter groups are reduced one after another, so that only one group at a time needs extra memory.
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
@@ -74,8 +75,8 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Resets anchors to the current weights and velocity to zero. Called when the checkpoint of a run without
-        DiLoCo is continued with DiLoCo."""
+        """Resets anchors to the current weights, and velocity to zero. Called when a run with DiLoCo resumes from a
+        checkpoint of a run without DiLoCo."""
         for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
             anchor.copy_(unit.optim_shard.flat)
             velocity.zero_()

@@ -1,20 +1,20 @@
-"""Computes gradient sums that do not depend on the order: the gradient of each micro-batch is converted to integers,
-which are added exactly. Parameter groups use it if the workload sets `exact`.
+"""Computes gradient sums that do not depend on the order of addition: the gradient of each micro-batch is converted to
+integers, which are added exactly. Parameter groups use this module if the workload sets `exact`.
 
-Rule: each element g of the gradient of one micro-batch is stored as the integer round(g x 2^52). Gradients are already
-divided by the number of labels of the whole batch. So the unit is 2^-52 = 2.2e-16, and it is constant over
-micro-batches, ranks and steps. A unit relative to the largest gradient would depend on the ranks in the sum. If an
-element is not finite, or so large that the sum could exceed MAX_GRADIENT, the norm becomes infinite and all ranks skip
-the step. The squared norm is also a sum of integers: each element is rounded to NORM_BITS bits relative to the largest
-element, so each square has twice as many bits. The loss of a micro-batch is rounded so that float64 sums of losses are
-exact. Each rank uses one thread, because the order in which a kernel adds depends on the number of threads.
+Rule: each element g of the gradient of one micro-batch is stored as the integer round(g x 2^52). The unit 2^-52 =
+2.2e-16 is constant over micro-batches, ranks and steps, because gradients are already divided by the number of labels
+of the whole batch. A unit relative to the largest gradient would depend on the ranks in the sum. If an element is not
+finite, or so large that the sum could exceed MAX_GRADIENT, the norm becomes infinite and all ranks skip the step. The
+squared norm is also a sum of integers: each element is rounded to NORM_BITS bits relative to the largest element, and
+then squared exactly. The loss of a micro-batch is rounded so that float64 sums of losses are exact. Each rank uses one
+thread, because the order in which a kernel adds depends on the number of threads.
 
 Cost: a gradient element takes 8 bytes instead of 4 or 2, in memory and in messages. Each gradient of each micro-batch
-is read two more times. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
+is read two additional times. Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013.
 
-Guarantees: if micro-batches have `workload.exact` sequences each, losses and weights are bit for bit those of one rank
-that runs these micro-batches. The number of data-parallel ranks and the ZeRO stage may be arbitrary, and may change
-during the run.
+Guarantees: if each micro-batch has `workload.exact` sequences, losses and weights are bit for bit those of one rank
+that runs all micro-batches. They do not depend on the number of data-parallel ranks or on the ZeRO stage, which may
+even change during the run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshwright.spec.precision import Recipe
 
 FIXED_POINT_UNIT = 2.0**-52
 MAX_GRADIENT = 2.0**10
-"""Limit of the magnitude of a gradient sum, which is 2^62 units. An element of one of n micro-batches must be below
-MAX_GRADIENT / n."""
+"""Limit of the magnitude of a gradient sum (2^62 units). With n micro-batches, each element of the gradient of one
+micro-batch must be below MAX_GRADIENT / n."""
 
 NORM_BITS = 30
 """Number of bits to which the squared norm rounds each element, relative to the largest element."""
@@ -48,7 +48,7 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 24
 
 class FixedPointAccumulator:
     """Converts the gradients of one parameter group to integers and back. `overflow`: whether a gradient of this step
-    was too large."""
+    was not finite or too large."""
 
     dtype = torch.int64
 
@@ -63,7 +63,7 @@ class FixedPointAccumulator:
         self.overflow.zero_()
 
     def quantize(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns `gradient` as int64, in units of 2^-52. Sets `overflow` if the gradient is too large."""
+        """Returns `gradient` as int64, in units of 2^-52. Sets `overflow` if an element is not finite or too large."""
         units, fits = to_fixed_point(gradient, self._micro_batches)
         self.overflow |= ~fits
         return units
@@ -83,11 +83,11 @@ def _tile_elements(flat: torch.Tensor) -> int:
 
 def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `gradient` as int64 in units of 2^-52. Also returns, as a bool scalar tensor, whether `micro_batches`
-    gradients of this size can be added without overflow.
+    gradients of this magnitude can be added without overflow.
 
     >>> units, fits = to_fixed_point(torch.tensor([0.5, -(2.0**-52)], dtype=torch.float64), 4)
-    >>> units.tolist(), bool(fits), bool(to_fixed_point(torch.tensor([float("nan")]), 4)[1])
-    ([2251799813685248, -1], True, False)
+    >>> units.tolist() == [2**51, -1], bool(fits), bool(to_fixed_point(torch.tensor([float("nan")]), 4)[1])
+    (True, True, False)
     """
     flat = gradient.detach().contiguous().view(-1)
     units = torch.empty(flat.shape, dtype=torch.int64, device=flat.device)
@@ -104,8 +104,8 @@ def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Te
 def square_norm(
     runs: Iterable[torch.Tensor], accumulators: Sequence[FixedPointAccumulator], world: CommGroup | None
 ) -> torch.Tensor:
-    """Returns on the first rank of `world` the sum of squares over the slices of all ranks (float64 scalar), and 0 on
-    all other ranks. `runs` are this rank's slices of gradients; over all ranks, each element is in exactly one slice.
+    """Returns the sum of squares over the slices of all ranks (float64 scalar) on the first rank of `world`, and 0 on
+    all other ranks. `runs` are this rank's slices of gradients. Each element must be in exactly one slice of one rank.
     The sum is infinite if an accumulator of any rank had an overflow."""
     slices = list(runs)
     largest = torch.where(torch.stack([each.overflow for each in accumulators]).any(), torch.inf, 0.0).double()
@@ -131,8 +131,8 @@ def square_norm(
 
 
 def round_loss(total: torch.Tensor, labels: int) -> torch.Tensor:
-    """Returns the summed loss of a micro-batch (float64), rounded so that sums over the micro-batches of a batch with
-    `labels` labels are exact.
+    """Returns the summed loss of a micro-batch (float64), rounded so that it can be added exactly to those of all other
+    micro-batches. `labels`: the number of labels of the batch.
 
     >>> round_loss(torch.tensor(0.1, dtype=torch.float64), 1000).item().hex()
     '0x1.9999999a00000p-4'

@@ -1,6 +1,6 @@
 """Detects writes of the user's code to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`). If the
-result would not equal that of one device, the write is refused. The trainer calls the checks in each step
-(train/step/invariants.py).
+training result after the write could differ from that of one device, the write is refused. The trainer calls the checks
+in each step (train/step/invariants.py).
 
 Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the next step's forward reads the written values. But
 the update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. So before the update each
@@ -8,14 +8,14 @@ rank copies the written elements of its shard into its main weights.
 
 | write | outcome |
 |---|---|
-| to a full parameter, equally on every rank | equal: the written elements replace their main weights |
-| to a full parameter, differently on some rank | refused |
+| to a full parameter, with the same values on every rank | accepted: the written elements replace their main weights |
+| to a full parameter, with different values on some ranks | refused |
 | to a sharded parameter (TP, EP), or to any parameter under pipelines | refused: the value may depend on other ranks |
 | through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
-| under ZeRO 3 | refused where it is written (shard/access_guard.py) |
+| under ZeRO 3 | refused at the write itself (shard/access_guard.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. A flag is set if a rank has written.
-It is summed in the reduction that also sums the loss and the gradient norm.
+Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. Each rank sets a flag if its
+parameters were written to. The flags are summed in the reduction that also sums the loss and the gradient norm.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class WritableEngine(Protocol):
 
 
 class WrittenSlice(NamedTuple):
-    """The elements of the parameter `name` that this rank updates. `main_params` and `weights` are their main and
-    compute weights. `written` is a mask of the compute weights that differ from the rounded main weights."""
+    """The elements of the parameter `name` that this rank updates. `main_params` and `weights` are the main and the
+    compute weights of these elements. `written` is a mask of the compute weights that differ from the rounded main
+    weights."""
 
     name: str
     main_params: torch.Tensor
@@ -95,8 +96,8 @@ class ExternalWrites:
 
     @contextmanager
     def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Inside the context, writes do not count as external. Records earlier writes first. Also enters the context
-        `inner`."""
+        """Inside the context, writes do not count as external. Earlier external writes are detected on entry. Also
+        enters the context `inner`."""
         outermost, self._inside = not self._inside, True
         if outermost:
             self.detect()
@@ -109,13 +110,13 @@ class ExternalWrites:
                 self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
-        """Returns whether a write on this rank requires `apply` before the update. `compares`: also compares main
-        weights with the compute weights, which detects writes through `.data`."""
+        """Returns whether a write on this rank requires `apply` before the update. `compares`: whether to also compare
+        main weights with the compute weights, which detects writes through `.data`."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def sync(self, engine: WritableEngine) -> None:
-        """Applies external writes, before other code reads or writes main weights outside of an update. Every rank
-        calls this method. Raises InputError if a write is refused."""
+        """Applies external writes. Every rank must call this method before other code reads or writes main weights
+        outside of an update. Raises InputError if a write is refused."""
         if not self._inside:
             self.detect()
             self.record_versions()
@@ -126,8 +127,8 @@ class ExternalWrites:
 
     @torch.no_grad()
     def apply(self, engine: WritableEngine) -> None:
-        """Copies the written elements into the main weights. Every rank calls this method. If a write is refused, every
-        rank raises InputError."""
+        """Copies the written elements into the main weights. Every rank must call this method. If a write is refused,
+        every rank raises InputError."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
         parameters = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
@@ -197,6 +198,7 @@ class ExternalWrites:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of the tensor, and the sum of its elements, whose bits are read as integers."""
+    """Returns the shape of the tensor, and the sum of its elements, with the bits of each element read as an
+    integer."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
     return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))

@@ -26,8 +26,8 @@ from meshwright.spec.precision import Recipe
 class GradCounter:
     """Counts the gradients of a step with `expected` backward passes. Each pass computes one gradient per parameter.
     `passes`: number of passes in which all parameters have a gradient. `counts`: number of gradients of each parameter
-    so far. `started`: names of the parameters whose sum already has a gradient. The cost per gradient does not depend
-    on the number of parameters."""
+    so far. `started`: names of the parameters whose current sum already contains a gradient. The cost per gradient does
+    not depend on the number of parameters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = dict.fromkeys(names, 0)
@@ -40,7 +40,7 @@ class GradCounter:
         self._set_passes(0)
 
     def mark(self, name: str) -> bool:
-        """Counts one gradient of `name`. Returns whether all parameters now have a gradient of the present pass.
+        """Counts one gradient of `name`. Returns whether all parameters now have a gradient of the current pass.
 
         >>> found = GradCounter("ab")
         >>> [found.mark(name) for name in "abba"], found.passes
@@ -69,14 +69,14 @@ class GradCounter:
         return missing
 
     def start(self, name: str) -> bool:
-        """Returns whether the present gradient of `name` is the first in its sum, and marks the sum as started."""
+        """Returns whether the next gradient of `name` is the first in its sum, and marks the sum as started."""
         first = name not in self.started
         self.started.add(name)
         return first
 
     def restart_sums(self) -> None:
-        """Makes the next gradient of each parameter the first in a new sum. Called when the present sums are
-        reduced."""
+        """Makes the next gradient of each parameter the first in a new sum. Called when the reduction of the current
+        sums starts."""
         self.started = set()
 
     def _set_passes(self, passes: int) -> None:
@@ -84,12 +84,12 @@ class GradCounter:
 
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""Maps the bytes per element in which a recipe reduces gradients to a dtype."""
+"""Maps `Recipe.reduced`, the number of bytes per element in which gradients are reduced, to a dtype."""
 
 
 class GroupGradients:
     """The gradients of one parameter group. `buffer` is a flat tensor with the gradients that this rank stores: all
-    gradients of the group (ZeRO 0 and 1), or this rank's shard (ZeRO 2 and 3). `shard` has the gradients for this
+    gradients of the group (ZeRO 0 and 1), or this rank's shard (ZeRO 2 and 3). `shard` contains the gradients for this
     rank's update. The gradients of all micro-batches are summed. They are already divided by the number of labels of
     the whole batch."""
 
@@ -99,11 +99,11 @@ class GroupGradients:
         self.exact = FixedPointAccumulator(recipe, layout.context.device) if recipe.exact else None
         self.counter = GradCounter(layout.offsets)
         self.host: CpuGradBuffer | None = None
-        """The gradients if they are offloaded to CPU, otherwise None."""
+        """The buffer of gradients that are offloaded to CPU. None if they are not offloaded."""
         self._full: torch.Tensor | None = None
         self._has_sum = False
-        """Whether gradients have already been reduced in this step. If so, further results are added to `buffer` (ZeRO
-        2 and 3)."""
+        """Whether gradients have already been reduced in this step (ZeRO 2 and 3). If so, the results of later
+        reductions are added to `buffer`."""
         self._gaps = layout.gaps()
         dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
         if layout.frozen:
@@ -123,7 +123,7 @@ class GroupGradients:
         return self.buffer[self.layout.shard_range] if self.layout.zero_stage < 2 else self.buffer
 
     def begin_step(self, arrivals: int) -> None:
-        """Prepares for a step of `arrivals` backward passes."""
+        """Prepares for a step in which each parameter gets `arrivals` gradients, one per backward pass."""
         plan = self.layout.context.plan
         self.counter.reset(arrivals)
         self._full, self._has_sum = None, False  # an aborted backward pass may have left a buffer
@@ -132,14 +132,14 @@ class GroupGradients:
             self.shard = self._shard_of_buffer()
 
     def slot(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Returns the view of the gradient buffer in which gradients of `name` are summed, and whether the present
-        gradient is the first in the sum. A first gradient must overwrite the view."""
+        """Returns the view of the gradient buffer in which gradients of `name` are summed, and whether the next
+        gradient is the first in the sum. The first gradient must overwrite the view."""
         first = self.counter.start(name)
         return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
 
     def mark_unused_ready(self, passes: int) -> bool:
-        """Ends backward pass number `passes`. The gradient of a parameter that has none in this pass is zero. Returns
-        whether this completes the group, so that the caller must reduce it."""
+        """Ends backward pass number `passes`. A parameter without a gradient in this pass gets a gradient of zero.
+        Returns whether this completes the gradients of the group, so that the caller must reduce the group."""
         missing = self.counter.complete(passes)
         if not missing:
             return False
@@ -166,8 +166,8 @@ class GroupGradients:
         return self._full
 
     def reduce(self, compressors: ReducerPair) -> CollectiveWork:
-        """Starts to sum the gradients over ranks. Sums over all data-parallel ranks at ZeRO 0, and over the shard group
-        at ZeRO 1 to 3. At ZeRO 2 and 3 the result is added to this rank's shard. Returns the work."""
+        """Starts to sum the gradients over ranks: over all data-parallel ranks at ZeRO 0, and over the shard group at
+        ZeRO 1 to 3. At ZeRO 2 and 3 the result is added to this rank's shard. Returns the handle to wait for."""
         layout = self.layout
         if layout.zero_stage == 0:
             return all_reduce(self.buffer, layout.placement.replicate_group, inter_host=compressors.replicas)
@@ -191,7 +191,8 @@ class GroupGradients:
         return CollectiveWork(None, finish)
 
     def reduce_over_replicas(self, compressors: ReducerPair) -> CollectiveWork:
-        """Starts to sum the gradient shards over replicas at ZeRO 1 to 3, once per step. Returns the work."""
+        """Starts to sum the gradient shards over replicas at ZeRO 1 to 3, once per step. Returns the handle to wait
+        for."""
         group = self.layout.placement.replicate_group
         if self.host is not None:
             return CollectiveWork(None, partial(self.host.all_reduce, group, compressors.replicas))

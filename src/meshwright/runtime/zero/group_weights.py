@@ -3,13 +3,13 @@ a rank stores all weights of the group. At ZeRO 3 it stores a shard, and the wei
 
 [Note: one copy per host] If all ranks of a shard group share memory and the plan does not offload weights, ZeRO 3
 stores the full weights only once, in one anonymous file. Every rank of the group maps the file, and writes only its own
-shard. Unsharding then copies nothing: it is a barrier, which waits until every rank has written its shard in the last
-update. No rank writes while another rank reads, because all ranks also wait at a barrier before an update
-(`GradReducer.quiesce`).
+shard. Unsharding then copies nothing. It is only a barrier, at which each rank waits until every rank has written its
+shard in the last update. No rank writes while another rank reads, because all ranks also wait at a barrier before an
+update (`GradReducer.quiesce`).
 
-[Note: resharded weights] Until the next unsharding, an access to the parameters of a resharded group raises InputError.
-Resharding frees the full weights. If the ranks share the full weights, they stay in memory, and the parameters become
-views of a buffer without storage.
+[Note: resharded weights] Resharding frees the full weights. From then until the next unsharding, an access to the
+parameters of the group raises InputError. If the ranks share the full weights, the weights stay in memory, and only the
+parameters become views of a buffer without storage.
 
 `FlatLayout` describes a flat parameter group: the position of each tensor in the flat buffer, and the range of the
 buffer that is this rank's shard.
@@ -40,7 +40,7 @@ from meshwright.spec.layout import BucketLayout, bucket_gaps, offload_splits, sh
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Describes one flat parameter group of this rank. It is created by `make_flat_layout` and immutable."""
+    """Describes one flat parameter group of this rank. `make_flat_layout` creates it."""
 
     bucket: BucketLayout
     parameters: dict[str, nn.Parameter]
@@ -49,7 +49,8 @@ class FlatLayout:
     shard_range: slice
     """The range of elements of the flat buffer that this rank updates."""
     frozen: bool
-    """Whether no parameter is trained. Such a group has no gradients, no main weights and no reduction."""
+    """Whether no parameter of the group is trained. A frozen group has no gradients, no main weights and no
+    reduction."""
     tied: bool
     """Whether other stages have replicas of the group. If so, the gradients of all replicas are summed."""
 
@@ -70,8 +71,8 @@ class FlatLayout:
 
     @property
     def reduces_each_pass(self) -> bool:
-        """Returns whether gradients are reduced after each backward pass of a step (ZeRO 2 and 3), which frees the full
-        buffer. At ZeRO 0 and 1, gradients are reduced after the last pass."""
+        """Whether gradients are reduced after each backward pass of a step (ZeRO 2 and 3), which frees the full
+        gradient buffer. At ZeRO 0 and 1, gradients are reduced only after the last pass."""
         return self.zero_stage >= 2
 
     @property
@@ -103,8 +104,8 @@ class FlatLayout:
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def shard_slice(self, name: str) -> slice:
-        """Returns the range of this rank's shard that belongs to the tensor `name`. It is empty if the shard has no
-        element of the tensor."""
+        """Returns the range of this rank's shard that belongs to the tensor `name`. The range is empty if the shard has
+        no element of the tensor."""
         first = self.offsets[name]
         last = first + self.parameters[name].numel()
         start, stop = self.shard_range.start, self.shard_range.stop
@@ -125,10 +126,11 @@ class FlatLayout:
         return torch.zeros(numel, dtype=dtype, device=self.context.device)
 
     def shard_runs(self, groups: Mapping[str, int]) -> list[ParamRun]:
-        """Returns the segments of the shard. `groups` has the index of the optimizer group of each parameter name. A
+        """Returns the segments of the shard. `groups` maps each parameter name to the index of its optimizer group. A
         segment contains either matrices or vectors (biases and norms), all of one optimizer group, and the padding
-        after them. Segments end only at multiples of ALIGN_NUMEL, because fused kernels round differently after the
-        last full SIMD vector of a segment. So each element rounds identically under every plan."""
+        after them. Fused kernels round the elements after the last full SIMD vector of a segment differently. Segments
+        end only at multiples of ALIGN_NUMEL, so there are no such elements, and each element rounds identically under
+        every plan."""
         offsets, shard_range = self.offsets, self.shard_range
         tensors = sorted(
             ((name, tensor) for name, tensor in self.parameters.items() if tensor.numel()),
@@ -164,7 +166,7 @@ def make_flat_layout(
 
 class SharedWeights:
     """Stores the full weights `full` in memory that all ranks of `group` share ([Note: one copy per host]). All ranks
-    of the group create this object together."""
+    of the group must create this object together."""
 
     def __init__(self, host: SharedMemory, group: CommGroup, numel: int, dtype: torch.dtype) -> None:
         self._group = group
@@ -188,7 +190,7 @@ class SharedWeights:
         none.untyped_storage().resize_(0)
 
     def set_visible(self, whole: bool) -> None:
-        """Makes the parameters views of `full` if `whole`, otherwise of a buffer without storage."""
+        """Makes the parameters views of `full` if `whole` is True, otherwise views of a buffer without storage."""
         for parameter, hidden, visible in self._views if whole != self._is_visible else ():
             parameter.data = visible if whole else hidden
         self._is_visible = whole
@@ -203,8 +205,8 @@ class SharedWeights:
 def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
-    """Returns shared weights, or None if not all ranks of `group` share memory, if there is no group, or if `numel` is
-    0."""
+    """Returns shared weights. Returns None if some ranks of `group` do not share memory, if there is no group, or if
+    `numel` is 0."""
     if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)
@@ -243,7 +245,7 @@ class GroupWeights:
         if self.shared is not None:
             self._shard = shard
             self.shared.attach(layout.parameters.values())
-            self.shared.barrier().wait()  # every rank has written its shard
+            self.shared.barrier().wait()  # until every rank has written its shard
             self.reshard()
         elif layout.zero_stage == 3:
             if context.state_swapper is not None:
@@ -268,8 +270,8 @@ class GroupWeights:
 
     @without_write_recording
     def prefetch(self) -> None:
-        """Starts to all-gather the weights at ZeRO 3. If weights are offloaded, starts to fetch them instead. `unshard`
-        waits for the result."""
+        """Starts to all-gather the weights at ZeRO 3. If weights are offloaded, starts to fetch this rank's shard
+        instead. `unshard` waits for the result."""
         if self.layout.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
         if self.shared is not None:
@@ -281,7 +283,7 @@ class GroupWeights:
 
     @without_write_recording
     def unshard(self) -> None:
-        """Makes the full weights available at ZeRO 3. Does nothing if they already are."""
+        """Makes the full weights available at ZeRO 3. Does nothing if they are already available."""
         if not self.access_guard.is_denied:
             return
         self.prefetch()
@@ -323,8 +325,8 @@ class GroupWeights:
             storage.copy_(part) if isinstance(storage, torch.Tensor) else storage.write(part)
 
     def all_gather(self) -> CollectiveWork:
-        """Starts to all-gather the updated shards into the full weights at ZeRO 1 and 2. Returns the work, which is
-        complete at other stages."""
+        """Starts to all-gather the updated shards into the full weights at ZeRO 1 and 2. Returns the handle to wait
+        for, which is already complete at ZeRO 0 and 3."""
         layout = self.layout
         return (
             all_gather(self.full, self._shard, layout.shard_group, sizes=layout.shard_sizes)
@@ -333,15 +335,15 @@ class GroupWeights:
         )
 
     def device_bytes(self) -> int:
-        """Returns the number of bytes of weights that are permanently on the device: the shard at ZeRO 3, otherwise
-        all."""
+        """Returns the number of bytes of weights that are permanently on the device: the resident part of the shard at
+        ZeRO 3, and all weights of the group at ZeRO 0 to 2."""
         shard = self._shard if self.offloaded is None else self.offloaded.resident
         numel = self.layout.numel if self.layout.zero_stage < 3 else len(shard)
         return numel * self.full.element_size()
 
     def _start_all_gather(self, parts: list[torch.Tensor]) -> None:
-        """Allocates the full weights and starts to all-gather them. `parts` are the parts of this rank's shard, in
-        order."""
+        """Allocates the buffer of the full weights, and starts the all-gather into it. `parts` are the parts of this
+        rank's shard, in order."""
         layout = self.layout
         self.full.untyped_storage().resize_(layout.numel * self.full.element_size())
         shard = parts[0]

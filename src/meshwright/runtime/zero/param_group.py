@@ -1,8 +1,8 @@
 """Combines the parameters of one or several layers in one flat buffer, with their gradients and their optimizer shard.
 `FlatParamGroup` corresponds to FSDP's FSDPParamGroup; the build creates the groups.
 
-[Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full. Of each other buffer
-it stores a shard. If the plan does not set unequal shards, a shard is 1 / (dp_shard x cp) of the full buffer:
+[Note: ZeRO is three settings] ZeRO stages differ in which of three buffers a rank stores in full, and of which it
+stores only a shard. Unless the plan sets unequal shards, a shard is 1 / (dp_shard x cp) of the full buffer:
 
 | stage | weights | gradients | main weights and optimizer states |
 |---|---|---|---|
@@ -52,8 +52,8 @@ class GradReadiness(Protocol):
         """Reports that all gradients of `unit` are accumulated."""
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Passes the gradient to a preflight check if one is running. Returns whether one is running. If so, the caller
-        must not accumulate the gradient."""
+        """Passes the gradient to the running preflight check, if any. Returns whether a check is running. If so, the
+        caller must not accumulate the gradient."""
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
         """Reports that no further gradients of `unit` follow in this pass."""
@@ -73,8 +73,8 @@ class FlatParamGroup:
         groups: Mapping[str, int],
         tied: bool = False,
     ) -> None:
-        """`groups` has the index of the optimizer group of each parameter name. `tied`: other stages have replicas of
-        this group, and the gradients of all replicas are summed."""
+        """`groups` maps each parameter name to the index of its optimizer group. `tied`: whether other stages have
+        replicas of this group, so that the gradients of all replicas are summed."""
         placement = placement if recipe.local is None else without_replicas(placement)
         self.layout = make_flat_layout(bucket, parameters, context, placement, tied)
         self.weights = GroupWeights(self.layout, getattr(torch, recipe.compute))
@@ -109,7 +109,7 @@ class FlatParamGroup:
 
     @property
     def frozen(self) -> bool:
-        """Returns whether no parameter of the group is trained."""
+        """Whether no parameter of the group is trained."""
         return self.layout.frozen
 
     # --- called once by the build
@@ -134,9 +134,9 @@ class FlatParamGroup:
     # --- gradients
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Returns the gradient hook of the parameter `name`. The hook has only a weak reference to the group. The
-        garbage collector does not see hooks that autograd stores, so it would never free a group with a strong
-        reference."""
+        """Returns the gradient hook of the parameter `name`. The hook has only a weak reference to the group. With a
+        strong reference the group would never be freed, because the garbage collector does not see hooks that autograd
+        stores."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -172,11 +172,11 @@ class FlatParamGroup:
             self.reducer.mark_ready(self)
 
     def reduce(self) -> CollectiveWork:
-        """Starts to sum the gradients over ranks (`GroupGradients.reduce`). Returns the work."""
+        """Starts to sum the gradients over ranks (`GroupGradients.reduce`). Returns the handle to wait for."""
         return self.gradients.reduce(self.compressors)
 
     def reduce_over_replicas(self) -> CollectiveWork:
-        """Starts to sum the gradient shards over the replicas, once per step. Returns the work."""
+        """Starts to sum the gradient shards over the replicas, once per step. Returns the handle to wait for."""
         return self.gradients.reduce_over_replicas(self.compressors)
 
     @contextmanager
@@ -190,7 +190,7 @@ class FlatParamGroup:
 
     def _make_compressors(self, compression: GradientCompression | None) -> ReducerPair:
         """Returns the reducers that compress traffic between hosts: one over the shard group, one over the replicas.
-        With DiLoCo the latter reduces main weights instead of gradients."""
+        With DiLoCo the second one reduces differences of main weights instead of gradients."""
         layout, buffer = self.layout, self.gradients.buffer
         full = layout.flat_slice(slice(0, layout.numel), buffer)
         shards = make_compressed_reducer(compression, layout.shard_group, full, True)
@@ -214,7 +214,7 @@ def make_optim_shard(
     layout: FlatLayout, weights: GroupWeights, recipe: Recipe, groups: Mapping[str, int]
 ) -> OptimizerShard:
     """Returns the shard that the optimizer updates: the shard of the weights, or a float32 copy of that shard. `groups`
-    has the index of the optimizer group of each parameter name."""
+    maps each parameter name to the index of its optimizer group."""
     has_main_params = bool(recipe.master) and not layout.frozen
     runs, storages, swapper = layout.shard_runs(groups), weights.storages, layout.context.state_swapper
     in_files = Offload.parameters_disk in layout.context.plan.offload

@@ -4,9 +4,10 @@
 [Note: fixed order] The groups of a stage are reduced strictly in backward order, even if autograd completes their
 gradients in a different order. So every rank starts the same collectives in the same order, and sums are identical in
 every step and after every resume. (torch's DDP rebuilds its buckets after the first step.) ZeRO 0 and 1 reduce once per
-step, after the last micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the full gradients. An expert
-without tokens on this rank gets no gradient. When backward leaves the block of the expert, the missing gradient counts
-as zero. So on every rank the reduction of this block starts before the weights of the next block are gathered.
+step, in the backward of the last micro-batch. ZeRO 2 and 3 reduce in the backward of each micro-batch, which frees the
+full gradients. An expert without tokens on this rank gets no gradient. When backward leaves the block of the expert,
+the missing gradient counts as zero. So on every rank the reduction of this block starts before the weights of the next
+block in backward order are gathered.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ GradientProbe = Callable[[str, torch.Tensor], None]
 class StageReducer:
     """Reduces parameter groups of one virtual stage: either those whose gradients B actions complete, or those whose
     gradients W actions complete. `units` are the groups in forward order. `start` starts the reduction of a group.
-    `passes` is the number of these actions that are complete in this step. `pending` are the groups whose reduction has
-    not started, in backward order. `ready` has the `id` of each group whose gradients are complete."""
+    `passes` is the number of B (or W) actions that are complete in this step. `pending` are the groups whose reduction
+    has not started, in backward order. `ready` contains the `id` of each group whose gradients are complete."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -70,7 +71,7 @@ class StageReducer:
         """Counts a backward pass. For ZeRO 2 and 3, makes all groups pending again."""
         self.passes += 1
         if any(unit.layout.reduces_each_pass for unit in self.units):
-            assert not self.pending, "a unit was not reduced"
+            assert not self.pending, "a parameter group was not reduced"
             self.reset()
 
     @contextmanager
@@ -99,14 +100,14 @@ class StageReducer:
         return self.probe is not None
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """Marks the gradients of `unit` as complete. The reduction of a group starts when this group and all later
-        groups in forward order are complete."""
+        """Marks the gradients of `unit` as complete. The reduction of a group starts when the gradients of this group
+        and of all groups after it in forward order are complete."""
         self.ready.add(id(unit))
         while self.pending and id(self.pending[0]) in self.ready:
             self.start(self.pending.popleft())
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """Ends a backward pass for `unit`. The gradient of a parameter that has none in this pass is zero."""
+        """Ends a backward pass for `unit`. A parameter without a gradient in this pass gets a gradient of zero."""
         if self.probe is not None:
             if unit.hooked:
                 unit.weights.reshard()
@@ -115,8 +116,8 @@ class StageReducer:
 
 
 class TiedParamGroup(NamedTuple):
-    """Describes a parameter group whose layer is replicated on several `stages`. Only the replica on the first of these
-    stages is saved and counted in the gradient norm (`counted_in_norm`)."""
+    """Describes a parameter group whose layer is replicated on several `stages`. `counted_in_norm`: whether this
+    replica is the one on the first of these stages. Only this one is saved and counted in the gradient norm."""
 
     layer: str
     stages: tuple[int, ...]
@@ -130,8 +131,8 @@ class BeforeReduction(Protocol):
 
 
 class GradReducer:
-    """Reduces the gradients of all flat parameter groups of this rank. `stages` has the groups of each virtual
-    stage."""
+    """Reduces the gradients of all flat parameter groups of this rank. `stages` maps (virtual stage, B or W) to the
+    `StageReducer` of the groups whose gradients these actions complete."""
 
     trainable: list[FlatParamGroup]
     """The groups that are not frozen. Only these are reduced, counted in the norm and updated."""
@@ -147,9 +148,9 @@ class GradReducer:
         disconnected: frozenset[str] = frozenset(),
         before_reduction: BeforeReduction | None = None,
     ) -> None:
-        """`partial` are the names of the parameters whose gradients must be summed over tensor ranks. `tied` describes
-        replicated groups by `id`. `tied_groups` maps the stages with replicas of a weight to the process group of their
-        ranks."""
+        """`stages` are the groups of each virtual stage. `partial` are the names of the parameters whose gradients must
+        be summed over tensor ranks. `tied` maps the `id` of each replicated group to its description. `tied_groups`
+        maps the stages with replicas of a weight to the process group of their ranks."""
         self.mesh, self.tied_groups, self._before_reduction = mesh, tied_groups, before_reduction
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
         for number, stage_units in stages.items():
@@ -173,8 +174,8 @@ class GradReducer:
         as torch skips parameters whose gradient is None."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
         self.disconnected = disconnected
-        """Names of the parameters on which the model's outputs do not depend. If such a parameter gets a gradient of
-        zeros, because another stage has sent zeros, the parameter counts as one without a gradient."""
+        """Names of the parameters on which the model's outputs do not depend. Such a parameter may get a gradient of
+        zeros, because another stage has sent zeros. The parameter then counts as one without a gradient."""
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
@@ -206,9 +207,9 @@ class GradReducer:
             unit.weights.reshard()
 
     def end_backward(self, action: Action) -> None:
-        """Ends a B action, or runs the deferred weight gradients of a W action and ends it. B completes the pass of
-        groups without deferred weight gradients, and W completes the pass of all other groups. The gradient of a
-        parameter that has none in this pass is zero."""
+        """Ends a B action, or computes the deferred weight gradients of a W action and ends it. B completes the pass of
+        groups without deferred weight gradients, and W completes the pass of all other groups. A parameter without a
+        gradient in the completed pass gets a gradient of zero."""
         deferred = self.stages[action.stage, ActionKind.W].units
         for unit in reversed(deferred):
             assert unit.wgrad_queue is not None
@@ -235,9 +236,9 @@ class GradReducer:
 
     @contextmanager
     def isolate_pass(self) -> Iterator[None]:
-        """Inside the context, gradients are sent uncompressed, and the record of parameters with and without a gradient
-        (`received`, `unused`) starts as in a first step. On exit, restores this record and the residuals of
-        compression."""
+        """Inside the context, gradients are sent uncompressed, and the records of parameters with and without a
+        gradient (`received`, `unused`) start as in a first step. On exit, restores these records. The residuals of
+        compression do not change."""
         unused, self.unused = self.unused, self.param_names
         try:
             with ExitStack() as stack:
@@ -251,7 +252,7 @@ class GradReducer:
 
     def quiesce(self) -> None:
         """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them. Every rank
-        calls it."""
+        must call this method."""
         placements = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
             (
@@ -265,7 +266,7 @@ class GradReducer:
             shared.barrier().wait()
 
     def shutdown(self) -> None:
-        """Waits until no other rank needs this rank any more, so that the process of this rank may end."""
+        """Waits until no other rank still communicates with this rank, so that its process may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
     # --- between backward and update
@@ -313,8 +314,8 @@ class GradReducer:
 
     def squared_norm(self) -> torch.Tensor:
         """Returns this rank's contribution to the squared gradient norm (float64 scalar). The sum of the contributions
-        of all ranks counts each element once. All ranks call this method, because with exact sums they communicate:
-        rank 0 then returns the whole squared norm, and all other ranks return 0."""
+        of all ranks counts each element once. With exact sums, ranks communicate in this method, so all ranks must call
+        it. In this case rank 0 returns the whole squared norm, and all other ranks return 0."""
         exact_sums = [unit.gradients.exact for unit in self.trainable if unit.gradients.exact is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0
@@ -329,8 +330,8 @@ class GradReducer:
         return total
 
     def _norm_slices(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yields the gradient slices that this rank counts in the norm. With each slice, yields the number of tensor
-        ranks that have an equal slice (including this rank)."""
+        """Yields the gradient slices that this rank counts in the norm. Also yields, with each slice, the number of
+        tensor ranks that have the same slice (including this rank)."""
         uncounted = {id(unit) for unit, tied in self.tied if not tied.counted_in_norm}
         for unit in self.trainable:
             if id(unit) in uncounted:
@@ -349,9 +350,9 @@ class GradReducer:
     # -----------------------------------------------------------------------------------------
 
     def seen_grads(self) -> torch.Tensor:
-        """Returns a flat float64 tensor, which the caller sums over all ranks for `sync_unused`. For each parameter in
-        `unused`, it has a 1 if this rank has a gradient of the parameter in this step. The last element is 1 if a
-        trained parameter of this rank that is not in `unused` has no gradient."""
+        """Returns a flat float64 tensor, which the caller sums over all ranks for `sync_unused`. It has one element for
+        each parameter in `unused`: 1 if this rank has a gradient of the parameter in this step, otherwise 0. The last
+        element is 1 if this rank trains a parameter that is not in `unused` and has no gradient, otherwise 0."""
         received = self._received_names()
         another = not (
             received >= self._local_names
@@ -362,9 +363,9 @@ class GradReducer:
         )
 
     def sync_unused(self, seen: Sequence[float]) -> None:
-        """Updates `unused` from `seen`, the sum of `seen_grads` over all ranks. All ranks call this method. If a rank
-        lacks a gradient of a parameter that is not in `unused`, all ranks communicate once more, because other ranks
-        may have a gradient of this parameter."""
+        """Updates `unused` from `seen`, the sum of `seen_grads` over all ranks. All ranks must call this method. If a
+        rank lacks a gradient of a parameter that is not in `unused`, all ranks communicate once more to find out
+        whether another rank has a gradient of this parameter."""
         *seen, any_missing = seen
         missing = {name for name, ranks in zip(self.unused, seen, strict=True) if not ranks}
         if any_missing:
@@ -392,8 +393,8 @@ class GradReducer:
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
-    """Returns the number of elements for one call of the norm. A CPU copies low-precision gradients to float32, so it
-    computes the norm in tiles. An accelerator converts elements while it reads them, so one call is enough.
+    """Returns the number of elements for one call of the norm. On a CPU the norm copies low-precision gradients to
+    float32, so it is computed in tiles. An accelerator converts elements while it reads them, so one call is enough.
 
     >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS
     True
@@ -405,7 +406,7 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
 
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
-    """Returns views of this rank's gradients of the parameters of `unit` in `partial`. Skips parameters without
-    elements in the shard."""
+    """Returns views of this rank's gradients of those parameters of `unit` that are in `partial`. Skips parameters
+    without elements in the shard."""
     runs = [unit.gradients.shard[unit.layout.shard_slice(name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]
