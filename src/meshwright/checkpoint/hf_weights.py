@@ -4,15 +4,15 @@ The trainer initialises models with it, and `meshwright checkpoint` imports weig
 Guarantees:
 - Only the rows or columns that a shard needs are read, one tensor at a time. A rank never has more than its shard of
   the model in memory.
-- If weights are missing, unexpected, of another shape, truncated or pickled, every rank raises an equal InputError
+- If weights are missing, unexpected, truncated or pickled, or have a wrong shape, every rank raises the same InputError
   before it reads the first weight.
 
 [Note: names] A parameter is looked up in the files by its name. If this name is not found, the name without its first
-component is looked up. If that is not found either, the stored name with one more component in front is used, provided
-there is exactly one. In some model families, the files divide the weights into tensors differently than the modules.
-For these families, a `WeightSource` lists the stored tensors that form one tensor of the model. They are concatenated
-along dimension 0. Tensors of experts are stacked. Source: huggingface/transformers, `conversion_mapping.py`.
-`train/meta_init.py` converts the rules in that file to `WeightSource` objects.
+component is looked up. If that is also not found, a stored name is used that equals the parameter's name with one more
+component in front, if there is exactly one such name. In some model families, the files divide the weights into tensors
+differently than the modules. For these families, a `WeightSource` lists the stored tensors that form one tensor of the
+model. They are concatenated along dimension 0. Tensors of experts are stacked. Source: huggingface/transformers,
+`conversion_mapping.py`. `train/meta_init.py` converts the rules in that file to `WeightSource` objects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshwright.spec.layout import ShardMetadata
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_PREFIX, BUFFER_PREFIX = "model/", "buffer/"
-"""The prefixes of the names of weights, and of buffers that belong to the weights, in a checkpoint."""
+"""In a checkpoint, the names of weights begin with WEIGHT_PREFIX, and those of buffers with BUFFER_PREFIX."""
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
@@ -48,8 +48,8 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 class WeightSource(NamedTuple):
     """Describes how one tensor of a model is formed from stored tensors.
 
-    `keys` has rows of stored names. The tensors of a row are concatenated along the first dimension. With `stacked`,
-    the rows are then stacked along a new first dimension.
+    Each element of `keys` is a tuple of stored names, whose tensors are concatenated along the first dimension. If
+    `stacked` is True, the results are then stacked along a new first dimension. Otherwise `keys` has one element.
     """
 
     keys: tuple[tuple[str, ...], ...]
@@ -109,8 +109,8 @@ class HfWeights:
         are regular expressions of stored names that the model does not need.
 
         Raises:
-            InputError: a tensor is missing, unexpected, of another shape, or not of a floating-point type with at least
-                16 bits.
+            InputError: a tensor is missing or unexpected, has a wrong shape, or is not of a floating-point type with at
+                least 16 bits.
         """
         used: set[str] = set()
         missing = []
@@ -130,13 +130,13 @@ class HfWeights:
         ]
         for what, names, pool in (
             (Message("has no tensor"), missing, self.entries),
-            (Message("holds a tensor that this model does not have:"), others, shapes),
+            (Message("has a tensor that this model does not have:"), others, shapes),
         ):
             if names:
                 more = Message(" and {count} more", count=len(names) - 1) if len(names) > 1 else ""
                 raise InputError(
                     Message(
-                        "{path}: {what} {names!r}{more}{hint}: weights of another model?",
+                        "{path} {what} {names!r}{more}{hint}: weights of another model?",
                         path=self.path,
                         what=what,
                         names=names[0],
@@ -162,7 +162,8 @@ class HfWeights:
         if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
             raise InputError(
                 Message(
-                    "{path}: {keys} holds {kind}, not floating-point weights: dequantize it first",
+                    "{path}: {keys} has dtype {kind}, but only floating-point weights of at least 16 bits are "
+                    "supported: dequantize the weights first",
                     path=self.path,
                     keys=source.keys[0][0],
                     kind=kind,
@@ -174,15 +175,15 @@ class HfWeights:
         only the rows or columns of these elements.
 
         Raises:
-            InputError: the files do not have the tensor, or it has another shape, or is not of a floating-point type
-                with at least 16 bits.
+            InputError: the files do not have the tensor, or its shape differs from that of `piece`, or it is not of a
+                floating-point type with at least 16 bits.
         """
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
         if source is None:
             raise InputError(
                 Message(
-                    "{path}: has no tensor {name!r}{hint}: weights of another model?",
+                    "{path} has no tensor {name!r}{hint}: weights of another model?",
                     path=self.path,
                     name=name,
                     hint=did_you_mean(name, self.entries),
@@ -221,8 +222,8 @@ class HfWeights:
 
 
 class ConcatTensor:
-    """Presents stored tensors as one tensor: `rows` of tensors that are concatenated, and stacked if `stacked`.
-    Indexing reads only the indexed elements.
+    """Presents stored tensors as one tensor. The tensors of each list in `rows` are concatenated, and if `stacked` is
+    True, the results are stacked (`WeightSource`). Indexing reads only the indexed elements.
     """
 
     def __init__(self, rows: list[list[Any]], stacked: bool) -> None:
@@ -335,17 +336,17 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
         reason = str(error).partition(chr(10))[0]
         short = Message(" (the file is truncated: copy it again)") if "not fully covered" in reason else ""
         raise InputError(
-            Message("{file}: cannot be read: {reason}{short}", file=file, reason=reason, short=short)
+            Message("{file} cannot be read: {reason}{short}", file=file, reason=reason, short=short)
         ) from None
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
     """Fills the tensor of each shard in `wanted` from the Hugging Face weights or the checkpoint at `path`. Values are
-    converted to the dtype of the tensor. The name of a shard is 'model/NAME', for Hugging Face weights also NAME.
+    converted to the dtype of the tensor. The name of a shard is 'model/NAME'; Hugging Face weights also accept NAME.
     `weights` are the opened Hugging Face weights at `path`, None to open them.
 
     Raises:
-        InputError: a tensor is missing or has another shape, or a file cannot be read.
+        InputError: a tensor is missing or has a wrong shape, or a file cannot be read.
     """
     if (Path(path) / MANIFEST_FILE).exists():
         load_checkpoint(path, wanted, cast=True)

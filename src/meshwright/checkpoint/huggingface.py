@@ -1,23 +1,23 @@
 """Exports checkpoints to Hugging Face's format, and imports weights from it, for `meshwright checkpoint`.
 
 An export is a folder of safetensors files with the full tensors under the model's own names. `export_weights` has one
-tensor in memory at a time. Above 5 GB it writes several files and an index, as `from_pretrained` reads them.
-`import_weights` converts such a folder to a checkpoint of step 0. Source: huggingface/transformers, `save_pretrained`
-(max_shard_size, `model.safetensors.index.json`).
+tensor in memory at a time. Weights above 5 GB are written as several files and an index, which `from_pretrained` can
+read. `import_weights` converts such a folder to a checkpoint of step 0. Source: huggingface/transformers,
+`save_pretrained` (max_shard_size, `model.safetensors.index.json`).
 
 LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
-(alpha / rank) B A in the saved dtype, with the base weight W and the adapter matrices A and B. It is computed one layer
-at a time. If a layer stores its weight as (in, out), the product B A is transposed. Source: huggingface/peft,
-`adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the prefix
-'base_model.model.').
+(alpha / rank) B A in the saved dtype, with the base weight W and the adapter matrices A and B. Merged weights are
+computed one layer at a time. If a layer stores its weight as (in, out), the product B A is transposed. Source:
+huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the
+prefix 'base_model.model.').
 
 Guarantees:
-- Files of an export are written under temporary names and renamed in order. The last file exists only if all others do.
+- Files of an export are written under temporary names and renamed in order. So if the last file exists, all files do.
 - A failed export leaves no files.
 
-`read_extra_files` makes the other files of a Hugging Face folder: tokenizer, chat template and generation settings. A
-tokenizer from a folder is copied file by file. For a tokenizer that Meshwright has trained, it adds the settings that
-`AutoTokenizer` needs. Nothing in these files is executed.
+`read_extra_files` returns the other files of a Hugging Face folder: tokenizer, chat template and generation settings. A
+tokenizer from a folder is copied file by file. For a tokenizer that Meshwright has trained, the settings that
+`AutoTokenizer` needs are added. Nothing in these files is executed.
 
 `hf_template` translates the sizes of a reference model (meshwright.models) into a Hugging Face config.json. A Llama
 with biases only on query, key and value becomes a Qwen2. Hugging Face's GPT-2 stores its projections as (in, out), so
@@ -75,7 +75,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
     }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
-    # The start token is written here, because transformers prefers this file to the settings in config.json.
+    # The decoder start token is written to this file, because transformers prefers it to config.json.
     elif model is not None and (start := _decoder_start_token(model)) is not None:
         found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
@@ -111,7 +111,7 @@ class HfTemplate(NamedTuple):
 
 
 def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
-    """Returns the Hugging Face template of a reference model, None if transformers has no equal model.
+    """Returns the Hugging Face template of a reference model, None if transformers has no equivalent model.
 
     `sizes` has the keys of `models.registry`.
     """
@@ -237,7 +237,7 @@ class MergedLora:
 
     def read_full(self, name: str) -> torch.Tensor:
         """Returns the full weight `name`. If its layer has an adapter, the adapter is merged. Raises InputError if the
-        adapter has another shape than the weight."""
+        shapes of the adapter and the weight differ."""
         weight = read_full_tensor(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:
@@ -272,7 +272,7 @@ def export_adapter(
     reader = CheckpointReader(path)
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
     if not names:
-        raise InputError(Message("{path}: holds no adapters", path=path))
+        raise InputError(Message("checkpoint {path!r} has no LoRA adapters", path=str(path)))
     if storage.path_exists(folder / ADAPTER_WEIGHTS_FILE):
         raise InputError(
             Message("folder {folder!r} already holds an adapter; name another, or remove it first", folder=str(folder))
@@ -323,10 +323,11 @@ def export_weights(
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
-    `config` is the config.json to write, None for no such file. It records the written dtype, because `from_pretrained`
-    converts to it. `dtype` converts floating-point weights to another dtype. Matrices whose name ends in one of
-    `transposed` are transposed. `extra_files` are other files to write, such as those of `read_extra_files`. If `lora`
-    is given, the adapters are merged. A file has at most `largest` bytes, unless a single tensor is larger.
+    `config` is the config.json to write, None for no such file. The dtype of the written weights is added to it,
+    because `from_pretrained` converts weights to this dtype. `dtype` is the dtype to which floating-point weights are
+    converted, None for no conversion. Matrices whose name ends in one of `transposed` are transposed. `extra_files` are
+    other files to write, such as those of `read_extra_files`. If `lora` is given, the adapters are merged. A file has
+    at most `largest` bytes, unless a single tensor is larger.
 
     Raises:
         InputError: the checkpoint has no weights, `dtype` is invalid, or the folder already has weights.
@@ -339,7 +340,7 @@ def export_weights(
         if name.startswith((WEIGHT_PREFIX, BUFFER_PREFIX))
     }
     if not any(name.startswith(WEIGHT_PREFIX) for name in weights):
-        raise InputError(Message("{path}: holds no weights of a model", path=path))
+        raise InputError(Message("checkpoint {path!r} has no model weights", path=str(path)))
     if dtype is not None and (dtype not in DTYPE_BY_NAME or not DTYPE_BY_NAME[dtype].is_floating_point):
         raise InputError(
             Message(
@@ -391,7 +392,7 @@ def _shard_files(
     items: list[PendingTensor], texts: dict[str, bytes], largest: int
 ) -> dict[str, bytes | list[PendingTensor]]:
     """Returns the contents of each file by name: the weights in files of at most `largest` bytes, then `texts`. The
-    index comes last, so that an incomplete folder is not a model."""
+    index comes last, so that an incomplete folder cannot be loaded as a model."""
     groups: list[list[PendingTensor]] = [[]]
     room = largest
     for item in items:

@@ -32,9 +32,9 @@ from meshwright.spec.plan import Plan
 class LoadResult(NamedTuple):
     """The contents of a checkpoint except the tensors that were loaded.
 
-    `state` is the JSON state of the trainer. `plan` and `world` are the plan and the world size that saved it. `local`
-    has tensors that belong to this rank alone, such as random states. It is None if the world size or the plan has
-    changed. Then random states must start from the seed.
+    `state` is the JSON state of the trainer. `plan` and `world` are the plan and the world size of the run that saved
+    the checkpoint. `local` contains tensors that only this rank has, such as random states. It is None if the world
+    size or the plan has changed. In that case random states must start from the seed.
     """
 
     step: int
@@ -67,14 +67,15 @@ def load_checkpoint(
     ranks: RankExchange = SINGLE_RANK,
     cast: bool = False,
 ) -> LoadResult:
-    """Fills each tensor in `wanted`, which must be flat and have the length of its shard.
+    """Fills the tensor of each shard in `wanted`. The tensor must be flat and have the length of its shard.
 
-    With `cast`, values are converted from the saved dtype. Otherwise the dtypes must be equal. If `plan` and the world
-    size are those of the checkpoint, the result has the local tensors of this rank. With `ranks`, every rank must call
-    this function, and a failure on one rank raises an InputError with one message on all ranks.
+    `cast`: whether values are converted from the saved dtype to that of the tensor. If False, the two dtypes must be
+    equal. If `plan` and the world size are those of the checkpoint, the result contains the local tensors of this rank.
+    With `ranks`, every rank must call this function, and a failure on one rank raises an InputError with the same
+    message on all ranks.
 
     Raises:
-        InputError: a tensor is missing or has another shape or dtype, or a shard is corrupt.
+        InputError: a tensor is missing or has a wrong shape or dtype, or a shard is corrupt.
     """
     result: list[LoadResult] = []
 
@@ -129,7 +130,7 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
         more = Message(" and {count} more", count=len(missing) - 1) if len(missing) > 1 else ""
         raise InputError(
             Message(
-                "{path}: has no tensor {missing!r}{more}{hint}: saved from another model?",
+                "{path} has no tensor {missing!r}{more}{hint}: saved from another model?",
                 path=path,
                 missing=missing[0],
                 more=more,
@@ -191,7 +192,7 @@ def _fill_tensor(reader: CheckpointSource, name: str, shards: list[LocalShard]) 
 def _copy_runs(
     reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
 ) -> None:
-    """Copies ranges of saved shards into ranges of `tensor` as `plan` says. A shard that one range covers in full is
+    """Copies the ranges of saved shards that `plan` lists into ranges of `tensor`. A shard that is copied as a whole is
     read directly into `tensor`, if `tensor` is contiguous, on the CPU, and of the saved dtype.
     """
     sources: dict[int, list[CopyRange]] = defaultdict(list)

@@ -1,5 +1,5 @@
 """Defines, reads and writes the manifest of a checkpoint: its tensors, the location of each shard, and the digests of
-all data. Saving writes it, and loading and verification read it.
+all data. save.py writes the manifest; loading and verification read it.
 
 The file is one JSON object. Its first line is `{"xxh3_128": "...",`, the digest of all bytes after that line. So the
 digest covers every byte of the file.
@@ -45,14 +45,15 @@ class CorruptCheckpoint(InputError):
     """Reports that a checkpoint differs from what was saved. The message names the file, the tensor and the fault."""
 
     def __init__(self, sentence: str) -> None:
-        """Makes one line of `sentence`, because quoted contents of a corrupt file may contain line ends."""
+        """Joins `sentence` into one line, because quoted contents of a corrupt file may contain line ends."""
         line = " ".join(sentence.split())
         super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
 class SavedShard(StrictModel):
     """A saved shard: the elements [start, stop) of a flattened local tensor, the location of their bytes, and the xxh3
-    of the bytes. The local tensor has `intervals` of the full tensor (spec/layout.py)."""
+    of the bytes. The local tensor contains the `intervals` of the split dimension of the full tensor
+    (spec/layout.py)."""
 
     intervals: tuple[tuple[BoundedCount, BoundedCount], ...]
     start: BoundedCount
@@ -97,8 +98,9 @@ class ShardFileEntry(StrictModel):
 class CheckpointManifest(StrictModel):
     """The manifest of one checkpoint.
 
-    `serial` counts the saves into a folder. It identifies the newest save even after a rollback to an earlier step.
-    `id` is random for each save. `world` is the number of ranks. `state` is the JSON state of the trainer.
+    `serial` counts the saves into a folder. The newest save has the largest `serial`, even after a rollback to an
+    earlier step. `id` is random for each save. `world` is the number of ranks. `state` is the JSON state of the
+    trainer.
     """
 
     version: int = Field(ge=1, le=1)
@@ -138,7 +140,8 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
     Raises:
         InputError: the folder does not exist.
-        CorruptCheckpoint: the manifest is missing, corrupt, inconsistent, or that of another step.
+        CorruptCheckpoint: the manifest is missing, corrupt or inconsistent, or its step differs from that in the name
+            of the folder.
     """
     folder = Path(folder)
     where = f"{folder / MANIFEST_FILE}"
@@ -154,13 +157,13 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     except OSError as error:
         raise CorruptCheckpoint(
             Message(
-                "{where}: cannot be read: {reason}; the checkpoint is incomplete", where=where, reason=error.strerror
+                "{where} cannot be read: {reason}; the checkpoint is incomplete", where=where, reason=error.strerror
             )
         ) from None
     head = _DIGEST_LINE_PATTERN.match(data)
     if head is None:
         raise CorruptCheckpoint(
-            Message("{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright", where=where)
+            Message("{where} does not begin with its digest: damaged, or not a checkpoint of Meshwright", where=where)
         )
     rest = data[head.end() :]
     digest = xxhash.xxh3_128(rest).hexdigest()
@@ -182,7 +185,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     if parse_step(folder) not in (None, manifest.step):
         raise CorruptCheckpoint(
             Message(
-                "{where}: is stale: it belongs to step {step}, but its folder is {folder}",
+                "{where} is stale: it belongs to step {step}, but its folder is {folder}",
                 where=where,
                 step=manifest.step,
                 folder=folder.name,
@@ -195,8 +198,8 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
 
 def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
-    """Returns the first reason why `tensors` are invalid or their shards do not cover them, None if all are
-    complete.
+    """Returns the first reason why an entry of `tensors` is invalid or its shards do not cover the tensor. Returns None
+    if all entries are valid and complete.
     """
     for name, entry in tensors.items():
         problem = _shape_problem(entry) or _coverage_problem(entry)
@@ -257,12 +260,14 @@ def _shape_problem(entry: TensorEntry) -> str | None:
         return Message("shape {shape} is too large for any memory", shape=list(entry.shape))
     if entry.split is not None and entry.split >= len(entry.shape):
         return Message(
-            "is split along dimension {split}, but its shape is {shape}", split=entry.split, shape=list(entry.shape)
+            "the tensor is split along dimension {split}, but its shape is {shape}",
+            split=entry.split,
+            shape=list(entry.shape),
         )
     for part in entry.pieces:
         size = 0 if entry.split is None else entry.shape[entry.split]
         if entry.split is None and part.intervals:
-            return Message("has intervals but no split dimension")
+            return Message("a shard has intervals, but the tensor has no split dimension")
         if any(not start <= stop <= size for start, stop in part.intervals):
             return Message(
                 "intervals {intervals} are outside dimension {split} of {size}",
@@ -305,7 +310,7 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
             )
         covered += intervals
     if entry.split is None:
-        return None if runs else Message("has no shards")
+        return None if runs else Message("the tensor has no shards")
     missing = first_gap(covered, entry.shape[entry.split])
     return (
         None

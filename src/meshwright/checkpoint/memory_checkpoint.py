@@ -5,17 +5,19 @@ Each rank has one file of anonymous memory. The supervisor of the rank keeps the
 death of the rank. A rank copies the shards that it would write to an on-disk checkpoint into the oldest slot of the
 file (core/snapshots.py). So all ranks together copy every element once. A rank writes the step number last, so a slot
 without a step number is incomplete. The digest of a slot is computed while the copied bytes are in the CPU cache, and
-checked before the slot is read. The snapshots of all ranks at one step form a checkpoint that any layout can load.
+checked before the slot is read. The snapshots of all ranks at one step form a checkpoint that can be loaded under any
+layout.
 
 [Note: two slots] The snapshot of step n + 2 overwrites that of step n, after the gradient reduction of step n + 2. A
 rank enters this reduction only when its own snapshot of step n + 1 is complete. So at any time there is a step of which
 all ranks have a snapshot, whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
 Distributed Training with In-Memory Checkpoints, SOSP 2023.
 
-A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that a
-layout needs. The location of a snapshot on this machine is a path. The location of a snapshot on another node is
-`at:HOST:PORT/KEY/RANK`, where the node serves it (elastic/snapshot_replication.py). If a snapshot was lost with its
-node, the location is `nowhere:`. A client must prove that it knows the token of the job (core/secure_channel.py).
+A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that the
+loaded layout needs. The location of a snapshot on this machine is a path. The location of a snapshot on another node is
+`at:HOST:PORT/KEY/RANK`, the address at which that node serves the snapshot (elastic/snapshot_replication.py). If a
+snapshot was lost with its node, the location is `nowhere:`. A client must prove that it knows the token of the job
+(core/secure_channel.py).
 """
 
 from __future__ import annotations
@@ -62,9 +64,8 @@ COPY_CHUNK_BYTES = 1 << 20
 """Number of bytes that are copied and digested at a time. They fit in a CPU cache."""
 
 MAX_GAP_BYTES = 1 << 12
-"""Maximum gap, in bytes, between two shards of a buffer that are copied together with the gap in one contiguous
-copy.
-"""
+"""Two shards of a buffer are copied together, including the gap between them, if the gap has at most this many
+bytes."""
 
 
 ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
@@ -86,8 +87,8 @@ class BufferRun(NamedTuple):
 class SnapshotLayout(NamedTuple):
     """Describes what a rank copies into a slot of `size` bytes.
 
-    `runs` are contiguous ranges of the buffers of the rank, in order of offset. `local` are the offsets of tensors that
-    only this rank has. `text` is the index as JSON.
+    `runs` are contiguous ranges of the buffers of the rank, in order of their offset in the slot. `local` are the
+    offsets of tensors that only this rank has. `text` is the index as JSON (`MemorySnapshot.index`).
     """
 
     text: bytes
@@ -99,8 +100,8 @@ class SnapshotLayout(NamedTuple):
 def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
-    """Returns the layout of a slot: the shards `pieces`, then tensors with the sizes of `local`. A snapshot copies the
-    memory of `pieces`, but `MemorySnapshot.write` receives new `local` tensors for each snapshot."""
+    """Returns the layout of a slot: the shards `pieces`, then tensors with the sizes of `local`. Every snapshot copies
+    the memory of the same `pieces`, but `MemorySnapshot.write` gets new `local` tensors for each snapshot."""
     shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
@@ -109,7 +110,7 @@ def plan_snapshot_layout(
     storages: dict[int, int] = {}
     for _, tensor in shards:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    # Sorting by address within each storage gives an equal order after every restart.
+    # Sorting by address within each storage gives the same order after every restart.
     shards.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
@@ -200,7 +201,7 @@ class MemorySnapshot:
         a device to the CPU. `history` is explained in [Note: history] of core/snapshots.py.
         """
         assert len(state) <= MIN_STATE_BYTES, (
-            f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
+            f"the state of the run has {len(state)} bytes, but only {MIN_STATE_BYTES} are reserved for it"
         )
         slot = self.head.take()
         begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0

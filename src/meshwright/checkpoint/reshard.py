@@ -1,13 +1,16 @@
 """Computes which elements of saved shards fill a wanted shard, so that a checkpoint can be loaded under any layout.
-load.py and hf_weights.py use it. It reads only `ShardMetadata`, not the tensors.
+load.py and hf_weights.py use this file. The copies are planned from `ShardMetadata` alone, without the tensors.
 
-[Note: flat ranges] A tensor rank has a local tensor: the full tensor, or some intervals of one dimension of it. A shard
-is a range of the flattened local tensor. If the saved and the wanted shard are ranges of one flat index, a copy is the
-overlap of two ranges. There are two such cases. First, the local tensors of both shards have equal intervals. Then the
-flat index is that of the local tensor. Second, each local tensor is the full tensor or is split along dimension 0. Then
-the flat index is that of the full tensor, in which rows are contiguous. In all other cases the full tensor is
-assembled, one tensor at a time. Local tensors are filled from their saved ranges and copied into the full tensor. Then
-the wanted shard is extracted from it.
+[Note: flat ranges] A tensor rank has a local tensor: the full tensor, or some intervals of one of its dimensions. A
+shard is a range of the flattened local tensor. If the saved and the wanted shard are ranges of the same flat tensor,
+the elements to copy are the overlap of the two ranges. There are two such cases:
+
+- The local tensors of both shards have equal intervals. Both shards are ranges of the flattened local tensor.
+- Each local tensor is the full tensor or is split along dimension 0. Both shards consist of ranges of the flattened
+  full tensor, in which rows are contiguous.
+
+In all other cases the full tensor is assembled, one tensor at a time. Local tensors are filled from their saved ranges
+and copied into the full tensor. Then the wanted shard is extracted from the full tensor.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class CopyRange(NamedTuple):
 
 
 def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Returns metadata of the elements of `piece` in canonical form. Adjacent intervals are merged. If the local tensor
-    is the full tensor, the result has no split.
+    """Returns the metadata `piece` in canonical form: adjacent intervals are merged, and if the local tensor is the
+    full tensor, there is no split.
 
     >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
     True
@@ -96,8 +99,9 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
 def _covering_copies(
     wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
 ) -> list[CopyRange] | None:
-    """Returns copies from the ranges `saved` (by index of the shard) for all elements of the ranges `wanted`. Returns
-    None if the saved ranges do not contain all elements. Ranges are those of `contiguous_runs`.
+    """Returns copies that fill all elements of the ranges `wanted` from the ranges `saved` (by index of the saved
+    shard). Returns None if the saved ranges do not contain all these elements. Ranges have the form of the results of
+    `contiguous_runs`.
     """
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
     result = []
@@ -116,8 +120,9 @@ def _covering_copies(
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """Returns the indices of the saved shards from which the wanted shards can be extracted. A saved shard is included
-    if any wanted shard has no split, is split along another dimension, or overlaps it along the split dimension.
+    """Returns the indices of the saved shards that are needed to extract the wanted shards. A saved shard is included
+    if a wanted shard has no split, is split along a different dimension, or overlaps the saved shard along the split
+    dimension.
     """
     result = []
     for index, piece in enumerate(saved):
@@ -140,7 +145,7 @@ class FullTensor:
 
     def part_buffer(self, piece: ShardMetadata) -> torch.Tensor:
         """Returns a flat buffer for the local tensor to which `piece` belongs. If the local tensor is the full tensor,
-        the buffer is a view of it."""
+        the buffer is a view of the full tensor."""
         if piece.split is None:
             return self.tensor.view(-1)
         return torch.empty(math.prod(piece.local_shape), dtype=self.tensor.dtype)

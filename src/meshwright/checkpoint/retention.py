@@ -1,9 +1,9 @@
-"""Lists the checkpoints of a folder, finds the newest valid one, and removes old ones. The trainer uses it when it
-resumes and after each save.
+"""Lists the checkpoints of a folder, finds the newest valid checkpoint, and removes old checkpoints. The trainer uses
+this file when it resumes and after each save.
 
-[Note: newest] A folder `step-N` is complete, because a save renames the folder last. The newest checkpoint is the one
-that was saved last. Its manifest has the largest `serial`, but not necessarily the highest step, because after a
-rollback a run saves lower steps again. The file `latest` names the newest checkpoint for users and other tools.
+[Note: newest] A folder `step-N` is complete, because a save gives the folder this name last. The newest checkpoint is
+the one that was saved last. Its manifest has the largest `serial`, but not necessarily the highest step, because after
+a rollback a run saves lower steps again. The file `latest` names the newest checkpoint for users and other tools.
 Meshwright does not read this file. A folder `step-N.replaced.ID` is an earlier save of step N. It remains if a new save
 of step N is interrupted.
 """
@@ -70,8 +70,9 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _read_serial(path: Path) -> int | None:
-    """Returns the serial from the first bytes of the manifest, None if they do not contain it or have another step than
-    the name of the folder. The manifest is not verified, so the serial may only determine the order.
+    """Returns the serial from the first bytes of the manifest. Returns None if they do not contain it, or if their step
+    differs from that in the name of the folder. The manifest is not verified, so callers may use the serial only to
+    order checkpoints.
     """
     try:
         match = _SERIAL_PATTERN.search(storage.read_file(path / MANIFEST_FILE, most=512))
@@ -133,7 +134,7 @@ def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
-    """Returns the newest valid checkpoint whose step is at most `step`, None if there is none."""
+    """Returns the newest valid checkpoint whose step is at most `step`, None if there is no such checkpoint."""
     return next(
         (
             path
@@ -165,8 +166,8 @@ def prune_checkpoints(
     fault. `say` receives a message for each checkpoint that cannot be removed (default: a logged warning). This is not
     an error, because the new checkpoint is already saved.
 
-    Nothing is removed before a remaining checkpoint is known to be valid. `verified`, which was just saved and read
-    back, counts as valid. Without it, this function verifies checkpoints until one is valid.
+    Nothing is removed before a remaining checkpoint is known to be valid. `verified` is a checkpoint that was just
+    saved and read back, and counts as valid. Without it, this function verifies checkpoints until one is valid.
 
     Raises:
         InputError: `keep` is less than 1.

@@ -3,7 +3,7 @@ Checkpoints and Hugging Face exports use it.
 
 This module replaces the writer of the safetensors library for three reasons. It copies tensors from their device one at
 a time. On a full disk it raises an OSError with an errno, while a memory-mapped file would raise SIGBUS. It returns the
-offset of every tensor. Any safetensors library can read the result. Source: the description of the format in the README
+offset of every tensor. Any safetensors library can read the files. Source: the description of the format in the README
 of huggingface/safetensors.
 """
 
@@ -35,13 +35,14 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }  # fmt: skip
 MAX_METADATA_BYTES = 4096
-"""Number of bytes at the beginning of a file in which its metadata are searched."""
+"""Number of bytes at the beginning of a file that are searched for its metadata."""
 
 _METADATA_PATTERN = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
 class PendingTensor(NamedTuple):
-    """A tensor to be written under the name `key`. `size` is in bytes. `tensor` is called when the data are written."""
+    """A tensor to be written under the name `key`. `size` is in bytes. `tensor` returns the tensor, and is called when
+    its data are written."""
 
     key: str
     dtype: str

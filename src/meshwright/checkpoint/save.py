@@ -1,4 +1,4 @@
-"""Saves a checkpoint of the trainer: every rank writes its own file into a temporary folder. This folder gets its final
+"""Saves a checkpoint of the trainer: every rank writes its own file into a temporary folder. The folder gets its final
 name when all files are durable.
 
 First, rank 0 decides which rank writes which shard. Then each rank writes, syncs and reads back its file. Finally, rank
@@ -7,13 +7,13 @@ First, rank 0 decides which rank writes which shard. Then each rank writes, sync
 once, and the bytes are balanced over the ranks.
 
 Guarantees:
-- If one rank fails, all ranks raise SaveFailed with one message. The temporary folder is removed, and earlier
+- If one rank fails, all ranks raise SaveFailed with the same message. The temporary folder is removed, and earlier
   checkpoints remain.
 - A checkpoint with its final name is durable and has been read back.
 
 [Note: read back] The xxh3 in the manifest is computed from the live tensor, independently of the write. The file is
-read back from the disk and must have the same digest. So a write from an outdated buffer, or a faulty disk, is detected
-when the checkpoint is saved, not when it is loaded.
+read back from the disk and must have the same digest. So a write from an outdated buffer, or a faulty disk, is already
+detected when the checkpoint is saved, not only when it is loaded.
 """
 
 from __future__ import annotations
@@ -92,12 +92,13 @@ def save_checkpoint(
 ) -> Path:
     """Saves the shards `pieces` of all ranks as FOLDER/step-N and returns this path once it is durable and read back.
 
-    Collective: every rank must call it. `state` is the JSON state of the trainer. Only that of rank 0 is saved. `local`
-    are tensors that only this rank has (random states). Only the same rank of the same plan loads them. `world` is the
-    number of ranks to which the shards belong, if one process writes the shards of all ranks (0: `ranks.world`).
+    Collective: every rank must call this function. `state` is the JSON state of the trainer; only the `state` of rank 0
+    is saved. `local` are tensors that only this rank has (random states); only the same rank of the same plan loads
+    them. `world` is needed if one process writes the shards of all ranks: the number of these ranks. 0 means
+    `ranks.world`.
 
     Raises:
-        SaveFailed: a rank failed. All ranks raise it.
+        SaveFailed: a rank failed. All ranks raise this error.
     """
     shards = [
         (_normalized_shard(piece), tensor.detach())
@@ -186,7 +187,7 @@ class _SaveOperation:
         needs = show_bytes(self.needs)
         try:
             free = show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))
-        except OSError:  # then the message omits the free space
+        except OSError:  # the free space is unknown, so the message omits it
             return Message(
                 "no space left: the checkpoint needs {needs}, make room or keep fewer checkpoints", needs=needs
             )
@@ -220,7 +221,8 @@ class _SaveOperation:
         self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
 
     def assign(self) -> None:
-        """On rank 0, assigns each distinct shard to a rank that has it, the one with the fewest assigned bytes."""
+        """On rank 0, assigns each distinct shard to one of the ranks that have it: to the rank with the fewest assigned
+        bytes."""
         if self.ranks.rank:
             return
         holders: dict[ShardMetadata, list[int]] = defaultdict(list)
@@ -318,9 +320,9 @@ class _SaveOperation:
         self.publish(temporary)
 
     def publish(self, temporary: Path) -> None:
-        """Renames the temporary folder to its final name, so that the checkpoint exists.
+        """Renames the temporary folder to its final name. From then on the checkpoint exists.
 
-        An earlier checkpoint of this step is renamed first. It is removed after the new checkpoint has its name.
+        An earlier checkpoint of this step is renamed first, and removed after the new checkpoint has its name.
         """
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
@@ -335,7 +337,7 @@ class _SaveOperation:
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
-        """Removes the temporary files after a failure. The next save removes files that could not be removed."""
+        """Removes the temporary files after a failure. If some cannot be removed, the next save removes them."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
@@ -491,6 +493,6 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
 
 
 def _folder_bytes(folder: Path | None) -> int:
-    """Returns the number of bytes in the temporary `folder`, which a failed save frees. Returns 0 if `folder` is
-    None."""
+    """Returns the number of bytes in the temporary `folder`. A failed save removes the folder, so these bytes become
+    free. Returns 0 if `folder` is None."""
     return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

@@ -1,10 +1,10 @@
 """Reads the shards of a checkpoint and checks their digests, and verifies whole checkpoints. Loading, export, retention
 and `meshwright checkpoint` use it.
 
-Every file that is missing, truncated, swapped, stale or has a wrong byte is reported with its name and its tensors. A
-file is checked in this order:
+Every file that is missing, truncated, swapped or stale, or has a wrong byte, is reported with its name and its tensors.
+A file is checked in this order:
 - It exists and is a regular file.
-- Its metadata name this rank and this save, which detects stale and swapped files.
+- Its metadata name this save, and the rank that its file name contains. This detects stale and swapped files.
 - It has the recorded size.
 - If it has more than MAX_INLINE_FILE_BYTES bytes, at least 1 % of them are on disk.
 - Its header has the recorded xxh3.
@@ -26,7 +26,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 MAX_INLINE_FILE_BYTES = 2**20
-"""A file system may store files of up to this many bytes outside of data blocks, so they are not checked for holes."""
+"""Files of up to this many bytes are not checked for holes, because a file system may store them outside of data
+blocks."""
 
 
 class CheckpointReader:
@@ -54,7 +55,7 @@ class CheckpointReader:
                 Message(
                     "{path}: {reason}",
                     path=self.path / file,
-                    reason=Message("is missing") if isinstance(error, FileNotFoundError) else error.strerror,
+                    reason=Message("the file is missing") if isinstance(error, FileNotFoundError) else error.strerror,
                 )
             ) from None
         if file not in self.checked:
@@ -80,14 +81,15 @@ class CheckpointReader:
             return other
         if size != entry.bytes:
             return Message(
-                "has {size} bytes, {bytes} were written{lost}",
+                "the file has {size} bytes, but {bytes} were written{lost}",
                 size=size,
                 bytes=entry.bytes,
                 lost=self._lost_tensors(file, size) if size < entry.bytes else "",
             )
         if size > MAX_INLINE_FILE_BYTES and storage.is_sparse(handle):
             return Message(
-                "has {size} bytes, but less than 1 % of them are on disk: damaged, or never completely written{lost}",
+                "the file has {size} bytes, but less than 1 % of them are on disk: damaged, or never completely "
+                "written{lost}",
                 size=size,
                 lost=self._lost_tensors(file, 0),
             )
@@ -102,26 +104,27 @@ class CheckpointReader:
         return None
 
     def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
-        """Returns a message if the metadata `said` of the file name another rank, step or save, None otherwise."""
+        """Returns a message if the rank, step or save in the metadata `said` of the file is not the expected one.
+        Returns None otherwise."""
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
             return Message(
-                "is stale: it belongs to step {step}, but this checkpoint is of step {expected}{lost}",
+                "the file is stale: it belongs to step {step}, but this checkpoint is of step {expected}{lost}",
                 step=said["step"][:20],
                 expected=self.manifest.step,
                 lost=self._lost_tensors(file, 0),
             )
         if said["id"] != self.manifest.id:
             return Message(
-                "is stale: it belongs to save {id}, but this checkpoint is of save {expected}{lost}",
+                "the file is stale: it belongs to save {id}, but this checkpoint is of save {expected}{lost}",
                 id=said["id"][:20],
                 expected=self.manifest.id,
                 lost=self._lost_tensors(file, 0),
             )
         if said["rank"].isdigit() and len(said["rank"]) < 10 and shard_name(int(said["rank"])) != file:
             return Message(
-                "contains the shards of rank {rank}: files are swapped{lost}",
+                "the file contains the shards of rank {rank}: files are swapped{lost}",
                 rank=said["rank"],
                 lost=self._lost_tensors(file, 0),
             )
@@ -162,7 +165,7 @@ class CheckpointReader:
             storage.read_into(handle, part.offset, view)
         except (OSError, EOFError):
             raise CorruptCheckpoint(
-                Message("{path}: {name}: cannot be read to its end", path=self.path / part.file, name=name)
+                Message("{path}: tensor {name} cannot be read to its end", path=self.path / part.file, name=name)
             ) from None
         finally:
             storage.close_quietly(handle)
@@ -214,7 +217,7 @@ class CheckpointReader:
             digest = storage.digest_range(handle, part.offset, part.offset + entry.bytes_of(part))
         except (OSError, EOFError):
             raise CorruptCheckpoint(
-                Message("{path}: {name}: cannot be read to its end", path=self.path / part.file, name=name)
+                Message("{path}: tensor {name} cannot be read to its end", path=self.path / part.file, name=name)
             ) from None
         finally:
             storage.close_quietly(handle)

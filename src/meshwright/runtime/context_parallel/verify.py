@@ -245,7 +245,7 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
         if len(shape) < 3 or shape[SEQUENCE_DIM] != noted.length or other.hidden[index][SEQUENCE_DIM] != other.length:
             raise CannotCutSequence(
                 Message(
-                    "the hidden state at block {index}, {shape}, is not (rows, sequence, ...)",
+                    "the hidden state at block {index} has shape {shape} instead of (batch, sequence, ...)",
                     index=index,
                     shape=list(shape),
                 )
@@ -271,7 +271,8 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
         if sum(along) > 1 and not mask:
             raise CannotCutSequence(
                 Message(
-                    "block {key} gets shape {shape}, with the sequence in two dimensions, but this is not a mask",
+                    "an argument of block {key} has shape {shape}: two dimensions span the sequence, but it is not a "
+                    "mask",
                     key=key[0],
                     shape=list(shape),
                 )
