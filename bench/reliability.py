@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from xml.etree import ElementTree
 
 from bench.peers import machine
 
@@ -84,26 +85,42 @@ def defects(times: int, fresh: bool) -> None:
     table = ResultTable("defects", show_defects, fresh)
     tests = tests_of_defects()
     for number in range(1, times + 1):
-        for test, rows in tests.items():
-            row = table.rows.get(test, {"rows": rows, "runs": 0, "passed": 0, "seconds": [], "failures": []})
-            if row["runs"] >= number:
-                continue
-            began = time.monotonic()
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "soak or not soak", f"tests/{test}"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            passed = done.returncode == 0
-            last = [line for line in done.stdout.splitlines() if line.startswith(("E  ", "FAILED", "ERROR"))][:3]
-            row = {**row, "rows": rows, "runs": row["runs"] + 1, "passed": row["passed"] + passed}
-            row["seconds"] = [*row["seconds"], round(time.monotonic() - began, 1)]
-            row["failures"] = [*row["failures"], *([] if passed else [" / ".join(last)[:300]])]
+        due = [test for test in tests if table.rows.get(test, {"runs": 0})["runs"] < number]
+        for test, (failure, seconds) in outcomes(due).items():
+            row = table.rows.get(test, {"runs": 0, "passed": 0, "seconds": [], "failures": []})
+            row = {**row, "rows": tests[test], "runs": row["runs"] + 1, "passed": row["passed"] + (failure is None)}
+            row["seconds"] = [*row["seconds"], round(seconds, 1)]
+            row["failures"] = [*row["failures"], *([] if failure is None else [failure])]
             table.add(test, row)
+
+
+def outcomes(tests: list[str]) -> dict[str, tuple[str | None, float]]:
+    """Runs the tests in one process. Returns for each test the message of its first failure (None: all its cases have
+    passed) and its seconds. A test without a result has failed."""
+    if not tests:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+        report = Path(folder) / "report.xml"
+        names = [f"tests/{test}" for test in tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "soak or not soak", f"--junitxml={report}", *names]
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    found: dict[str, tuple[str | None, float]] = {}
+    for case in cases:
+        file = case.attrib["classname"].removeprefix("tests.").replace(".", "/")
+        test = f"{file}.py::{case.attrib['name'].partition('[')[0]}"
+        before, seconds = found.get(test, (None, 0.0))
+        wrong = [each for each in case if each.tag in ("failure", "error", "skipped")]
+        failure = f"{case.attrib['name']}: {wrong[0].get('message', '')}"[:300] if wrong else None
+        found[test] = (before or failure, seconds + float(case.attrib["time"]))
+    return {test: found.get(test, ("has not run", 0.0)) for test in tests}
 
 
 def show_defects(rows: dict[str, Row]) -> str:
     lines = [
         "# The tests of the eighteen defects, many times over",
         "",
-        "Each test that tests/ranks/FAULTS.md names for rows 35 to 52, in a process of its own each time. By "
+        "Each test that tests/ranks/FAULTS.md names for rows 35 to 52, with all its cases. By "
         f"`python -m bench.reliability defects`, on {here()}.",
         "",
         f"{sum(row['passed'] for row in rows.values()):,} of {sum(row['runs'] for row in rows.values()):,} passed.",
