@@ -111,7 +111,7 @@ def measured(
     trainer.step(batch)
     _, step, step_seconds = peak_of(lambda: trainer.step(batch))
     return {
-        "line": proof.line, "equal": proof.equal, "measured": proof.is_rounding_measured,
+        "line": proof.line, "equal": proof.equal, "expected": trainer.prover.expected_seconds,
         "before": before, "proof": most, "step": step, "seconds": seconds,
         "step_seconds": step_seconds,
     }  # fmt: skip
@@ -158,10 +158,10 @@ def main() -> None:
         sizes = [each[name] / 2**20 for name in ("before", "step", "proof")]
         lines.append(f"| {rank} | {sizes[0]:.0f} | {sizes[1]:.0f} | {sizes[2]:.0f} | {sizes[2] - sizes[1]:.0f} |")
     seconds = max(each["seconds"] for each in found)
-    expected = price.seconds + price.rounding * found[0]["measured"]
+    expected = found[0]["expected"]
     lines.append(
         f"\nSeconds of the proof: {seconds:.1f}; by the estimate {expected:.1f}"
-        f"{', with the measurement of rounding' if found[0]['measured'] else ''}; of a step "
+        f"{', with the measurement of rounding' if expected > price.seconds else ''}; of a step "
         f"{found[0]['step_seconds']:.1f}, by the estimate {price.step:.1f}."
     )
     print("\n".join(lines))

@@ -12,7 +12,7 @@ from equality import anatomy_of, made, make_batch, make_optimizer
 from pool import unchecked
 
 from meshwright.core.errors import PlanRefused
-from meshwright.spec.record import ProofResult
+from meshwright.spec.record import ProofCost, ProofResult
 from meshwright.train.proof.proof_run import ReferenceSide
 from meshwright.train.proof.proof_tolerance import STRICT_TOLERANCES
 from meshwright.train.trainer import Trainer, parallelize
@@ -56,9 +56,9 @@ def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> 
     assert proofs[0].parameters > 5
 
 
-def measured(plan: str, gradient: float) -> tuple[ProofResult, list[torch.dtype]]:
-    """The proof in float32, where the strict tolerance of a gradient is `gradient`, and the dtype of each run of one
-    device's side."""
+def measured(plan: str, gradient: float) -> tuple[ProofResult, list[torch.dtype], float]:
+    """The proof in float32, where the strict tolerance of a gradient is `gradient`; the dtype of each run of one
+    device's side; the expected seconds, of 2 and 3 more if rounding is measured."""
     trainer, kinds = trainer_of("llama", plan, "fp32"), []
     forward = ReferenceSide.forward
 
@@ -69,16 +69,17 @@ def measured(plan: str, gradient: float) -> tuple[ProofResult, list[torch.dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(STRICT_TOLERANCES, torch.float32, (1e-6, gradient))
         patch.setattr(ReferenceSide, "forward", recorded)
-        return trainer.prove(make_batch("llama", 0)), kinds
+        trainer.prover.predicted = ProofCost(seconds=2.0, rounding=3.0)
+        return trainer.prove(make_batch("llama", 0)), kinds, trainer.prover.expected_seconds
 
 
 def test_float32_beyond_the_strict_tolerance_is_compared_with_float64_from_then_on(ranks: Any) -> None:
     low, high = torch.float32, torch.float64
-    for proof, kinds in ranks.run(2, measured, "tp2", 1e-9):
-        assert proof.equal and proof.is_rounding_measured, proof.to_json()
+    for proof, kinds, seconds in ranks.run(2, measured, "tp2", 1e-9):
+        assert proof.equal and seconds == 5.0, proof.to_json()
         assert kinds == [low, high, low, high, low] and len(proof.contents) == 2
-    for proof, kinds in ranks.run(2, measured, "tp2", 1e-5):
-        assert proof.equal and not proof.is_rounding_measured and kinds == [low, low]
+    for proof, kinds, seconds in ranks.run(2, measured, "tp2", 1e-5):
+        assert proof.equal and seconds == 2.0 and kinds == [low, low]
 
 
 def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:

@@ -339,9 +339,6 @@ class ProofResult(StrictModel):
         description="tolerances of the loss, and of the gradient of parameter `where`"
     )
     parameters: int = Field(description="number of compared gradients")
-    is_rounding_measured: bool = Field(
-        default=False, description="whether the tolerance contains a measured rounding error"
-    )
     rounding: int = Field(
         default=0, description="number of compared gradients that consist only of rounding errors on both sides"
     )

@@ -294,7 +294,6 @@ class ProofRun:
             "bytes": self.side.tensors.bytes,
             "contents": tuple(done),
             "notes": tuple(dict.fromkeys(self.side.notes)),
-            "is_rounding_measured": self.side.measures_rounding,
             "rows": sum(num_rows(content.batch) for content in contents[: len(done)]),
             "step": state.steps,
         }

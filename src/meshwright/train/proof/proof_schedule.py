@@ -191,6 +191,8 @@ class ProofSchedule:
         self.say: Callable[[str], None] = lambda line: None
         self.record: Callable[[ProofResult], None] = lambda proof: None
         self.predicted = ProofCost()
+        self.expected_seconds = 0.0
+        """The predicted seconds of the last proof, with the measurement of rounding if it took place."""
         self._updates = 0
         self._seconds = 0.0
         """The seconds of the last proof before an update; 0 if there was none."""
@@ -253,7 +255,7 @@ class ProofSchedule:
         self._seconds = proof.seconds
         self.record(proof)
         if proof.equal and shown:
-            self.say(_passed_line(proof, when, self.predicted))
+            self.say(_passed_line(proof, when, self.expected_seconds))
         if not proof.equal:
             raise PlanRefused(
                 Message(
@@ -296,6 +298,7 @@ class ProofSchedule:
         unchanged = state.steps == 0 and weight_versions(state.engine) == self.versions
         run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
         self.last = run.prove(batch, self.predicted.length)
+        self.expected_seconds = self.predicted.seconds + self.predicted.rounding * run.side.measures_rounding
         if self.last.equal:
             self.sizes.add(run.compared)
         self.fingerprints = {}  # updates change the weights, so later proofs cannot use the fingerprints
@@ -410,12 +413,12 @@ def _announcement(when: str, predicted: ProofCost) -> str:
     return Message("proving the plan {when}, for about {seconds}", when=when, seconds=seconds)
 
 
-def _passed_line(proof: ProofResult, when: str, predicted: ProofCost) -> str:
-    """Returns the line about a passed proof for the user. `when`: such as "before step 1"."""
+def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
+    """Returns the line about a passed proof for the user. `when`: such as "before step 1". `predicted`: the planner's
+    estimate of the proof in seconds, or 0."""
     seconds = show_seconds(proof.seconds)
-    if predicted.seconds:
-        expected = predicted.seconds + predicted.rounding * proof.is_rounding_measured
-        seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(expected))
+    if predicted:
+        seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
     line = Message(
         "proven equal to one device {when}: loss {loss:.1e}, gradients {gradient:.1e}, {parameters} parameters, "
         "{rows} rows in {batches} batches ({seconds})",
