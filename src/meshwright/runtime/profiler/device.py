@@ -4,8 +4,8 @@ links.
 
 CPU ranks compete with each other and with other programs for processors. So operations on a CPU are timed in thread
 time. A separate figure, `share`, is the number of CPU seconds per wall-clock second that this rank gets while all ranks
-are busy. Accelerators are timed in wall-clock time, and their `share` is 1. A result is the fastest of several timings
-on an accelerator, and the median on a CPU, where training steps also compete with other work.
+are busy. Accelerators are timed in wall-clock time, and their `share` is 1. On an accelerator, a result is the fastest
+of several timings. On a CPU it is their median, because training steps also compete with other work.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_MATMUL_SECONDS = 0.03
-"""Maximum expected seconds of a matrix product that is timed. Each size is expected to take eight times as long as the
-previous size."""
+"""Matrix products that are expected to take more than this number of seconds are not timed. A product is expected to
+take eight times as long as that of the previous size."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
 STREAM_ROW_ELEMENTS = 2**10
@@ -42,14 +42,15 @@ STREAM_ROW_ELEMENTS = 2**10
 UPDATE_BYTES = 2**25
 
 BLOCK_OPERATIONS = 24
-"""Number of operations of a block with 7 weights, as the planner counts operations: 3 for each weight, and 3 more."""
+"""Number of operations of a block with 7 weights, as the planner counts them: 3 for each weight, and 3 more."""
 
 STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
-    """Returns the profile of `device`, the device of `rank`. `neighbours` is the number of ranks on this machine. All
-    ranks call this function at the same time, so that each is measured while the others are busy."""
+    """Returns the profile of `device`, the device of `rank`. `neighbours`: the number of ranks on this machine,
+    including this rank. All ranks call this function at the same time, so that each is measured while the others are
+    busy."""
     on_cpu = backend_of(device).memory_is_host
     name, memory = backend_of(device).name_and_memory(device)
     share, own = 1.0, 1.0
@@ -78,8 +79,8 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
     """Returns the torch function that creates operands on a device of type `kind`.
 
-    On a CPU, time does not depend on the values. The power limit of an accelerator limits its speed, and operands with
-    equal bits need less power. So products of constants would be faster than those of training data.
+    On a CPU, time does not depend on the values. An accelerator's speed depends on its power limit, and operands with
+    constant values need less power. So products of constants would be faster than products of training data.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
     (True, True)
@@ -103,8 +104,8 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 
 
 def measure_layer_training(device: torch.device) -> float:
-    """Returns the FLOP/s of a linear layer in training, which computes its output and the gradients of its input and
-    its weight. Each result is a new contiguous tensor."""
+    """Returns the FLOP/s of a linear layer in training, which computes its output, the gradient of its input and the
+    gradient of its weight. Each result is a new contiguous tensor."""
     sizes = backend_of(device).profiling
     tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
@@ -121,8 +122,8 @@ def measure_layer_training(device: torch.device) -> float:
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s that elementwise operations (a sum, a SiLU and a softmax) read and write together. On CPUs
-    the exponentials take longer than the memory accesses."""
+    """Returns the bytes/s, read plus written, of elementwise operations: a sum, a SiLU and a softmax. On CPUs their
+    exponentials take longer than the memory accesses."""
     size = backend_of(device).profiling.stream_bytes
     first, second = (
         tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
@@ -148,9 +149,9 @@ def measure_attention(device: torch.device) -> float:
 
 
 def measure_launch_overhead() -> float:
-    """Returns the CPU seconds per operation of a block's forward, which has BLOCK_OPERATIONS operations. The timing
-    covers forward and backward, which together count as three forwards. The tensors are so small that nearly all of the
-    time is the overhead of launching operations."""
+    """Returns the CPU seconds per operation of a block's forward, which has BLOCK_OPERATIONS operations. Forward and
+    backward are timed together and count as three forwards. The tensors are so small that nearly all of the time is the
+    overhead of launching operations."""
     narrow, positions = 8, 4
     weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
     hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
@@ -195,7 +196,7 @@ def cgroup_cpu_quota() -> float:
 
 
 def measure_host_bandwidth(device: torch.device) -> float:
-    """Returns the bytes/s of a copy from host memory to the device. On a CPU, this is a copy within host memory."""
+    """Returns the bytes/s of a copy from host memory to the device. For a CPU, the copy is within host memory."""
     size = backend_of(device).profiling.stream_bytes
     if not backend_of(device).memory_is_host:
         far = torch.empty(size // 16, dtype=torch.uint8).pin_memory()
@@ -210,9 +211,9 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
     """Returns the number of parameters per second that AdamW updates on the host, as for an optimizer that is offloaded
     to CPU.
 
-    The fused kernel updates float32 weights and states. The weights alone are UPDATE_BYTES long, so that they exceed
-    the caches. If the device is an accelerator, each of the `neighbours` ranks uses an equal number of processors, as
-    in training. If it is a CPU, the update uses one thread.
+    The fused kernel updates float32 weights and states. The weights alone have UPDATE_BYTES bytes, more than the
+    caches. If the device is an accelerator, the `neighbours` ranks of this machine share its processors equally, as in
+    training. If the device is a CPU, the update uses one thread.
     """
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
@@ -228,8 +229,9 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Returns the mean bytes/s of writing and then reading a file in the temporary folder, as offload to disk does:
-    without the page cache, STORAGE_PIECE_BYTES at a time. Returns 0 if the folder cannot be written."""
+    """Returns the mean bytes/s of writing and then reading a file in the temporary folder. As for offload to disk, the
+    page cache is bypassed, and STORAGE_PIECE_BYTES are transferred at a time. Returns 0 if the folder cannot be
+    written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)
@@ -245,8 +247,8 @@ def measure_storage_bandwidth() -> float:
 
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds per call of `action`, measured in NUM_BURSTS bursts of calls. The result is the fastest burst
-    in wall-clock time on an accelerator, and the median burst in thread time on a CPU."""
+    """Returns the seconds per call of `action`, measured in NUM_BURSTS bursts of calls. On an accelerator, the result
+    is that of the fastest burst in wall-clock time. On a CPU, it is that of the median burst in thread time."""
     backend = backend_of(device)
     on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()
@@ -268,8 +270,8 @@ def time_action(action: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_cpu_share() -> float:
-    """Returns the CPU seconds per wall-clock second that this rank gets while it multiplies matrices without pause: the
-    largest value of 3 time windows."""
+    """Returns the CPU seconds per wall-clock second that this rank gets while it multiplies matrices without pause. The
+    result is the largest of the values in 3 time windows."""
     matrix = torch.ones(128, 128)
     most = 0.0
     for _ in range(3):
@@ -281,9 +283,10 @@ def measure_cpu_share() -> float:
 
 
 def measure_cluster() -> ClusterProfile:
-    """Returns the profile of all ranks of the default process group, or of this process if there is none. All ranks
-    call this function. `seconds` is the wall-clock time of this call on this rank. `busy` is the mean number of
-    processors of this rank's machine that other programs used meanwhile. Sets the number of torch's threads to 1."""
+    """Returns the profile of all ranks of the default process group, or of this process if there is no group. All ranks
+    call this function. In the result, `seconds` is the wall-clock time of this call on this rank. `busy` is the mean
+    number of processors of this rank's machine that other programs used meanwhile. Sets torch's number of threads to 1.
+    """
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(1)

@@ -1,26 +1,27 @@
 """Measures links and collectives between ranks for a cluster profile (`CollectiveProfiler`), and finds slow links
 between the hosts of a training run (`measure_links`).
 
-`CollectiveProfiler` times the runtime's own collectives: an exchange between two ranks, and every collective by size on
-several kinds of groups.
+`CollectiveProfiler` times the runtime's own collectives: an exchange between two ranks, and every collective, for
+several tensor sizes, on several kinds of groups.
 
 The kinds of groups are: 2, 4, 8 or all ranks of one host; all ranks; and one rank of every host. Disjoint groups of one
 kind are timed at the same time, as in training. A timing is the time of the slowest rank. The result is the lower
 quartile of several timings, so that other work on the machine has little effect.
 
-With a CPU quota, the CPU time of a collective reduces the compute time of a rank: one CPU second takes 1 / quota
-seconds of wall time. During the measurement, ranks have unused quota, which hides this effect. So after a timing each
-rank sleeps for the time that the quota would have added. The sleep counts as part of the timing.
+With a CPU quota, one CPU second takes 1 / quota seconds of wall time. So the CPU time of a collective leaves a rank
+less time to compute. This effect is hidden during the measurement, because ranks do not use up their quota. So after
+each timed collective, a rank sleeps for the time that the quota would have added, and the sleep counts as part of the
+timing.
 
 [Note: synchronisation overhead] After a computation, a CPU rank may have to wait for a processor before it takes part
-in a collective. If several ranks use a processor or have quotas, they also end their computation at different times. So
-the profiler measures, on each kind of group, by how much a small collective delays a loop of matrix products.
+in a collective. If several ranks share a processor or have quotas, they also end their computation at different times.
+So the profiler measures, on each kind of group, by how much a small collective delays a loop of matrix products.
 
-`measure_links` runs between two training steps. Hosts send to each other in rounds of disjoint pairs.
-
-The first rank of each host sends for the host. Both hosts of a pair send at the same time. The message size grows until
-a transfer takes long enough to time. The result is the fastest of several transfers, because no other traffic uses the
-links between steps. Links are measured only if ranks wait longer than in earlier steps (train/straggler.py).
+`measure_links` runs between two training steps. The first rank of each host sends and receives for the host. Disjoint
+pairs of hosts exchange messages at the same time, and then hosts form new pairs. Both hosts of a pair send at the same
+time. The message size grows until a transfer takes long enough to time. The result is the fastest of several transfers,
+because no other traffic uses the links between steps. Links are measured only if ranks wait longer than in earlier
+steps (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -50,37 +51,37 @@ COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
 """Sizes at which a collective is timed, as bytes of the full tensor."""
 
 MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
-"""Sizes of a message between two ranks, in bytes. The smallest measures latency. Bandwidth is measured with sizes that
-grow fourfold from LARGE_MESSAGE_BYTES, up to MAX_MESSAGE_BYTES, until a transfer takes MIN_TRANSFER_SECONDS longer than
-the latency."""
+"""Sizes of a message between two ranks, in bytes. Latency is measured with MIN_MESSAGE_BYTES. Bandwidth is measured
+with LARGE_MESSAGE_BYTES. This size is multiplied by 4 until a transfer takes MIN_TRANSFER_SECONDS longer than the
+latency, or until MAX_MESSAGE_BYTES."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
 MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
-"""Maximum and minimum number of repetitions of a timing. Between them, the number is chosen so that all repetitions
-take about REPEAT_BUDGET_SECONDS."""
+"""Maximum and minimum number of repetitions of a timing. Within these limits, the number is chosen so that all
+repetitions together take about REPEAT_BUDGET_SECONDS."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""If a collective takes at least LONG_COLLECTIVE_SECONDS, and at least BANDWIDTH_BOUND_FACTOR times as long as the
-smallest collective, no larger sizes are timed. From that size on, bandwidth dominates."""
+"""If a size takes at least LONG_COLLECTIVE_SECONDS, and at least BANDWIDTH_BOUND_FACTOR times as long as the smallest
+size, no larger sizes are timed, because bandwidth dominates their time."""
 
 LATENCY_BOUND_SECONDS = 0.01
-"""If the smallest collective takes at least this many seconds, the second size is not timed, because latency dominates
-it too."""
+"""If the smallest size takes at least this number of seconds, the second size is not timed, because latency dominates
+the time of both."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""For the synchronisation overhead: seconds that a rank computes before each collective (one turn); maximum number of
-turns in one timing; and number of timings of each kind of group."""
+"""For the synchronisation overhead. One turn is COMPUTE_SECONDS of computation and one collective. MAX_SYNC_TURNS: the
+maximum number of turns in one timing. SYNC_ROUNDS: the number of timings of each kind of group."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
-"""The number of turns in one timing is chosen so that they take about SYNC_BUDGET_SECONDS, but is at least
+"""The number of turns in one timing is chosen so that the timing takes about SYNC_BUDGET_SECONDS, but it is at least
 MIN_SYNC_TURNS."""
 
 
 @dataclass
 class CollectiveProfiler:
-    """Measures collectives on this rank. `hosts` are the ranks of each host, in order. `made` is the number of groups
-    that use fields of the shared memory. All ranks create the profiler and call its methods in the same order."""
+    """Measures collectives on this rank. `hosts`: the ranks of each host, in order. `made`: the number of groups that
+    use fields of the shared memory. All ranks create the profiler and call its methods in the same order."""
 
     mesh: ParallelContext
     hosts: tuple[tuple[int, ...], ...]
@@ -126,9 +127,9 @@ class CollectiveProfiler:
     # --- pairs of ranks
 
     def pairs(self) -> list[LinkSample]:
-        """Measures one pair of ranks at a time, and returns the samples. The pairs are: one for every two hosts, with
-        alternating ranks; and the first accelerator of a host with each other accelerator of this host. CPU ranks of
-        one host have no link.
+        """Measures one pair of ranks after the other, and returns the samples. Every two hosts are measured by one pair
+        of ranks. The pairs of a host use its ranks in turn. On a host with accelerators, the rank of the first
+        accelerator is also paired with each rank of another. CPU ranks of one host have no link.
         """
         found = []
         for first, second in self._chosen():
@@ -160,16 +161,16 @@ class CollectiveProfiler:
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
     def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a receive buffer and a send buffer for two messages of `size` bytes each. The buffers are in device
-        memory, as in training, because CPU tensors are sent through a different backend."""
+        """Returns a receive buffer and a send buffer, each for two messages of `size` bytes. The buffers are in device
+        memory, as in training, because a different backend would send CPU tensors."""
         sent = torch.ones(2 * size // 4, device=self.mesh.device)
         return torch.empty_like(sent), sent
 
     # --- timings of collectives
 
     def timings(self) -> list[CollectiveSample]:
-        """Measures every collective by size on each kind of group, as long as the shared memory has room for another
-        group. Returns the samples."""
+        """Measures every collective with several sizes on each kind of group, as long as the shared memory has room for
+        another group. Returns the samples."""
         found = []
         for members, stride in self._sets():
             if not self.room:
@@ -182,7 +183,7 @@ class CollectiveProfiler:
 
     def meetings(self) -> list[CollectiveSample]:
         """Measures the seconds by which a small collective delays computation ([Note: synchronisation overhead]), and
-        returns the samples. Accelerators have no such overhead, because they compute without a CPU."""
+        returns the samples. Returns [] for accelerators, which compute without a CPU and have no such overhead."""
         found: list[tuple[int, int, int]] = []
         ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
         for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
@@ -207,8 +208,8 @@ class CollectiveProfiler:
         ]
 
     def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
-        """Returns the wall-clock seconds per turn on the slowest rank. In each turn a rank computes for COMPUTE_SECONDS
-        times `share` of thread time, and then calls `meet`, which runs a collective."""
+        """Returns the wall-clock seconds per turn on the slowest rank. In each turn a rank computes until it has used
+        COMPUTE_SECONDS x `share` seconds of thread time. Then it calls `meet`, which runs a collective."""
         matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
         all_reduce(flag, world).wait()
         for turn in range(-1, turns):
@@ -234,8 +235,8 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Returns sets of disjoint groups of equal size, which are timed at the same time. Each set has the stride
-        between the ranks of a group."""
+        """Returns sets of groups, each with the stride between the ranks of a group. The groups of a set are disjoint,
+        have equal sizes, and are timed at the same time."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -248,9 +249,8 @@ class CollectiveProfiler:
         return sets
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
-        """Returns a function that runs a collective of `numel` float32 elements as the runtime does. If ranks share
-        memory, tensors that other ranks read are in shared memory. Returns a function that does nothing if `group` is
-        None."""
+        """Returns a function that runs a collective of `numel` float32 elements as the runtime does: if ranks share
+        memory, tensors that other ranks read are in shared memory. The function does nothing if `group` is None."""
         place = (
             self.mesh.shared_memory.zeros
             if self.mesh.shared_memory is not None
@@ -270,7 +270,7 @@ class CollectiveProfiler:
     def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
         """Returns the seconds of `action` on the slowest rank: the lower quartile of several timings.
 
-        All ranks call it. Ranks outside of the group wait. All ranks synchronise to agree on the number of repetitions.
+        All ranks call it. Ranks outside of the group wait. All ranks communicate to agree on the number of repetitions.
         Between two repetitions only the group synchronises, because a barrier of all ranks may take longer than the
         timed action.
         """
@@ -281,8 +281,8 @@ class CollectiveProfiler:
         return sorted(spent)[len(spent) // 4]
 
     def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Returns the seconds of `action` on this rank, including the sleep for its quota. Returns 0 if `group` is
-        None."""
+        """Returns the seconds of `action` on this rank, including the sleep for the rank's CPU quota. Returns 0 if
+        `group` is None."""
         if group is None:
             return 0.0
         all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
@@ -303,18 +303,18 @@ class CollectiveProfiler:
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""Links whose rate is at most this factor times the rate of the slowest link are reported with the slowest link. The
-factor allows for short delays, such as those of ranks on busy CPUs."""
+"""The slowest link is reported together with the links whose rate is at most this factor higher. The factor allows for
+short delays, such as those of ranks on busy CPUs."""
 
 MAX_ROUNDS = 32
-"""Maximum number of rounds of disjoint pairs. In a larger cluster, each host is measured with only this many other
-hosts."""
+"""Maximum number of rounds, each with disjoint pairs of hosts. So in a larger cluster, each host is measured with at
+most this number of other hosts."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
     """Measures the links between the first ranks of hosts. Returns the samples of all pairs on every rank, or [] if all
-    ranks are on one host. All ranks call this function. It calls `beat` before each pair, to report that the rank is
-    alive."""
+    ranks are on one host. All ranks call this function. On the ranks of a pair, calls `beat` before the measurement, to
+    report that the rank is alive."""
     hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -336,7 +336,7 @@ def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 
 
 def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields rounds of disjoint pairs of hosts. Every two hosts are a pair in exactly one round.
+    """Yields lists of disjoint pairs of hosts, called rounds. Every two hosts are a pair in exactly one round.
 
     >>> list(pair_rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -360,11 +360,11 @@ def find_slow_links(
 
 
 def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[tuple[int, ...], str]]:
-    """Returns (ranks, description) for each slow link among `pairs`, or for each rank whose links are all slow. The
-    description names the ranks, and the tuple of ranks is empty. If no link is slow, one description says so.
+    """Returns ((), description) for each slow link among `pairs`, or for each rank whose links are all slow. The
+    description names the ranks. If no link is slow, the only description says so.
 
-    A single pair has no other pair for comparison. Its ranks are returned, with a description of its bandwidth. If
-    `pairs` is empty, returns [].
+    A single pair cannot be compared with others. For it, returns (its two ranks, a description of its bandwidth).
+    Returns [] if `pairs` is empty.
 
     >>> def pair(first, second, rate): return LinkSample(first=first, second=second, latency=1e-5, bandwidth=rate)
     >>> describe_slow_links([pair(0, 2, 1e6)], 4)
@@ -398,8 +398,8 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
 
 
 def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
-    """Returns the sample of the link between the hosts of ranks `first` and `second`. Both ranks return the same
-    sample: that of the slower direction."""
+    """Returns the sample of the link between the hosts of ranks `first` and `second`. The sample is that of the slower
+    direction, on both ranks."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
     while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
@@ -414,7 +414,7 @@ def _exchange_seconds(other: int, numel: int, mesh: ParallelContext) -> float:
     out = torch.empty_like(sent)
     tries = torch.zeros(NUM_EXCHANGES, dtype=torch.float64, device=mesh.device)
     for number in range(NUM_EXCHANGES):
-        _exchange(tries[:1], torch.empty_like(tries[:1]), other)  # synchronises both ranks before the clock starts
+        _exchange(tries[:1], torch.empty_like(tries[:1]), other)  # both ranks must be ready before the clock starts
         began = time.perf_counter()
         _exchange(sent, out, other)
         tries[number] = time.perf_counter() - began
