@@ -156,7 +156,7 @@ class StepChecks(Protocol):
         """The recorded code paths of a model that reads tensor values."""
 
     def skip(self, stages: bool = True) -> None:
-        """Skips the checks of the first steps. `stages`: also skips the dry run of the stages."""
+        """Skips the checks of the first steps. `stages`: whether to skip the dry run of the stages too."""
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs `check`, and begins a step (if `trains`) or an evaluation."""

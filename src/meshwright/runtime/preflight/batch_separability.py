@@ -1,20 +1,20 @@
-"""Checks that a batch may be divided into micro-batches. If one row affects the result of a different row, the loss
-depends on the division. step_checks.py schedules the check.
+"""Checks that a batch may be divided into micro-batches. If one row (sample) affects the result of another row, the
+loss depends on the division. step_checks.py schedules the check.
 
-Rule: rows that pass through the model together must have the summed loss and the parameter gradients that they have in
-two separate passes. The check runs before a step counts. A few rows of every rank run forward and backward in training
-mode, once together and once in two halves.
+Rule: one pass of some rows must have the same summed loss and the same parameter gradients as two passes of half the
+rows each. The check runs before the training step. A few rows of every rank run forward and backward in training mode,
+once together and once in two halves.
 
 The check detects a mean over the batch, a contrastive loss between its rows (CLIP), and a mean over labels instead of
 rows. It also detects batch statistics in layers other than batch norm, a backward that divides by the norm over all
-rows, and `scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence. So such
-weights contain noise during the check. Some dependences appear only if several rows contain equal tokens. So two copies
-of one row are also checked. Gradients are compared by fingerprints (numeric_probes.py).
+rows, and `scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide that rows affect each
+other, so such weights contain noise during the check. Some effects appear only if several rows contain equal tokens, so
+two copies of one row are also checked. Gradients are compared by fingerprints (numeric_probes.py).
 
 In some models the position of a token among the tokens of all rows matters, because an expert drops tokens above its
-capacity. The check runs such a model with as many rows as the whole batch has, and also with rows of one repeated
-token. All these tokens go to one expert. If this expert drops none of them, no expert drops tokens of a batch of this
-size.
+capacity. The check runs such a model with as many rows as the whole batch has. It runs the model again with the same
+number of rows, in which all tokens are equal and therefore go to one expert. If this expert drops none of them, no
+expert drops tokens of a batch of this size.
 
 A forward may change state that the next forward reads (a count of calls, running means, spectral norm). The state
 changes once per micro-batch, and twice if a layer is recomputed. So the check runs two consecutive passes of the same
@@ -22,11 +22,11 @@ rows. If their losses differ, plans that run several forwards per step are refus
 refused if the state depends on the rows.
 
 The check runs in training mode without dropout. A model that draws other random numbers is compared in evaluation mode.
-If it also draws random numbers in evaluation mode, no comparison is possible. In two cases only losses are compared:
+If it also draws random numbers in evaluation mode, the comparison is skipped. In two cases only losses are compared:
 with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits, where rounding
-decides which expert a token goes to. If the plan passes the whole batch at once, rows are not compared. If this plan
-also does not recompute all blocks, the whole check is skipped. Without differences, the cost is that of five forwards
-and two forward-backward passes of one micro-batch, and two forward-backward passes of two rows.
+decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not compared. If such a
+plan also does not use recompute `full`, the whole check is skipped. If the check finds no difference, it costs five
+forwards and two forward-backward passes of one micro-batch, and two forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NoDropout(TorchFunctionMode):
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     """Checks that the rows of a batch do not affect each other, if the plan divides the batch. If the plan divides the
-    batch or recomputes all blocks, also checks that a forward does not affect the next forward. Every rank calls this
+    batch or uses recompute `full`, also checks that a forward does not affect the next forward. Every rank calls this
     function.
 
     Raises:
@@ -150,8 +150,8 @@ def _check_rows_independent(
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Returns the difference of two losses relative to the larger loss. Messages show this number, because the printed
-    digits of different losses may be equal.
+    """Returns the difference of two losses relative to the larger magnitude. Messages show this number, because two
+    losses may differ only in digits that are not printed.
 
     >>> f"{relative_difference(0.693147, 0.693148):.1e}"
     '1.4e-06'
@@ -160,9 +160,9 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Returns the rows for the comparison of one pass with two: those of the first micro-batch. If it has one row,
-    returns this row and that of the second micro-batch, or only this row if their shapes differ. If there is no second
-    micro-batch, returns two rolled copies of the row (`repeat_first_row_rolled`)."""
+    """Returns the rows for the comparison of one pass with two: the rows of the first micro-batch. If it has only one
+    row, adds the row of the second micro-batch, unless the shapes of the two rows differ. If there is no second
+    micro-batch, returns two rolled copies of the one row (`repeat_first_row_rolled`)."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
@@ -198,8 +198,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Returns `batch`. If its labels are (rows, positions) and some of them do not count (IGNORE_INDEX), the first row
-    of the result has at most one label that counts. So a mean over labels differs from a mean over rows."""
+    """Returns `batch`. If its labels are (rows, positions) and some of them are IGNORE_INDEX, sets all labels of the
+    first row to IGNORE_INDEX except its last valid one. Then a mean over labels differs from a mean over rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -209,8 +209,8 @@ def mask_first_row_labels(batch: Batch) -> Batch:
 
 
 def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, all token ids are
-    replaced by one: the id at index `token` of the flattened ids."""
+    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, every token id is
+    replaced by the id at index `token` of the flattened ids."""
 
     def more(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -228,22 +228,22 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     """Checks that a forward leaves no state that changes the result of the next forward. Examples are a count of calls,
-    running means, and the vectors of spectral norm. Such state matters if the plan runs more forwards than one device
-    does, or forwards on different rows.
+    running means, and the vectors of spectral norm. Such state matters if a rank runs more forwards per step than one
+    device would, or runs them on other rows.
 
     Raises:
         PlanRefused: the state changes the loss.
     """
     plan, whole = engine.mesh.plan, joint_rows(batches)
     first = _total_loss(engine, [whole], True)
-    after = _total_loss(engine, [whole], True, behind=whole)
-    # Kernels may differ in the last bit, so losses are compared with the tolerance `near`.
+    after = _total_loss(engine, [whole], True, preceding=whole)
+    # The same kernel may return a different last bit in a second run, so losses are compared with the tolerance `near`.
     near = abs(first) * 1e-2 * _loss_tolerance(engine)
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
     if not abs(after - first) > near:
         return
-    by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, behind=_split_in_half(whole)[0]) - after) > near
+    by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, preceding=_split_in_half(whole)[0]) - after) > near
     if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
             Message(
@@ -261,7 +261,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
 
 
 def _split_in_half(whole: Batch) -> list[Batch]:
-    """Splits a batch into two halves. A batch of one row is returned twice, so that all ranks run equally many
+    """Splits a batch into two halves. Returns a batch of one row twice, so that all ranks run the same number of
     passes."""
     half = num_rows(whole) // 2
     if not half:
@@ -276,8 +276,8 @@ def _split_in_half(whole: Batch) -> list[Batch]:
 
 
 def _loss_tolerance(engine: Engine) -> float:
-    """Returns the relative tolerance of the loss. The tolerance is larger in 16 bits, because rounding depends on the
-    number of rows that pass together."""
+    """Returns the relative tolerance of the loss. It is larger in 16 bits, because rounding depends on the number of
+    rows in a pass."""
     return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
 
 
@@ -291,9 +291,9 @@ class PassResult(NamedTuple):
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
     """Compares one pass of `whole` with passes of its two halves, in training mode and then in evaluation mode.
 
-    Returns None if both results are equal within tolerance on all ranks. Also returns None if in both modes the random
-    numbers of the model explain the difference. Otherwise returns the loss of one pass, the loss of two passes, and the
-    largest difference of a gradient. The name of the gradient is '' if the losses differ.
+    Returns None if the results of one pass and of two passes are equal within tolerance on all ranks. Also returns None
+    if in both modes the random numbers of the model explain the difference. Otherwise returns the loss of one pass, the
+    loss of two passes, and the largest difference of a gradient. Its `name` is '' if the losses differ.
     """
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
@@ -320,8 +320,8 @@ def _compares_gradients(engine: Engine) -> bool:
 
 
 def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
-    """Returns the largest of the differences `own` of all ranks. If it exceeds the tolerance, all ranks return the same
-    parameter name."""
+    """Gathers the differences `own` of all ranks and returns the largest. If it exceeds the tolerance, all ranks return
+    the same parameter name."""
     sizes = torch.zeros(
         dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device
     )
@@ -353,15 +353,15 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
 
 
 def _total_loss(
-    engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None
+    engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, preceding: Batch | None = None
 ) -> float:
     """Returns the loss summed over `batches` and all ranks. Each batch runs in a separate pass. If `batches` repeats
-    one batch, the sum is divided by the number of repetitions. A pass of `behind` runs before each of these passes, and
-    its loss is not added."""
+    one batch, the sum is divided by the number of repetitions. If `preceding` is not None, a pass of `preceding` runs
+    before each of these passes, and its loss is not added."""
     found = []
     for batch in batches:
         with isolated_pass(engine, train):
-            for each in (batch,) if behind is None else (behind, batch):
+            for each in (batch,) if preceding is None else (preceding, batch):
                 seed_all_generators(seed)
                 last = engine.pipeline.run([each], None)
         found.append(last)
@@ -377,10 +377,10 @@ def isolated_pass(
 ) -> Iterator[ParamWriteRecorder]:
     """Prepares the model for passes of a check. Restores the model and the random states on exit.
 
-    If `train`, all modules stay in their present modes, and dropout is disabled unless `dropout` is set. Otherwise the
-    model is in evaluation mode. Compiled blocks run without compilation.
+    `train`: whether all modules stay in their present modes, with dropout disabled unless `dropout` is set. Otherwise
+    the model is in evaluation mode. Compiled blocks run without compilation.
 
-    Yields a recorder of writes to parameters. With `every` it records all parameters, otherwise only those to which
+    Yields a recorder of writes to parameters. `every`: whether it records all parameters, or only those to which
     user_writes.py has found writes.
     """
     model, device = engine.model, engine.mesh.device

@@ -3,16 +3,16 @@
 device (train/proof/).
 
 In a later step such code may take a branch that no checked step has taken. During checks and proofs, all calls of torch
-functions in every forward and in the loss are recorded. A record contains the call site in the user's code. For each
-argument of the call that is a Python number, it also contains whether the number is zero. If the user's code reads
-tensor values, training passes are recorded too. If a training pass has a new set of call sites, the checks run again
-with the micro-batch of this pass, before the step counts. If a call site is then still unchecked, the plan is refused.
+functions in every forward and in the loss are recorded. For each call, the record contains the call site in the user's
+code, and which of the arguments that are Python numbers are zero. If the user's code reads tensor values, training
+passes are recorded too. If a training pass has a new set of call sites, the checks run again with the micro-batch of
+this pass, before the weights are updated. If a call site is then still unchecked, the plan is refused.
 
 The record is a set of call sites without their order. So a loop over the experts that have tokens gives the same record
-for any number of such experts. Zero is recorded because a factor of 0 hides the value that it multiplies.
+for any number of such experts. Zeros are recorded because a factor of 0 hides the value that it multiplies.
 
-If the code reads no tensor values, there is no cost. Otherwise the cost is some microseconds for each torch function of
-the forward. Passes of compiled blocks are not recorded.
+If the code reads no tensor values, training steps have no extra cost. Otherwise each call of a torch function in the
+forward costs some microseconds. Passes of compiled blocks are not recorded.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MODELS = "meshwright.models."
 NUMBERS = (bool, int, float)
 
 
-class Place(NamedTuple):
-    """A call site of a torch function in the user's code. `code`: `id` of the code object. `at`: position in the
-    bytecode. `zeros`: for each argument that is a Python number, whether the number is zero."""
+class CallSite(NamedTuple):
+    """A call site of a torch function in the user's code. `code`: the `id` of the code object. `at`: the position in
+    the bytecode. `zeros`: for each argument that is a Python number, whether the number is zero."""
 
     code: int
     at: int
     zeros: tuple[bool, ...]
 
 
-Path = frozenset[Place]
+Path = frozenset[CallSite]
 
 
 class CodePaths:
@@ -55,21 +55,21 @@ class CodePaths:
         self.asks = False
         self.learns = False
         self.known: set[tuple[int, Path]] = set()
-        self.places: set[Place] = set()
+        self.places: set[CallSite] = set()
         """Call sites that a check has reached."""
         self._taken: list[tuple[int, int, Path]] = []
-        """The passes of this step: the `id` of the micro-batch, the stage, and the set of call sites of each."""
+        """For each pass of this step: the `id` of the micro-batch, the stage, and the set of call sites."""
         self._codes: dict[int, tuple[CodeType, int]] = {}
         """Maps the `id` of each code object to the object and its owner (USERS, LAYERS or OURS)."""
 
     def begin_step(self) -> None:
         """Discards the recorded passes of the previous step, except during a check or a proof."""
-        if not self.learns:  # a proof must not discard the passes of the step
+        if not self.learns:  # during a proof, the passes of the training step must stay recorded
             self._taken = []
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Counts the passes inside the context as checked."""
+        """Records the passes inside the context as checked."""
         before, self.learns = self.learns, True
         try:
             yield
@@ -99,9 +99,9 @@ class CodePaths:
                 self._taken.append((id(batch), stage, path))
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
-        """Finds a pass of this step whose set of call sites differs from those of all checked passes of its stage.
-        Returns one of its call sites ('file:line'), and the index of its micro-batch in `batches`. Returns ('', -1) if
-        there is no such pass."""
+        """Finds a pass of this step whose set of call sites no checked pass of the same stage had. Returns one of its
+        call sites ('file:line'), and the index of its micro-batch in `batches`. Returns ('', -1) if there is no such
+        pass."""
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
@@ -118,7 +118,7 @@ class CodePaths:
         self.known |= {(stage, path) for _, stage, path in self._taken}
 
     def _shown(self, places: Path) -> str:
-        """Returns the file and line of the first of the call sites `places`.
+        """Returns the file and line of one of the call sites `places`: the first in order of file and line.
 
         >>> CodePaths()._shown(frozenset())
         "the user's code"
@@ -130,8 +130,8 @@ class CodePaths:
 
 USERS, LAYERS, OURS = range(3)
 LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
-"""Name prefixes of modules whose functions count as part of their caller: the layers of torch, and the layers that
-replace them under tensor parallelism. All other code of this project except `MODELS` counts as OURS."""
+"""Name prefixes of modules whose functions count as part of their caller (LAYERS): torch, and the layers that replace
+torch's layers under tensor parallelism. All other code of this project counts as OURS, except `MODELS`."""
 
 
 class Recorder(TorchFunctionMode):
@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
         super().__init__()
-        self.codes, self.places, self.asks = codes, set[Place](), False
+        self.codes, self.places, self.asks = codes, set[CallSite](), False
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -151,7 +151,7 @@ class Recorder(TorchFunctionMode):
         if owner == USERS:
             given = (*args, *kwargs.values()) if kwargs else args
             self.places.add(
-                Place(id(frame.f_code), frame.f_lasti, tuple(not each for each in given if type(each) in NUMBERS))
+                CallSite(id(frame.f_code), frame.f_lasti, tuple(not each for each in given if type(each) in NUMBERS))
             )
             self.asks |= name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1)
         return function(*args, **(kwargs or {}))

@@ -1,18 +1,18 @@
 """Computes fingerprints of gradients, and perturbs constant weights during a check. A fingerprint is a few linear
-projections of each gradient. The preflight checks compare the gradients of two passes by their fingerprints, without
-storing the gradients. So do proofs, which compare a training step with one device (train/proof/).
+projections of each gradient. The preflight checks use fingerprints to compare the gradients of two passes without
+storing the gradients. Proofs, which compare a training step with one device, use them too (train/proof/).
 
 A gradient is viewed as a matrix with PROJECTION_COLUMNS columns, and projected onto NUM_DIRECTIONS random directions.
 Each direction is an outer product of row factors and column factors. The row factors are seeded by the parameter's
-name. The column factors are equal for all gradients. The projection is linear, so the projections of micro-batches add
-up. The difference of two fingerprints is the projection of the gradients' difference. For different gradients this
-projection is zero with probability 0. The cost is one product with a narrow matrix per gradient. Source: random
-projections preserve norms, Johnson and Lindenstrauss, 1984.
+name. The column factors are equal for all gradients. The projection is linear, so the sum of the micro-batches'
+projections is the projection of the summed gradient, and the difference of two fingerprints is the projection of the
+gradients' difference. If two gradients differ, this projection is zero with probability 0. The cost is one product with
+a narrow matrix per gradient. Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
 
 Constant parameters (all elements equal) contain noise during a check or a proof, because they could hide errors. A
 head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. The noise of an
 element depends only on the parameter's name and the element's index, so all ranks and plans use equal noise. Afterwards
-the parameter is filled with its constant again, bit for bit, so no copy of it is needed.
+the parameter is filled with its constant again, bit for bit. This needs no copy of the parameter.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ gradients. Otherwise the rounding of gradients that are almost zero would count 
 
 
 class GradientDifference(NamedTuple):
-    """The relative difference of the gradient of one parameter. `size`: norm of the difference divided by the norm of
-    the gradient. `name`: name of the parameter."""
+    """The difference between two gradients of the parameter `name`. `size`: the norm of the difference divided by the
+    norm of the gradient."""
 
     size: float
     name: str
@@ -62,12 +62,12 @@ class GradientFingerprint:
         self.of[name] = found if name not in self.of else self.of[name] + found
 
     def over(self, times: int) -> GradientFingerprint:
-        """Returns the fingerprint divided by `times`, the number of identical passes that it sums."""
+        """Returns the fingerprint of one pass, if this fingerprint is the sum over `times` identical passes."""
         return GradientFingerprint({name: found / times for name, found in self.of.items()})
 
     def difference(self, other: GradientFingerprint) -> GradientDifference:
-        """Returns the largest relative difference to `other` over all parameters (see `MIN_RELATIVE_NORM`). NaN counts
-        as no difference."""
+        """Returns the largest relative difference from `other` over all parameters (see `MIN_RELATIVE_NORM`). NaN
+        counts as no difference."""
         names = sorted(self.of.keys() | other.of.keys())
         if not names:
             return GradientDifference(0.0, "")
@@ -143,8 +143,8 @@ def _row_factors(name: str, elements: int) -> torch.Tensor:
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Yields the fingerprint of the gradients of all passes inside the context. These gradients are discarded instead
-    of reduced, so that a check does not change a training step."""
+    """Yields the fingerprint of the gradients of all passes inside the context. These gradients are discarded and not
+    reduced, so that a check does not change a training step."""
     found = GradientFingerprint()
     try:
         with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
@@ -156,19 +156,18 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
 """The largest noise that is added to a constant c is ABSOLUTE_NOISE + RELATIVE_NOISE * |c|."""
 MIN_NOISE_FRACTION = 0.2
-"""For a vector or a scalar, the smallest noise as a fraction of the largest noise. The noise of vectors and scalars is
-positive, because a gain or a variance may have to be positive."""
+"""The smallest noise in a vector or a scalar, as a fraction of the largest noise. This noise is positive, because a
+vector or a scalar may be a gain or a variance, which may have to stay positive."""
 PREFIX_ELEMENTS = 64
-"""Number of leading elements that are compared first. If they differ, which is usual, the rest of the tensor need not
-be read."""
+"""Number of leading elements that are compared first. In most tensors they differ, and the rest need not be read."""
 CHUNK_ELEMENTS = 1 << 20
 """Number of elements for which noise is computed at a time."""
 
 
 @contextmanager
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
-    """Adds noise to constant parameters inside the context, and restores the parameters bit for bit on exit. Yields the
-    names of these parameters. All ranks call this function."""
+    """Adds noise to constant parameters inside the context, and restores them bit for bit on exit. Yields the names of
+    the constant parameters. All ranks call this function."""
     engine.zero.quiesce()
     engine.zero.reshard_all()
     constants = _constant_parameters(engine)
@@ -184,8 +183,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Returns the constant of each constant floating-point parameter, by name. The result is equal on every rank, and
-    also covers parameters that this rank does not store."""
+    """Returns the constant of each constant floating-point parameter, by name. The result is equal on every rank. It
+    includes parameters that this rank does not store."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for stored in state_dict.weight_pieces(engine, saving=False):

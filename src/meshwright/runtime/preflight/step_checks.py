@@ -2,31 +2,33 @@
 module also contains two of the checks: the check of a batch's inputs, and the dry run of stages.
 
 Batch norm (`check_batch_norm` in engine.py). One device computes the statistics of the whole batch. A plan divides the
-batch into dp x micro-batches parts and computes the statistics of each part. That is a different function, which no sum
-of gradients corrects. So a plan with more than one part is refused. With an instance norm, training is identical. But
-if it has running statistics, which evaluation reads, each pass updates them from the samples of the pass. So such plans
-are refused too. Tensor ranks divide channels, which have separate statistics, so tensor parallelism is exact.
+batch into parts, the micro-batches of all data-parallel replicas, and computes the statistics of each part. That is a
+different function, which no sum of gradients corrects. So a plan with more than one part is refused. An instance norm
+has the same outputs and gradients for any division of the batch. But running statistics of an instance norm, which
+evaluation reads, depend on the samples of each part. So plans with several parts are refused for these too. Tensor
+ranks divide channels, which have separate statistics, so tensor parallelism is exact.
 
-Inputs. The analysis before sharding runs the model with an example. A batch with other inputs, dtypes or numbers of
-dimensions may take other branches of the model's code. For such a batch the analysis runs again on a meta copy of the
-model. The plan is refused if the result differs from that of the first analysis.
+Inputs. The analysis before sharding runs the model with an example. If the inputs of a batch have other names, dtypes
+or numbers of dimensions, the model's code may take other branches. For such a batch the analysis runs again on a meta
+copy of the model. The plan is refused if the result differs from that of the first analysis.
 
 Stages. Before the first pass of a pipeline, a dry run runs each stage once, in stage order. If a stage cannot run, all
 ranks refuse the plan together.
 
-Rule: the dry run is one forward of this rank's first row, without gradients and dropout. The dry run has only one row,
-because a model could treat two rows as a pair. A stage receives positive noise with the shapes of the previous stage's
-output. After each stage all ranks gather its result, so no rank waits for a message from a rank that failed. Every rank
-raises the first failure, before any training. The cost is one forward of one row, plus one small gather per stage.
+Rule: the dry run is one forward of one row (sample), the first of this rank's batch, without gradients and dropout. It
+has only one row, because a model could treat two rows as a pair. A stage receives positive noise with the shapes of the
+previous stage's output. After the dry run of a stage, all ranks exchange its outcome, so that no rank waits for a
+message from a rank that failed. Every rank raises the first failure, before any training. The cost is one forward of
+one row, plus one small gather per stage.
 
 A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. So in the dry
-run of a stage, the blocks of all other stages return NaN, including those of this rank. If the stage then returns NaN,
-the plan is refused.
+run of a stage, the blocks of all other stages return NaN, including other stages of this rank. If the stage then
+returns NaN, the plan is refused.
 
 Schedule. The dry run takes place once. Two more checks run before each of the training steps `CHECKED_STEPS`, counted
-from the start of the process: the writes of a pass to parameters and buffers (user_writes.py), and the separability of
-the batch (batch_separability.py). Later steps are checked too, because values that are zero or disabled in the first
-steps often change later.
+from the start of the process: the check of writes to parameters and buffers (user_writes.py), and the check that the
+batch may be divided (batch_separability.py). They also run at later steps, because values that are zero or disabled in
+the first steps often change later.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
 
 
 def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
-    """Returns by name the dtype and shape of each tensor, and the value of each number, bool, string or None. Any other
-    value becomes a new object, which equals no other value."""
+    """Returns by name the dtype and shape of each tensor, and the value of each number, bool, string or None. Replaces
+    any other value by a new object, which equals no other object."""
 
     def size(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -111,7 +113,8 @@ class AnalysisGuard:
     forms: set[InputSignature] = field(default_factory=set)
     """Signatures of the batches for which the plan is valid."""
     skeleton: nn.Module | None = field(init=False, default=None)
-    """An independent meta copy of the model before sharding. None if no copy is possible, for the reason `why`."""
+    """An independent meta copy of the model before sharding. None if no copy is possible, or if the copy behaves
+    differently from the model. `why` is the reason."""
     why: str = field(init=False, default="")
     was_training: bool = field(init=False, default=True)
 
@@ -129,7 +132,7 @@ class AnalysisGuard:
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
         """Checks that the plan is valid for `inputs`.
 
-        `together`: all ranks call this method, and if one rank refuses the plan, all ranks do.
+        `together`: whether all ranks call this method. If so, all ranks refuse the plan if one rank does.
 
         Raises:
             PlanRefused: the plan is not valid for `inputs`, or the check cannot run.
@@ -145,8 +148,9 @@ class AnalysisGuard:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        """Returns why the plan is not valid for `inputs`, or '' if it is valid. If the analysis differs, the copy also
-        runs with the example, which shows whether `inputs` or the copy causes the difference."""
+        """Returns why the plan is not valid for `inputs`, or '' if it is valid. If the analysis of the copy with
+        `inputs` differs from that of the plan, the copy is also analysed with the example. This shows whether `inputs`
+        or the copy causes the difference."""
         objection, is_known = self._found(inputs, is_training)
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
@@ -172,8 +176,8 @@ class AnalysisGuard:
         )
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
-        """Compares the inputs that the analysis would get for `inputs` with those that it got for the example. Returns
-        whether all dtypes, shapes and plain values are equal, so that the analysis need not run again."""
+        """Returns whether the analysis would get the same dtypes, shapes and plain values for `inputs` as it got for
+        the example. If so, it need not run again."""
         if self.skeleton is None or is_training != self.was_training:
             return False
         return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(
@@ -181,8 +185,8 @@ class AnalysisGuard:
         )
 
     def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
-        """Runs the analysis on the copy. Returns a description of the first difference to the analysis of the plan (''
-        if there is none). Also returns whether there is no difference and the same parameters were read."""
+        """Runs the analysis on the copy. Returns a description of the first difference from the analysis of the plan,
+        '' if there is none. Also returns whether the two agree: no difference, and the same parameters were read."""
         if self.skeleton is None:
             return self.why, False
         if self._is_example(inputs, is_training) and inputs is not self.example:
@@ -204,7 +208,7 @@ class AnalysisGuard:
         needs, stored = derived
         if needs is not None and self.boundary is not None:
             if (needs.needs, needs.returns) != (self.boundary.needs, self.boundary.returns):
-                return "other arguments of its blocks depend on parameters, or a block returns another number of values"
+                return "other arguments of its blocks depend on parameters, or a block returns more or fewer values"
             if not needs.overwritten <= self.boundary.overwritten:
                 return "a block overwrites one of its arguments in place"
         astray = next(
@@ -235,8 +239,8 @@ class AnalysisGuard:
         return record, self.derive(record)
 
     def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:
-        """Returns (parameter, module path) for each module that reads a parameter now, but did not read it in the
-        analysis of the plan. Excludes the module that owns the parameter."""
+        """Returns (parameter, module path) for each module that reads a parameter according to `reads`, but did not
+        read it in the analysis of the plan. Excludes the module that owns the parameter."""
         found = []
         for name, readers in reads.items():
             known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
@@ -261,7 +265,7 @@ def dry_run_stages(
     loss: Any = None,
 ) -> None:
     """Runs every stage once, with one row of `batch` and with noise instead of the previous stage's output. Every rank
-    calls this function. If `loss` is an object of the user, its contents are restored.
+    calls this function. Restores the contents of `loss` if it is an object of the user.
 
     Raises:
         PlanRefused: a stage cannot run. Every rank raises the error of the first stage that cannot run.
@@ -284,8 +288,8 @@ def dry_run_stages(
 
 @contextmanager
 def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
-    """Inside the context, the placeholders and blocks of other stages return NaN. `dry_run` (analysis/dry_run.py) later
-    resets the placeholders."""
+    """Inside the context, the placeholders and blocks of other stages return NaN. On exit, resets only the blocks,
+    because `dry_run` (analysis/dry_run.py) resets the placeholders."""
     for module in model.modules():
         if isinstance(module, StagePlaceholder):
             module.tried = True
@@ -302,7 +306,7 @@ def _run_stage(
     """Returns the output of `stage` for noise with the shapes and dtypes `forms`.
 
     Raises:
-        InputError: a stage after the first returns NaN.
+        InputError: the stage returns NaN and is not the first stage.
     """
     output = forward(stage, batch, tuple(torch.rand(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms))
     if stage and any(bool(tensor.isnan().any()) for tensor in output):
@@ -320,8 +324,8 @@ def _run_stage(
 def _try_stage(
     mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[str, list[BoundaryShape]]:
-    """Runs one stage. Returns the reason why it cannot run ('' if it can), and the shapes and dtypes of its output.
-    Does not catch OOM errors and lost connections, because they are not properties of the stage."""
+    """Runs one stage. Returns the reason why the stage cannot run ('' if it can), and the shapes and dtypes of its
+    output. Does not catch OOM errors and lost connections, because the stage does not cause them."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
@@ -344,17 +348,17 @@ CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
 """Training steps before which checks run. The first step is 1."""
 LAST_EARLY_STEP = 3
 CHECKS_ENV = "MESHWRIGHT_CHECKS"
-"""Name of an environment variable. The value `never` disables the checks of rows and writes in the first steps, for
-runs that are compared with one device by other means."""
+"""Name of an environment variable. The value `never` disables the checks of rows and writes in the first steps. It is
+for runs that other code compares with one device."""
 
 
 @dataclass
 class Preflight:
     """Schedules the checks of one rank.
 
-    `stages_run`: the dry run of the stages is done. `steps`: number of training steps that have begun. `checked`: the
-    last step before which rows and writes were checked. `once`: buffers that change once per step. `began`: number of
-    stage forwards before the present step.
+    `stages_run`: whether the dry run of the stages is done. `steps`: number of training steps that have begun.
+    `checked`: the last step that began with the checks of rows and writes. `once`: buffers that change once per step.
+    `began`: number of stage forwards that ran before the present step.
     """
 
     stages_run: bool = False
@@ -372,7 +376,7 @@ class Preflight:
 
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps. Callers use this if other checks replace them, or if no extra passes may
-        run. `stages`: also skips the dry run of stages."""
+        run. `stages`: whether to skip the dry run of stages too."""
         self.stages_run |= stages
         self.steps = max(self.steps, LAST_EARLY_STEP)
 
@@ -417,8 +421,8 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks after the passes of a step took unchecked code paths, and before the update. Gradients of
-        the step do not change."""
+        """Repeats the checks if the passes of a step took unchecked code paths. Called after these passes and before
+        the update. The gradients of the step do not change."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:
             self.check(engine, batches, True)

@@ -1,17 +1,17 @@
 """Checks what the user's code (forward, backward and hooks) writes to parameters and buffers in a pass. If the values
 would differ from those of one device, the plan is refused. step_checks.py schedules the check.
 
-One device makes one pass per step, with all rows and full weights. In the table, "parts" are the micro-batches of all
-replicas. The weights are updated in place at ZeRO 2 at most, without separate main weights and without offloaded
-optimizer states.
+One device makes one pass per step, with all rows (samples) and full weights. In the table, "parts" means the
+micro-batches of all replicas. "Weights updated in place" means ZeRO 2 at most, no separate main weights, and no
+offloaded optimizer states. "Equal" means equal to one device.
 
 | what the code writes to | plan | outcome |
 |---|---|---|
 | a parameter's storage (`.data = ...`) | all except ZeRO 3 with shared weights | refused: the update would miss it |
-| anything else | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
+| anything else | one process, one micro-batch, no recompute, weights updated in place | equal: same as one device |
 | a parameter, independent of the rows | dp, one micro-batch, no recompute, weights updated in place | equal |
 | a parameter | all other plans | refused |
-| an embedding with `max_norm` | one process, weights updated in place | equal: renormalising twice changes nothing |
+| an embedding with `max_norm` | one process, weights updated in place | equal: a second renormalisation has no effect |
 | an embedding with `max_norm` | all other plans | refused, because ranks renormalise only the rows that they read |
 | a buffer of the state dict, in backward | several micro-batches | refused: each micro-batch would change it |
 | a buffer of the state dict, with different values on different ranks | any | refused |
@@ -23,11 +23,11 @@ optimizer states.
 The buffers of batch and instance norms are not checked here. Under tensor parallelism they contain only the channels of
 their rank.
 
-Method: one micro-batch passes forward and backward in training mode. Then a second micro-batch passes from the same
-initial state: two or three copies of the first row, each rolled differently. So the rows and their number differ. A
-dispatch mode records writes to parameters (analysis/dry_run.py). A comparison of values finds writes to buffers. All
-values are restored afterwards. A buffer that depends on the rows and is not in the state dict is permitted, unless the
-next pass depends on it. batch_separability.py checks whether the next pass does.
+Method: one micro-batch runs forward and backward in training mode. Then, from the same initial state, a second batch
+runs: two or three copies of the first row, each rolled differently, so that the rows and their number differ from those
+of the first run. A dispatch mode records writes to parameters (analysis/dry_run.py). A comparison of values finds
+writes to buffers. All values are restored afterwards. A buffer that depends on the rows and is not in the state dict is
+permitted, unless the next pass depends on it. batch_separability.py checks whether the next pass depends on it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 
 WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative tolerance when the writes of ranks are compared, by dtype. The tolerance for shorter dtypes is 2e-2."""
+"""Relative tolerance, by dtype, for the comparison of the values that ranks write. For shorter dtypes it is 2e-2."""
 
 
 class PassWrites(NamedTuple):
@@ -65,8 +65,9 @@ class PassWrites(NamedTuple):
 
 class WriteReport(NamedTuple):
     """Describes one tensor that a pass has written on one rank. `projected`: random projections of the new value.
-    `is_row_independent`: different rows lead to the same value. `near`: relative tolerance for the comparison with
-    other ranks. `backward`: the backward has changed the buffer. `replaced`: the parameter has a new storage."""
+    `is_row_independent`: whether different rows lead to the same value. `near`: relative tolerance for the comparison
+    with other ranks. `backward`: whether the backward has changed the buffer. `replaced`: whether the parameter has a
+    new storage."""
 
     is_parameter: bool
     projected: list[float]
@@ -77,8 +78,8 @@ class WriteReport(NamedTuple):
 
 
 def is_single_device_step(engine: Engine, passes: int) -> bool:
-    """Returns whether a step of `passes` micro-batches is one pass of one process, without recompute, and updates the
-    weights in place."""
+    """Returns whether a step of `passes` micro-batches is one pass of one process, without recompute, with weights that
+    are updated in place."""
     return (
         engine.mesh.plan.world == 1
         and passes == 1
@@ -91,7 +92,7 @@ def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str
     """Returns the names of the buffers that a pass changes independently of the rows. Every rank calls it.
 
     Raises:
-        PlanRefused: the plan is refused by the table in the module docstring. Every rank raises it.
+        PlanRefused: the table in the module docstring refuses the plan. Every rank raises it.
     """
     if is_single_device_step(engine, len(batches)):
         return frozenset()
@@ -187,7 +188,7 @@ def _check_max_norm(engine: Engine) -> set[str]:
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
     ]
-    # Only one stage has the embedding. The gather makes all ranks refuse the plan.
+    # Only one stage has the embedding. All ranks gather the names, so that all of them refuse the plan.
     found = [path for each in gather_objects(found) for path in each]
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
@@ -249,8 +250,8 @@ def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
 
 
 def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
-    """Finds the parameters to which a pass has assigned a new storage (`weight.data = ...`), which the update would not
-    reach. Returns their values by name, and restores the original storage."""
+    """Finds the parameters to which a pass has assigned a new storage (`weight.data = ...`). The update would change
+    only the original storage. Returns the new values by name, and restores the original storage."""
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.full.untyped_storage()._cdata
@@ -265,8 +266,8 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_replaced_storage(engine: Engine) -> None:
-    """Checks after a step on one device that no parameter has a new storage. `check_pass_writes` does not run in this
-    case.
+    """Checks after a step that no parameter has a new storage. Called if `is_single_device_step`, because
+    `check_pass_writes` checks nothing in this case.
 
     Raises:
         PlanRefused: a parameter has a new storage.
