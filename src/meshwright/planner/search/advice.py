@@ -2,9 +2,9 @@
 the answers.
 
 The questions are: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I
-need a hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or
-devices twice as fast, twice the batch, fewer bytes between nodes. The search is repeated for each improvement, because
-another plan may then be best. Improvements are compared by tokens per second.
+need a hybrid (several kinds of parallelism), which tp and pp. An improvement is one change of the cluster or the
+workload: twice the memory, links or devices twice as fast, twice the batch, fewer bytes between nodes. The search is
+repeated for each improvement, because another plan may then be best. Improvements are compared by tokens per second.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
     """Yields improvements that reduce the traffic between nodes: gradient compression, and local steps (DiLoCo).
-    Improvements that the job already has, or that its precision, batch or pins do not allow, are omitted.
-
-    They change the training result, so the planner only suggests them.
+    Improvements that the job already has, or that its precision, batch or pins do not allow, are omitted. All of them
+    change the training result, so the planner only suggests them.
     """
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
@@ -127,7 +126,7 @@ def rank_improvements(
 
 
 MAX_NEIGHBOUR_DEGREES = 3
-"""The number of other degrees that an answer names below the chosen degree, and above it."""
+"""The maximum number of degrees below the chosen degree, and of degrees above it, that an answer names."""
 
 MIN_SPEED_CHANGE = 0.005
 """Relative changes of speed below this value are reported as no change."""
@@ -237,7 +236,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    # On some heterogeneous clusters no plan with identical ranks is legal, so there is no family in `even`.
+    # On some heterogeneous clusters no plan with identical ranks is legal, so `even` is empty.
     lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,

@@ -1,14 +1,16 @@
 """Defines the result of a search, and collects the best plans during a search. All modules of planner/search use it.
 
 `SearchResult` is the result for the user: the best plans with their estimates, rejected plans with reasons, and the
-best plan of every family. A family is the plans that combine the same kinds of parallelism, such as 'tensor + ZeRO-1'.
+best plan of every family. A family contains the plans that combine the same kinds of parallelism, such as 'tensor +
+ZeRO-1'.
 
 The score of a plan is its step time, raised by RISK_MARGIN for each reason of uncertainty. A plan is uncertain if its
-memory is tight, or if it uses a host link that is not profiled. The host-link rate in the catalog is the rate of a
-single active device. In real nodes, the devices of one switch share the link, both directions slow each other, and all
-devices share the memory of the host. So only between a quarter and a half of the rate remains (ZeRO-Infinity,
-arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at the
-same time, and the update on the host. On a measured cluster, plans with offload have no risk margin for the link.
+memory is tight, or if it uses a host link that is not profiled. The host-link rate in the catalog is the rate while
+only one device of the node transfers. When all devices transfer, the devices of one switch share the link, both
+directions slow each other down, and all devices share the memory of the host. Each device then has only between a
+quarter and a half of the catalog rate (ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53).
+`meshwright probe` measures the link while all devices transfer, and the update on the host. On a measured cluster,
+plans with offload have no risk margin for the link.
 
 `TopK` collects the best plans of a search, overall and of each family. branch_and_bound.py decides for which plans the
 cost is computed.
@@ -79,8 +81,8 @@ class PlanFamily(StrictModel):
 
 
 class SearchResult(StrictModel):
-    """The result of a search. `plans` are the best plans that fit. They are sorted by score; at equal score the simpler
-    plan is first."""
+    """The result of a search. `plans` are the best plans that fit. The plans are sorted by score; if scores are equal,
+    the simpler plan is first."""
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
@@ -101,8 +103,8 @@ class SearchResult(StrictModel):
 
 
 RISK_MARGIN = 0.05
-"""Each reason of uncertainty raises the score of a plan by this fraction. So an uncertain plan ranks before a certain
-plan only if it is faster by more than this fraction."""
+"""Each reason of uncertainty raises the score of a plan by this fraction. A plan with one such reason ranks before a
+plan without any only if it is faster by more than this fraction."""
 
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
@@ -117,8 +119,8 @@ def count_risks(job: Job, plan: Plan, priced: Estimate) -> int:
 
 
 def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
-    """Returns the seconds of a step, raised by RISK_MARGIN for each reason why the plan is uncertain. A fraction of the
-    compile time is included."""
+    """Returns the seconds of a step, raised by RISK_MARGIN for each reason why the plan is uncertain. The compile time
+    divided by the number of steps is included."""
     return priced.over(job.workload.steps) * (1.0 + RISK_MARGIN) ** count_risks(job, plan, priced)
 
 
@@ -137,7 +139,8 @@ def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Es
 
 
 SCORE_TOLERANCE = 1e-9
-"""Relative tolerance of scores. A different order of summation changes a score by less than this fraction."""
+"""Relative tolerance of scores. Rounding errors, which depend on the order of summation, are below this fraction of a
+score."""
 
 
 @dataclass(eq=False)
@@ -172,7 +175,7 @@ class PlanCandidate:
 
 
 def round_score(score: float) -> float:
-    """Rounds a score to ten significant digits for comparisons. The order of summation may change further digits."""
+    """Rounds a score to ten significant digits for comparisons. Later digits depend on the order of summation."""
     return float(f"{score:.9e}")
 
 
@@ -205,9 +208,9 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 class PricedGrid(NamedTuple):
     """The cost of a grid over the axes `obsczf` of GRID_AXES: score, seconds, reserved bytes (`taken`), whether memory
-    is tight, and whether the host has room for the offloaded data. The score is infinite for plans that do not fit or
-    are not legal. `taken` is infinite for plans that are not legal, were pruned, or need more host memory than there
-    is."""
+    is tight, and whether the offloaded data fits in host memory (`room`). The score is infinite for plans that do not
+    fit or are not legal. `taken` is infinite for plans that are not legal, were pruned, or offload more data than fits
+    in host memory."""
 
     score: Array
     seconds: Array
@@ -222,7 +225,7 @@ class PricedGrid(NamedTuple):
 
     @property
     def may_fit(self) -> Array:
-        """Returns which plans fit, or have no computed memory."""
+        """Returns which plans fit or may fit, because their memory was not computed."""
         return np.isfinite(self.score) | ~np.isfinite(self.taken)
 
     def part(self, at: Any) -> PricedGrid:
@@ -282,8 +285,8 @@ class TopK:
         return wanting
 
     def take(self, box: PlanGrid, priced: PricedGrid, with_families: bool = True) -> None:
-        """Adds the best plans of the grid `box` with the costs `priced`. With `with_families`, the families are updated
-        too."""
+        """Adds the best plans of the grid `box` with the costs `priced`. `with_families`: whether to update the
+        families too."""
         flat = priced.score.reshape(-1)
         limit = self.limit
         if flat.size > self.top:

@@ -1,29 +1,29 @@
 """Searches the plan space of a job (space.py) by branch and bound, for the best plans that fit and the best plan of
 every family (best_plans.py). ranking.py presents the results.
 
-Guarantees: the search is exact. It returns the best plan that estimates of all single plans would give; a test compares
-both on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for each reason of
-uncertainty (best_plans.py). With the objective headroom, the score is the reserved bytes. If two scores are equal in
-ten digits, the simpler plan is first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism, the simpler
-schedule.
+Guarantees: the search is exact. It returns the plan that would be best if every plan were estimated separately; a test
+compares both methods on random jobs. Plans are ordered by score. The score is the step time, raised by RISK_MARGIN for
+each reason of uncertainty (best_plans.py). With the objective headroom, the score is the reserved bytes. If two scores
+are equal in ten digits, the simpler plan is first: fewer axes, lower ZeRO stage, no recompute, no sequence parallelism,
+the simpler schedule.
 
-[Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that a
-step becomes longer with each term of the step time.
+[Note: bounds] The cost of plans that cannot be among the results is not computed. All bounds rely on the fact that no
+term of the step time is negative.
 
 - Lower bound: no plan of a degree group is faster than the sum of compute, tensor-parallel communication and bubble.
   Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the scores of the best plans,
   overall and of each family in the group.
 - Families: for a family in which no plan fits, the search needs only the plan that is nearest to fitting. This plan has
   the smallest micro-batch size, or only one micro-batch.
-- Recompute: recompute and offload only slow a plan that already fits with the safety margin. So their cost is computed
-  only for plans that do not.
+- Recompute: recompute and offload only slow a plan that already fits with the safety margin. The cost of recompute and
+  offload is therefore computed only for plans that do not fit with the safety margin.
 - Offload: a combination of offloads takes at least as long as each of its single offloads. The cost of a combination is
   computed only if each single offload is fast enough.
 - Memory choices: the cost of recompute and offload is computed only if their bounds on bytes and seconds
   (planner/cost/bounds.py) allow the best plan.
 - Other layouts: the families contain only plans with the default order of axes, uniform recompute and no offload. The
-  cost of other orders, partial recompute and offload is computed only if such a plan can be the best plan. So the
-  ranking below the best plan may omit such plans.
+  cost of plans with other orders, partial recompute or offload is computed only if such a plan can be the best plan.
+  For this reason, the ranking may omit such plans after the best plan.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ MAX_GRID_PLANS = 1 << 16
 cache of a core."""
 
 SPARSE_FRACTION = 0.5
-"""Memory is computed for a whole grid, or only for the smallest part that contains all plans that are fast enough. The
-part is computed if it has at most this fraction of the plans."""
+"""Memory is computed either for a whole grid, or only for the smallest part that contains all plans that are fast
+enough. The part is chosen if it has at most this fraction of the plans."""
 
 
 ZERO_AXIS = CHOICE_FIELDS.index("shards")
@@ -74,7 +74,7 @@ ZERO_AXIS = CHOICE_FIELDS.index("shards")
 
 @dataclass
 class PlanSearch:
-    """The search of one plan space, with the results so far.
+    """The search of one plan space, with the results collected so far.
 
     `ranking` collects the best plans. `legal`, `priced` and `unfit` are numbers of plans: legal plans, plans with
     computed memory, and plans that do not fit. `fastest` is the fastest plan that does not fit. `lowest_memory` is the
@@ -133,7 +133,7 @@ class PlanSearch:
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
 
     def _may_fit(self, group: DegreeGroup) -> bool:
-        """Returns whether the lower bound of memory allows that a plan of the group fits."""
+        """Returns whether some plan of the group may fit, by the lower bound of memory."""
         return bool(
             (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
         )
@@ -159,8 +159,8 @@ class PlanSearch:
 
     def _needs_memory_choices(self, box: PlanGrid, priced: PricedGrid) -> Array:
         """Returns which plans do not fit with the safety margin without recompute, but could be the best plan with
-        recompute or offload. If offload of activations is pinned, the result is true for all plans, because recompute
-        may make them faster."""
+        recompute or offload. If offload of activations is pinned, the result is true for all legal plans, because
+        recompute may make them faster."""
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
         return _with_single_rank_shards(
@@ -317,7 +317,7 @@ class PlanSearch:
         )
 
     def _price_partial_recompute(self, group: DegreeGroup, box: PlanGrid, mask: Array, priced: PricedGrid) -> Array:
-        """Computes the cost of all numbers of recomputed blocks that can be best, for each plan in `mask`. Returns the
+        """Computes the cost of every number of recomputed blocks that can be best, for each plan in `mask`. Returns the
         minimum seconds of each plan."""
         kinds = [choice.kind for choice in box.recompute]
         if not (group.parts and kinds[0] == Recompute.none and mask.any()):
@@ -346,8 +346,8 @@ def _single_rank_shards(box: PlanGrid) -> Array:
 
 
 def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
-    """Returns the mask `chosen` with additional plans. If a plan is marked with any ZeRO choice, it is also marked with
-    the ZeRO choices of `_single_rank_shards`."""
+    """Returns the mask `chosen` with additional plans. If `chosen` marks a plan with any ZeRO choice, the result also
+    marks this plan with the ZeRO choices of `_single_rank_shards`."""
     return (
         chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone)
         if (lone := _single_rank_shards(box)).any()
@@ -358,9 +358,9 @@ def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
 def merge_offload_choices(
     candidates: Mapping[tuple[Offload, ...], Array], recompute: int
 ) -> tuple[tuple[Offload, ...], ...]:
-    """Returns offload choices whose plans are computed in one grid: the first choice of `candidates`, and other choices
-    that add little computation. Either all of them offload activations, or none. `candidates` has the mask of plans of
-    each choice. `recompute` is the number of recompute choices."""
+    """Returns offload choices whose plans are computed in one grid: the first choice of `candidates`, and those other
+    choices that add little computation. Either all choices of the result offload activations, or none does.
+    `candidates` has the mask of plans of each choice. `recompute` is the number of recompute choices."""
     first, *others = candidates
     found, mask = [first], candidates[first]
     for way in others:

@@ -1,6 +1,5 @@
 """Lists the choices of a plan space (space.py): for each field of a plan, the values that pins and the runtime allow
-and that are worth searching for the job. It also has functions that split devices into degrees and blocks into
-stages."""
+and that are worth searching for the job. The module also splits devices into degrees, and blocks into stages."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from meshwright.spec.schedules.schedule import find_schedule, offered_schedules
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
     """Returns the number of blocks of each stage if the last stage has `less` blocks fewer than in an even split. The
-    other stages divide the other blocks evenly, and the last of them get the remainder. Returns an empty tuple if the
-    last stage would have no block.
+    other stages divide the remaining blocks evenly; stages near the end get one block more if the division leaves a
+    remainder. Returns an empty tuple if the last stage would have no block.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -58,19 +57,20 @@ def divisors(number: int) -> list[int]:
 
 
 def even_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage in an even split. The first stages get the remainder, as in
-    `Plan.stage_layers`."""
+    """Returns the number of blocks of each stage in an even split. If there is a remainder, the first stages get one
+    block more, as in `Plan.stage_layers`."""
     each, rest = divmod(blocks, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""The last stage may have at most this many blocks fewer than in an even split. The searched numbers go up to the FLOPs
-of the head divided by the FLOPs of a block, rounded up."""
+"""The last stage, which also computes the head, may have at most this many blocks fewer than in an even split. The
+searched numbers are also at most the FLOPs of the head divided by the FLOPs of a block, rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
 """Recompute of the attention core is searched if at least this fraction of a block's saved activations belongs to the
-attention core. The attention core of fused attention saves almost nothing, so its recompute never helps."""
+attention core. Fused attention saves almost nothing in the attention core, so recompute of the core does not pay
+off."""
 
 
 def attention_core_fraction(job: Job) -> float:
@@ -95,7 +95,7 @@ def recomputable_fraction(job: Job) -> float:
     """Returns the fraction of the blocks' saved activations that cheap operations (all except matrix products and
     attention) can recompute.
 
-    For compiled blocks, only the activations that a compiled block saves count.
+    For compiled blocks, only activations that a compiled block saves are counted.
     """
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
@@ -119,7 +119,7 @@ def recomputable_fraction(job: Job) -> float:
 
 
 def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
-    """Returns the recompute kinds that are worth searching, in the order of increasing recompute. The kind `pinned` is
+    """Returns the recompute kinds that are worth searching, from no recompute to full recompute. The kind `pinned` is
     always included."""
     selective = attention_core_fraction(job) >= MIN_ATTENTION_CORE_FRACTION or pinned == Recompute.attn
     follows = recomputable_fraction(job) >= MIN_RECOMPUTABLE_FRACTION or pinned == Recompute.sac
@@ -127,7 +127,7 @@ def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompu
 
 
 def max_fewer_last_blocks(job: Job) -> int:
-    """Returns the largest searched number of blocks that the last stage has fewer than in an even split."""
+    """Returns how many blocks fewer than in an even split the last stage may have at most."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
     return min(ceil(work.get("head", 0.0) / work["block"]), MAX_FEWER_LAST_BLOCKS) if work.get("block") else 0
 
@@ -145,8 +145,8 @@ OFFLOAD_CHOICES = tuple(
 
 
 class PlanChoices:
-    """The searched values of each field of a job's plans. `runnable` restricts them to values that this version runs.
-    `offloading`: whether offload is searched.
+    """The searched values of each field of a job's plans. `runnable`: whether to include only values that this version
+    can run. `offloading`: whether offload is searched.
     """
 
     def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
@@ -166,8 +166,8 @@ class PlanChoices:
         return upgrade_offload_fields(self.job.pins)
 
     def select(self, name: str, choices: list[Any]) -> list[Any]:
-        """Returns the elements of `choices` that are allowed for the field `name`: by its pin, and, if `runnable` is
-        set, by the runtime."""
+        """Returns the elements of `choices` for the field `name` that the pin of this field allows. If `runnable` is
+        set, the runtime must allow them too."""
         if self.runnable and name in SUPPORTED_VALUES:
             choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
@@ -194,7 +194,7 @@ class PlanChoices:
     def expert_choices(
         self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]
     ) -> dict[tuple[int, int], list[ZeroChoice]]:
-        """Returns the elements of `shards` that allow each pair (expert-parallel degree, tensor ranks per expert), by
+        """Returns, for each pair (expert-parallel degree, tensor ranks per expert), the elements of `shards` that allow
         this pair."""
         degrees = self.select("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
         if not degrees and self.pins["ep"] > 1:
@@ -208,8 +208,8 @@ class PlanChoices:
         return found
 
     def axis_orders(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
-        """Returns the orders of axes that place the ranks differently on the links. `data` is the number of data ranks
-        times context ranks. If several orders are equivalent, only the first is returned."""
+        """Returns the orders of mesh axes. If several orders place the ranks equally on the links, only the first of
+        them is returned. `data` is the number of data ranks times context ranks."""
         found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
         for axes in self.select("axes", list(AXIS_ORDERS)):
             strides = layout._replace(axes=axes).strides(data)
@@ -222,9 +222,9 @@ class PlanChoices:
         return tuple(found.values())
 
     def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
-        """Returns the schedules for `pp` pipeline ranks, with the blocks of each stage. A schedule with several stages
-        per rank is omitted if there are fewer blocks than stages and the list already has a schedule. If the blocks of
-        each stage are pinned, schedules with another number of stages are omitted."""
+        """Returns the schedules for `pp` pipeline ranks, with the blocks of each stage. A schedule with more stages
+        than blocks is omitted if it has several stages per rank and the list already has a schedule. If the blocks of
+        each stage are pinned, schedules with a different number of stages are omitted."""
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
@@ -262,7 +262,8 @@ class PlanChoices:
 
     def context_methods(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
         """Returns the methods of context parallelism for the degrees `cp` and `tp`, as pairs (method, `ulysses` as in a
-        plan). They are ring, ulysses, and both together with as many ulysses ranks as the number of heads allows."""
+        plan). The methods are ring, ulysses, and both together with as many ulysses ranks as the number of heads
+        allows."""
         heads = self.job.model.divisible.get("heads", 0)
         part = self.pins.get("ulysses") or max(
             (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
@@ -276,15 +277,16 @@ class PlanChoices:
         ]
 
     def uniform_recompute(self) -> tuple[RecomputeChoice, ...]:
-        """Returns the recompute choices that treat all blocks equally."""
+        """Returns the recompute choices with one kind for all blocks, or only the pinned choice if a number of
+        recomputed blocks is pinned."""
         if self.pins.get("recompute_layers"):
             kind, rest = self.pins.get("recompute", Recompute.full), self.pins.get("recompute_rest", Recompute.none)
             return (RecomputeChoice(kind, self.pins["recompute_layers"], rest=rest),)
         return tuple(RecomputeChoice(kind) for kind in self.select("recompute", self._recompute))
 
     def partial_recompute(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
-        """Returns the recompute choices that treat the first blocks of a stage differently: one for each number of
-        first blocks and each pair of `recompute_ladder`."""
+        """Returns the recompute choices with one kind for the first blocks of a stage and another kind for the later
+        blocks: one choice for each number of first blocks and each pair of `recompute_ladder`."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._varies_recompute_layers else 0
         return tuple(
             rung._replace(layers=count, fewer=True)
@@ -296,7 +298,7 @@ class PlanChoices:
         """Returns the offload choices. The first is no offload, unless offload is pinned."""
         if "offload" in self.pins:
             return [tuple(self.pins["offload"])]
-        # A pinned fraction below 100 % requires an offload of the data to which the fraction applies.
+        # A pinned offload fraction below 100 % requires offload of the data to which this fraction applies.
         in_part = [waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100]
         ways = {
             what: (self.offloading or in_part)
@@ -312,7 +314,7 @@ class PlanChoices:
 
 
 def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
-    """Returns the pairs of recompute kinds that the blocks of one stage may have. A pair is a kind of `kinds`, and the
-    next kind with less recompute as `rest`."""
+    """Returns the pairs of recompute kinds that the blocks of one stage may have: a kind of `kinds`, and as `rest` the
+    kind of `kinds` with the next less recompute. Recompute of the attention core is never part of a pair."""
     steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
     return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))

@@ -3,9 +3,9 @@
 `explain` describes the chosen plan in a few sentences: step time, memory, and how much slower the best plans of other
 families are.
 
-`why_not` states why another plan was not chosen: it breaks rules, needs too much memory, or takes longer. If it takes
-longer, the additional time is shown by kind. These are the differences of the fields of `TimeBreakdown` between the two
-plans, and their sum is the difference of the step times.
+`why_not` states why a given plan was not chosen: it breaks rules, needs too much memory, or takes longer than the
+chosen plan. If it takes longer, the additional time is shown by kind: the differences of the fields of `TimeBreakdown`
+between the two plans. The sum of the differences is the difference of the step times.
 
 `pin_conflict` names pins that contradict each other, with the reason.
 """
@@ -85,7 +85,7 @@ def family_name(words: str) -> Message:
 def _chosen_message(answer: SearchResult) -> Message:
     chosen = answer.chosen
     return Message(
-        "{plan}: {step:seconds} a step, {rate:count} tokens/s, the first of {considered:count plan}",
+        "{plan}: {step:seconds} a step, {rate:count} tokens/s, the best of {considered:count plan}",
         plan=chosen.name,
         step=chosen.estimate.time.step,
         rate=chosen.estimate.tokens_per_second,
@@ -94,8 +94,8 @@ def _chosen_message(answer: SearchResult) -> Message:
 
 
 def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
-    """Returns a sentence about the fastest plan that fits if the chosen plan ranks before it because of the risk
-    margin. Otherwise the list is empty."""
+    """Returns a sentence about the fastest plan that fits, if the risk margin ranks it behind the chosen plan.
+    Otherwise returns an empty list."""
     chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
@@ -205,8 +205,8 @@ MAX_CONFLICTING_PINS = 3
 
 
 def pin_conflict(job: Job) -> str:
-    """Returns one line about the smallest set of pins with which no plan remains, or '' if there is no such set of at
-    most MAX_CONFLICTING_PINS pins."""
+    """Returns one line about the smallest set of pins that together allow no plan. Returns '' if no set of at most
+    MAX_CONFLICTING_PINS pins has this property."""
     for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
         for names in combinations(job.pins, count):
             pins = {name: job.pins[name] for name in names}
@@ -227,8 +227,8 @@ def pin_conflict(job: Job) -> str:
 
 
 def leaves_no_plans(job: Job) -> bool:
-    """Returns whether the plan space of `job` is empty. Returns False if the pins are rejected, because a pin may be
-    valid only together with another pin (a number of recomputed blocks needs a recompute kind)."""
+    """Returns whether the plan space of `job` is empty. Returns False if the pins are rejected, because some pins are
+    valid only together with a second pin (a number of recomputed blocks needs a recompute kind)."""
     try:
         space = PlanSpace(job)
     except InputError:
@@ -264,8 +264,8 @@ class ComparisonOutcome(StrEnum):
     """The outcome of the comparison of a plan with the chosen plan.
 
     `tight` and `unmeasured` mark a faster plan that ranks lower because its memory is tight or its host link is not
-    profiled. `faster` occurs if the search did not include the plan or had another objective. `unfit`: the plan needs
-    too much memory. `illegal`: the plan breaks a rule.
+    profiled. `faster` occurs if the search did not include the plan, or if its objective was not the shortest step.
+    `unfit`: the plan needs too much memory. `illegal`: the plan breaks a rule.
     """
 
     chosen = "chosen"
@@ -285,8 +285,9 @@ class TimeDelta(StrictModel):
 
 
 class PlanComparison(StrictModel):
-    """The comparison of a plan, or of the best plan with some pins, with the chosen plan. `faults` are the rules that
-    the plan, or all plans with these pins, break. If there are faults, `estimate` is None."""
+    """The comparison of a plan with the chosen plan. If pins were given instead of a plan, the best plan with these
+    pins is compared. `faults` are the rules that the plan, or all plans with the pins, break. If there are faults,
+    `estimate` is None."""
 
     name: str
     outcome: ComparisonOutcome
@@ -311,8 +312,8 @@ def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
 
 
 def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
-    """Compares a plan, whose estimate is `priced`, with the chosen plan. `name` is the name of the plan in the
-    result."""
+    """Compares a plan, whose estimate is `priced`, with the chosen plan. `name` is the label of the plan in the
+    returned comparison."""
     outcome = (
         ComparisonOutcome.chosen
         if plan == chosen.plan

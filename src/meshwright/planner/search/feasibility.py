@@ -40,8 +40,8 @@ from meshwright.spec.workload_constraints import UpdateProperties, diloco_violat
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
 """Pins of recompute and offload, which can contradict each other for every plan."""
 OFFLOAD_FRACTION_PINS = {"offload_share": offloads_states, "weights_share": offloads_weights}
-"""Pins of offload fractions. Each comes with a function that returns whether an offload choice includes the data to
-which the fraction applies."""
+"""The pins of offload fractions, each with a function that returns whether an offload choice includes the data to which
+the fraction applies."""
 
 
 def check_pins(job: Job) -> None:
@@ -114,7 +114,7 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
     for _, degree in factors:
         product *= degree
     equation = " * ".join(f"{name}({degree})" for name, degree in factors)
-    if all(name in pins for name in axes) and product != devices:  # no axis is left for the remaining devices
+    if all(name in pins for name in axes) and product != devices:  # no unpinned axis is left for the remaining devices
         raise InputError(
             Message(
                 "{equation} = {product} but the cluster has {devices} devices",
@@ -169,8 +169,8 @@ class FeasibleSchedules(NamedTuple):
 
 
 class UpdateFeasibility:
-    """Checks choices against the rules of the job's optimizer update and DiLoCo settings, and against the pinned
-    numbers of recomputed and offloaded blocks."""
+    """Checks choices by three kinds of rules: those of the job's optimizer update, those of its DiLoCo settings, and
+    the limits on pinned numbers of recomputed and offloaded blocks."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)
@@ -236,8 +236,8 @@ def count_plans(
     orders: int,
     axes: int = 1,
 ) -> int:
-    """Returns the number of plans with the ZeRO choices `shards` and the offload choices `ways`, for one choice of each
-    other field.
+    """Returns the number of plans with the ZeRO choices `shards` and the offload choices `ways`, for one value of each
+    of the remaining fields.
 
     Each of the `orders` schedules has `whole` uniform recompute choices. All schedules together have `parts` partial
     recompute choices. There are `axes` orders of axes. Orders other than the default are combined only with uniform
@@ -263,5 +263,5 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
 
 
 def sequence_cut_violation(job: Job, plan: Plan) -> Violation | None:
-    """Returns the rule by which the sequence cannot be divided as in `plan`, or None."""
+    """Returns the rule that forbids dividing the sequence as in `plan`, or None."""
     return next(sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence), None)

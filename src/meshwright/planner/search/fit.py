@@ -1,10 +1,10 @@
 """Finds the largest model that fits on a number of devices under each strategy, and the smallest cluster for a model.
 `meshwright fit` prints both.
 
-Only memory matters here, so only plans with low memory are searched: one sequence per micro-batch and device, and full
-recompute. A plan that fits only without its safety margin (a tight plan) does not count. `sizes_for_parameters` in
-inputs/model_parser.py creates a model for each number of parameters. Memory grows with this number, so bisection finds
-the largest model within 1 %.
+Only memory matters for this question, so only plans with low memory are searched: one sequence per micro-batch and
+device, and full recompute. A plan that fits only without its safety margin (a tight plan) does not count.
+`sizes_for_parameters` in inputs/model_parser.py creates a model for each number of parameters. Memory grows with this
+number, so bisection finds the largest model within 1 %.
 """
 
 from __future__ import annotations
@@ -91,13 +91,14 @@ def device_counts(cluster: Cluster) -> list[int]:
 
 
 def strategy_job(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> Job:
-    """Returns the job of a strategy: the batch is one sequence per device, and the pins are those of the strategy."""
+    """Returns the job whose batch is one sequence per device and whose pins are those of the strategy and
+    LOWEST_MEMORY_PINS."""
     pins = {**LOWEST_MEMORY_PINS, **STRATEGIES[strategy]}
     return Job(model=model, cluster=cluster, workload=workload.but(batch=cluster.devices), pins=pins)
 
 
 def fit_with_margin(job: Job) -> LargestModel | None:
-    """Returns the best plan of `job` with the model's size. Returns None if no plan is legal, or if the best plan does
+    """Returns the best plan of `job` as a `LargestModel`. Returns None if no plan is legal, or if the best plan does
     not fit with a safety margin. The field `strategy` of the result is empty."""
     try:
         found = find_best_plan(job, runnable=True)
@@ -115,8 +116,8 @@ def fit_with_margin(job: Job) -> LargestModel | None:
 
 
 def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
-    """Returns the minimum bytes of states on a rank, divided by the parameters of the model: weights, gradients and
-    optimizer. Source: Rajbhandari et al., ZeRO, section 3.1."""
+    """Returns the minimum bytes of states (weights, gradients, optimizer) on a rank, divided by the number of
+    parameters of the model. Source: Rajbhandari et al., ZeRO, section 3.1."""
     precision = workload.recipe
     states = precision.master + workload.optimizer.states * workload.optimizer.state_bytes(precision.state_size)
     shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(
@@ -149,8 +150,9 @@ def largest_model(
 
 
 def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
-    """Yields the largest model for every strategy and number of devices. Pairs for which no model fits are omitted. The
-    last strategy includes all plans, so its search starts from the largest model of the other strategies."""
+    """Yields the largest model for every strategy and number of devices. If no model fits, the pair of strategy and
+    number of devices is omitted. The last strategy includes all plans, so its search starts from the largest model of
+    the other strategies."""
     known = scalable_sizes()
     largest: dict[int, float] = {}
     for strategy in STRATEGIES:
@@ -164,9 +166,9 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
 
 
 def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> SmallestCluster:
-    """Returns the fewest devices, on nodes of the first type in `cluster`, on which the model fits. The numbers of
-    `device_counts` are tested in ascending order. If the first number that fits spans several nodes, bisection then
-    finds the smallest number of nodes."""
+    """Returns the fewest devices on which the model fits. All devices are on nodes of the first type in `cluster`. The
+    numbers of `device_counts` are tested in ascending order. If the first number that fits spans several nodes,
+    bisection then finds the smallest number of nodes."""
     each = cluster.groups[0].devices
     wide = cluster.but(groups=(cluster.groups[0].but(nodes=MAX_NODES),))
     floor = model.parameters * bytes_per_parameter(strategy, workload, MAX_NODES * each)

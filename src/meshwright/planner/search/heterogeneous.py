@@ -1,18 +1,18 @@
 """Searches plans over heterogeneous groups of nodes, including plans that do not use all groups. ranking.py and
-infeasible.py add the results to those of the search over identical ranks.
+infeasible.py combine the results with the results of the search over identical ranks.
 
 The searched plans are, for every set of groups:
 
 - With one group: all 1f1b plans for the devices of the group.
 - With several groups: 1f1b pipelines with each pipeline rank on one group. Groups are ordered by memory (the first
   ranks have the most micro-batches in flight), by speed, or as in the cluster. All pipeline ranks have equally many
-  devices, so this number divides the number of devices of every group. Tensor ranks, micro-batch, sequence parallelism,
-  recompute and ZeRO vary as usual. If there are at most MAX_EXHAUSTIVE_SPLITS ways to split the blocks into stages, all
-  of them are searched. Otherwise blocks are split evenly, or by speed: each block goes to the rank that would finish it
-  first.
+  devices, so the devices per pipeline rank divide the number of devices of every group. Tensor ranks, micro-batch,
+  sequence parallelism, recompute and ZeRO vary as usual. If there are at most MAX_EXHAUSTIVE_SPLITS ways to split the
+  blocks into stages, all of them are searched. Otherwise blocks are split evenly, or by speed: each block goes to the
+  rank that would finish it first.
 
 In addition there are data-parallel plans with uneven batches over all groups (uneven_batches.py). A set of groups is
-skipped if it would be slower than the best plan even at its peak FLOP/s.
+skipped if a step at its peak FLOP/s would already take longer than the best plan.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
     found: list[ScoredPlan] = [
         pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable
     ]
-    fewest = len(groups) if runnable else 1  # the runtime needs a plan that uses all ranks
+    fewest = len(groups) if runnable else 1  # the runtime runs only plans that use all ranks
     choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
     rates = {
         chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen)

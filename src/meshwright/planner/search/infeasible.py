@@ -1,9 +1,9 @@
-"""Diagnoses why no plan of a job fits. The error for the user names the plan that is nearest to fitting, and the
-largest kind of memory of this plan. It also names small changes of the job with which a plan fits.
+"""Diagnoses why no plan of a job fits. The error for the user names the plan that is nearest to fitting, the largest
+kind of memory of this plan, and small changes of the job with which a plan fits.
 
-Each change is tested by a search of the changed job: without a pin, with a chunked loss, a local disk, more nodes, or a
-shorter sequence. More recompute, a higher ZeRO stage and a smaller micro-batch are not tested, because the search
-already includes them unless they are pinned.
+A change is the removal of a pin, a chunked loss, a local disk, more nodes, or a shorter sequence. Each change is tested
+by a search of the changed job. More recompute, a higher ZeRO stage and a smaller micro-batch are not tested, because
+the first search already includes these choices unless they are pinned.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MAX_NODE_COUNTS_TRIED = 6
-"""The maximum number of node counts that are tested. The first tested count is the smallest multiple of the cluster
-whose device memory could store the states."""
+"""The maximum number of node counts that are tested. The first tested cluster is the smallest multiple of the job's
+cluster whose device memory could store the states."""
 SEQUENCE_DIVISORS = (2, 4, 8, 16)
 LOSS_CHUNKS_TRIED = 8
 """The number of loss chunks that is tested."""
 MAX_MEMORY_INCREASE = 4.0
-"""Devices with more than this many times the memory are suggested only if no other change makes a plan fit."""
+"""Devices with more than this many times the memory of the job's devices are suggested only if no other change makes a
+plan fit."""
 DISK_BYTES_PER_SECOND = 2e9
 """The bandwidth of a common NVMe disk in bytes/s. A disk with this bandwidth is tested if the cluster has no disk."""
 MIB, GIB = 2.0**20, 2.0**30
@@ -47,8 +48,8 @@ flight."""
 
 
 class NoPlanFits(NothingFits):
-    """The error if no legal plan fits. The message names the plan nearest to fitting, and changes with which a plan
-    would fit."""
+    """Raised if no legal plan fits. The message names the plan nearest to fitting, and changes with which a plan would
+    fit."""
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
@@ -91,14 +92,14 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
 
 
 def lowest_memory_candidate(found: PlanSearch) -> PlanCandidate | None:
-    """Returns the legal plan with the lowest device memory, or None if there is no legal plan whose offloaded data
-    fits."""
+    """Returns the legal plan with the lowest device memory among the plans whose offloaded data fits in host memory, or
+    None if there is no such plan."""
     return found.lowest_memory
 
 
 def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) -> Iterator[Message]:
-    """Yields messages: for each kind of change, the smallest change with which a plan fits, and the plan. `candidate`
-    is the plan nearest to fitting. Suggests a larger memory budget or devices with more memory last."""
+    """Yields a message for each kind of change: the smallest change with which a plan fits, and this plan. The last
+    message suggests a larger memory budget or devices with more memory. `candidate` is the plan nearest to fitting."""
     found = 0
     for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
         for msgid, values, changed in kind(job):
@@ -130,7 +131,7 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
 
 def device_with_memory(memory: float, link: str) -> str:
     """Returns the catalog name of the smallest device with at least `memory` bytes, or '' if there is none. Only
-    devices with links of the family of `link` (such as NVLink) are considered."""
+    devices whose link name equals `link` up to the version number (such as NVLink3 and NVLink4) are considered."""
     make = link.rstrip("0123456789")
     rows = {
         name: row
@@ -151,8 +152,8 @@ class FastestPlan(NamedTuple):
 
 def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
     """Returns the best plan of `job` that fits, or None. The search includes plans over heterogeneous groups.
-    `runnable` restricts it to plans that this version runs. If the plan `known` fits, plans that are slower than
-    `known` are not searched.
+    `runnable`: whether to search only plans that this version can run. If the plan `known` fits, plans that are slower
+    than `known` are not searched.
     """
     try:
         even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
@@ -169,7 +170,7 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
     memory, other plans are not searched."""
     try:
         priced = estimate(job, known) if known is not None else None
-    except InputError:  # the known plan has micro-batch counts or an action table for another batch size
+    except InputError:  # the micro-batch counts or the action table of `known` do not match the batch size of this job
         priced = None
     if known is not None and priced is not None and priced.fits:
         return find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced))
@@ -180,7 +181,8 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 
 
 def with_lowest_memory_pins(job: Job) -> Job:
-    """Returns the job restricted to the plans with the lowest memory. If none of them fits, no plan of `job` fits."""
+    """Returns the job with pins that leave only the plans with the lowest memory. If none of these plans fits, no plan
+    of `job` fits."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
     return job.but(
         pins={
@@ -208,8 +210,8 @@ def without_pins(job: Job) -> Iterator[JobChange]:
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """Yields the job with a chunked loss, so that the full logits never exist. A normal search does not include chunked
-    losses, because they gain almost nothing if another plan fits (docs/log/planner.md)."""
+    """Yields the job with a chunked loss, which never stores the full logits. A normal search does not include chunked
+    losses, because they gain almost nothing if a plan without chunks fits (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield (
             mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:seconds} a step)"),
@@ -238,8 +240,8 @@ def with_disks(job: Job) -> Iterator[JobChange]:
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
-    """Yields the job on clusters with several times as many nodes of each type. Pins of dp, dp_replicate and dp_shard
-    are dropped, because the number of replicas grows with the number of devices."""
+    """Yields the job on larger clusters, with a multiple (`node_multiples`) of the nodes of each type. Pins of dp,
+    dp_replicate and dp_shard are removed, because the number of replicas grows with the number of devices."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)

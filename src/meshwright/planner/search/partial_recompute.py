@@ -1,21 +1,21 @@
-"""Searches the number of recomputed blocks per stage. branch_and_bound.py uses it for plans that do not fit with the
-safety margin without recompute.
+"""Searches the number of recomputed blocks per stage. branch_and_bound.py uses this search for plans that need
+recompute to fit with the safety margin.
 
-For each plan there are two results: the smallest number of recomputed blocks with which the plan fits, and the smallest
-number with which it fits with the safety margin. The first blocks of a stage have one recompute kind, and the other
+Each plan has two results: the smallest number of recomputed blocks with which the plan fits, and the smallest number
+with which the plan fits with the safety margin. The first blocks of a stage have one recompute kind, and the other
 blocks have a kind with less recompute. Such a pair of kinds is called a rung: selective recompute and none, or full and
 selective recompute.
 
-More recomputed blocks take longer. So the search for a plan ends at the first number of blocks with which the plan fits
-with the safety margin or is too slow. Offload of activations changes this: recomputed activations need no transfer, so
-a medium number of blocks can be fastest, and the whole range is searched. In both cases, the search first computes
-multiples of one part (a RECOMPUTE_PARTS_PER_STAGE-th of a stage). Then it computes the numbers between two parts, if
-they can still give the best plan. So the result is exact to one block.
+More recomputed blocks take longer. The search for a plan therefore ends at the first number of blocks with which the
+plan fits with the safety margin, or is too slow. Offload of activations changes this: recomputed activations need no
+transfer, so a medium number of blocks can be fastest, and the whole range is searched. In both cases, the search first
+computes multiples of one part (1 / RECOMPUTE_PARTS_PER_STAGE of a stage). Then it computes the numbers of blocks
+between two parts, if they can still give the best plan. The result is exact to one block.
 
 [Note: valley] If activations are offloaded, the step time is assumed to be a convex function of the number of blocks.
-The computation grows linearly, and the exposed time is the maximum of two linear functions. So the line through the
-values at two parts is a lower bound outside the interval between these parts. Parts whose bound exceeds the best plan
-are skipped.
+The compute time grows linearly with this number, and the exposed transfer time is the maximum of two linear functions.
+A line through the values of a convex function at two parts is a lower bound outside the interval between these parts.
+Parts whose bound exceeds the best plan are skipped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshwright.planner.search.best_plans import PricedGrid
 from meshwright.spec.enums import offloads_activations
 
 SMALL_GRID_PLANS = 4096
-"""For grids with at most this number of plans, the cost of the whole grid takes as long to compute as the cost of a
-part."""
+"""For grids with at most this number of plans, computing the cost of the whole grid takes as long as computing the cost
+of a part of the grid."""
 
 VALLEY_PROBE_ORDER = (
     (RECOMPUTE_PARTS_PER_STAGE // 2,),
@@ -48,7 +48,7 @@ PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
 
 
 class RecomputeInterval(NamedTuple):
-    """The numbers of blocks between part `until` - 1 and part `until`. `open` marks the plans for which these numbers
+    """The numbers of blocks between `until` - 1 parts and `until` parts. `open` marks the plans for which these numbers
     may be best, along the axes `obsczf` of GRID_AXES with length 1 along c. `least` is a lower bound of the seconds of
     these plans."""
 
@@ -75,9 +75,10 @@ class PartialRecompute:
         self.fastest_seconds = np.empty(0)
 
     def explore(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
-        """Yields grids with their costs, which contain the best number of blocks of each plan that `mask` marks. All
-        other scores are infinite. `mask` is along the axes `obsczf` of GRID_AXES with length 1 along c. `none` is the
-        cost if all blocks have recompute `rung.rest`, `whole` the cost if all blocks have `rung.kind`."""
+        """Yields grids with their costs. For each plan that `mask` marks, the grids contain the best number of blocks;
+        the scores of all other numbers of blocks are infinite. `mask` is along the axes `obsczf` of GRID_AXES with
+        length 1 along c. `none` is the cost if all blocks have recompute `rung.rest`, `whole` the cost if all blocks
+        have `rung.kind`."""
         mask, self.fastest_seconds = mask.copy(), np.minimum(none.seconds, whole.seconds)
         for span in [
             *(
@@ -139,7 +140,7 @@ class PartialRecompute:
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _interval_lower_bound(known[before], known[part])
-            if before + 1 < part:  # pruned parts are in between; numbers next to a computed part may be best
+            if before + 1 < part:  # pruned parts are in between; numbers just above a computed part may be best
                 yield RecomputeInterval(before + 1, mask, least)
             yield RecomputeInterval(part, mask & _may_fit(found[before], found[part]), least)
 
@@ -170,8 +171,9 @@ class PartialRecompute:
 
 
 def _may_fit(one: PricedGrid, other: PricedGrid) -> Array:
-    """Returns which plans may fit with a number of blocks between `one` and `other`. Each condition must hold at one of
-    the ends, because more recompute may need more device memory but less host memory than offload."""
+    """Returns which plans may fit with a number of blocks between `one` and `other`. Device memory must suffice at one
+    end of the interval, and host memory at one end, possibly the other: more recompute may need more device memory but
+    less host memory than offload."""
     return (one.may_fit | other.may_fit) & (one.room | other.room)
 
 

@@ -6,10 +6,10 @@ fewer devices if the cluster has only one node.
 
 Offload fractions: the search offloads all optimizer states or none, and all weights or none. `minimize_offload` then
 lowers the offloaded fractions of the resulting plans. The costs of all pairs (fraction of states, fraction of weights)
-in steps of FRACTION_STEP_PERCENT are computed together. Among the pairs whose fit status is at least that of the
-original plan, the fastest pair is chosen. Among equally fast pairs, it is the pair with the lowest fraction of states,
-then of weights. If both are offloaded and the host updates the weights, the fraction of weights is at most that of
-states.
+in steps of FRACTION_STEP_PERCENT are computed together. Only pairs count whose fit status is at least that of the
+original plan. The fastest of these pairs is chosen; among equally fast pairs, the pair with the lowest fraction of
+states, then of weights. If states and weights are both offloaded and the host updates the weights, the fraction of
+weights is at most the fraction of states.
 
 Guarantees: a plan with lower fractions is not slower than the original plan. If the original plan fits with the safety
 margin, so does the new plan.
@@ -52,7 +52,8 @@ from meshwright.spec.job import Job
 from meshwright.spec.workload_constraints import UpdateProperties
 
 FRACTION_STEP_PERCENT = 5
-"""Step of offload fractions in percent. Memory estimates are not accurate enough for smaller steps."""
+"""Difference between neighbouring offload fractions, in percent. Memory estimates are not accurate enough for smaller
+differences."""
 
 OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
 
@@ -102,7 +103,8 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
 def search_plans(
     job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> SearchResult:
-    """Returns the `top` best plans of `job` that fit. `runnable` restricts them to plans that this version runs.
+    """Returns the `top` best plans of `job` that fit. `runnable`: whether to return only plans that this version can
+    run.
 
     Raises: NothingFits if no plan fits; the message names the nearest plan and changes with which a plan would fit.
     InputError if no plan is legal, or if the objective is `cheapest` and a device has no price.
@@ -151,9 +153,9 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
     """Returns the search on the cluster size that is best for the objective. With `fewest`, sizes are searched in
-    ascending order until a plan fits. With `cheapest`, all sizes are searched; otherwise only the whole cluster. If no
-    plan fits on any size, the result is the search on the whole cluster. Raises InputError if the objective is
-    `cheapest` and a device has no price."""
+    ascending order until a plan fits. With `cheapest`, all sizes are searched. With other objectives, only the whole
+    cluster is searched. If no plan fits on any size, the result is the search on the whole cluster. Raises InputError
+    if the objective is `cheapest` and a device has no price."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")
@@ -170,7 +172,8 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
             found = search_top_plans(
                 job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
             )
-        # The pins do not divide this number of devices. The error is raised only if no cluster size gives a plan.
+        # The pinned degrees do not divide this number of devices. The error is raised only if no plan exists on any
+        # cluster size.
         except InputError:
             continue
         if not found.ranking.best:
@@ -212,8 +215,8 @@ def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = 
     """Returns one plan of each family. Families in which a plan fits are first, with their best plans, sorted by step
     time. The other families follow, with the plans nearest to fitting.
 
-    During the search, families contain only plans with uniform recompute and without offload. So a plan in `ranked`
-    replaces the best plan of its family if its score is lower.
+    During the search, families contain only plans with uniform recompute and without offload. A plan in `ranked` may be
+    better, so it replaces the best plan of its family if its score is lower.
     """
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {

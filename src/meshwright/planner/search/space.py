@@ -5,27 +5,27 @@ The space is the product of these choices:
 
 - degrees: tp x pp x cp x dp_replicate x dp_shard = number of devices
 - expert parallelism: ep divides the number of experts and dp_shard x cp x tp
-- ZeRO stage: 0 if a shard group has one rank, or 1, 2 or 3 if it has several ranks; without data and context
+- ZeRO stage: 0 if a shard group has one rank, or 1, 2 or 3 if a shard group has several ranks; without data and context
   parallelism, also the stage that offload of weights or gradients requires
 - micro-batch size: the divisors of the batch
 - schedule for pp > 1: 1f1b, gpipe, zbh1, zbv, dualpipev, or interleaved with 2, 3, ... up to blocks / pp stages per
   rank
 - blocks of each stage: an even split, or a few blocks fewer on the last stage
 - recompute: none, attention core (if it saves much), selective (if many activations are recomputable), or full; for all
-  blocks of each stage, or for any number of first blocks of each stage
+  blocks of each stage, or only for some blocks at the start of each stage
 - sequence parallelism, off or on, for tp > 1
 - offload of optimizer states, gradients, parameters and activations, in any combination that is allowed, if devices
   have a link to their host or a disk
 - context parallelism for cp > 1: ring, ulysses, or both with as many ulysses ranks as the number of heads allows
 
 Orders of mesh axes other than the default are searched only for plans with uniform recompute and without offload. The
-other order has data ranks outermost, and it is searched only if it changes a link. Tensor ranks stay innermost, because
-their communication does not overlap with compute.
+only other order has data ranks outermost. It is searched only if it changes which ranks a link connects. Tensor ranks
+stay innermost, because their communication does not overlap with compute.
 
-Plans that break a rule of `spec.constraints` are counted by reason and not listed. All other plans are in degree
-groups (`DegreeGroup`), whose grids mark the legal combinations (`PlanGrid.legal`). Plans with different
-context-parallel degrees can be in one group, because these degrees do not change the rank layout. A pin restricts a
-choice to one value. `runnable` restricts all choices to values that this version runs.
+Plans that break a rule of `spec.constraints` are counted by reason and not listed. All other plans are in degree groups
+(`DegreeGroup`), whose grids mark the legal combinations (`PlanGrid.legal`). Plans with different context-parallel
+degrees can be in one group, because these degrees do not change the rank layout. A pin restricts a choice to one value.
+`runnable`: whether to include only values that this version can run.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class DegreeGroup:
         return every.legal_size + parts + self.box.legal_size * len(self.axes)
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields all grids of the group: one with the default order of axes and all other choices, then one per other
-        order."""
+        """Yields all grids of the group: first the grid with the default order of axes and all other choices, then one
+        grid for each other order of axes."""
         yield replace(self.box, offload=self.ways, recompute=(*self.box.recompute, *self.parts))
         for axes in self.axes:
             yield self.other(axes)
@@ -253,8 +253,8 @@ class PlanSpace:
         parallel: list[bool],
         contexts: list[tuple[ContextParallelMethod, int]],
     ) -> tuple[list[int], list[bool], list[tuple[ContextParallelMethod, int]]]:
-        """Returns the legal elements of `sizes`, `parallel` and `contexts` for plans that equal `first` in all other
-        fields.
+        """Returns the legal elements of `sizes`, `parallel` and `contexts` for plans whose other fields are those of
+        `first`.
 
         Illegal combinations are counted as rejected; every combination counts as `each` plans.
         """

@@ -4,12 +4,13 @@
 - Refit: there is one speed factor for all devices and one for all links. The factors minimise the sum of log(estimate /
   measured)^2 over the trials, plus RIDGE_WEIGHT log(factor)^2 for each factor. Because of the second term, a factor
   stays near 1 if the step times do not depend on this factor.
-- Next trial: the first trial is the best plan. The second trial is the best plan with other degrees, because its time
-  depends more on other devices or links. Each further trial is the best plan without a trial, ranked on the refitted
-  cluster. There are further trials as long as the predicted gain over the best measured plan is at least
-  MIN_TRIAL_GAIN.
+- Next trial: the first trial is the best plan. The second trial is the best plan whose degrees differ from those of the
+  first, because its time depends in other proportions on devices and links. Each further trial is the best plan without
+  a trial, ranked on the refitted cluster. Trials continue as long as the predicted gain over the best measured plan is
+  at least MIN_TRIAL_GAIN.
 
-The refitted cluster is an ordinary `Cluster`. The search runs on it, and it is saved for the next job.
+The refitted cluster is an ordinary `Cluster`. The search runs on this cluster, and the cluster is saved for the next
+job.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MIN_TRIAL_GAIN = 0.01
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
 REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
-"""The number of refit rounds, and a speed-up so large that the accelerated devices or links take almost no time."""
+"""The number of iterations of the refit, and a speed-up so large that the accelerated devices or links take almost no
+time."""
 
 MAX_TRIAL_CANDIDATES = 40
 """Number of ranked plans from which the next trial is chosen."""
@@ -90,8 +92,8 @@ def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
 
 def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
     """Returns three parts of the estimated seconds of a step: the parts that depend on the devices, on the links, and
-    on neither. They are computed from estimates with almost infinitely fast devices or links. `compute` and `links` are
-    the speed factors of the cluster."""
+    on neither. These parts are computed from estimates with almost infinitely fast devices or links. `compute` and
+    `links` are the speed factors of the cluster."""
 
     def step(compute: float, links: float) -> float:
         return estimate(job.but(cluster=scale_cluster(job.cluster, compute, links)), plan).time.step
@@ -108,8 +110,8 @@ def _fit_factors(
     parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float
 ) -> tuple[float, float]:
     """Returns the speed factors of devices and of links with which the estimates are nearest to the measurements, by a
-    search over both. `parts` has, for each trial, the result of `_step_parts` and the measured seconds. `compute` and
-    `links` are the current factors."""
+    search over both factors. `parts` has, for each trial, the result of `_step_parts` and the measured seconds.
+    `compute` and `links` are the current factors."""
 
     def loss(at: tuple[float, float]) -> float:
         sums = ((a / at[0] + b / at[1] + rest) / measured for (a, b, rest), measured in parts)

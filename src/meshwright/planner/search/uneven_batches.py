@@ -2,16 +2,16 @@
 heterogeneous groups (heterogeneous.py) uses it.
 
 Every replica is on one group, and runs as many micro-batches as the speed of this group allows. The searched plans have
-replicas of tp x pp ranks inside a group (the ranks of a pipeline are adjacent). They use 1f1b, and all ZeRO stages,
-micro-batch sizes, choices of sequence parallelism and uniform recompute kinds. A step ends when the last replica ends.
-Replica r takes t_r seconds per micro-batch, and f_r further seconds per step. If n micro-batches could be divided into
-fractions, all replicas could end at the time
+replicas of tp x pp ranks inside a group (the ranks of a pipeline are adjacent). These plans use 1f1b, and all ZeRO
+stages, micro-batch sizes, choices of sequence parallelism and uniform recompute kinds. A step ends when the last
+replica ends. Replica r takes t_r seconds per micro-batch, and f_r further seconds per step. If n micro-batches could be
+divided into fractions, all replicas could end at the time
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r)
 
 No division into whole micro-batches ends earlier. So plans are computed in ascending order of T until T exceeds the
 best result. For each plan, every replica first gets the whole micro-batches that it finishes by T. Each remaining
-micro-batch goes to the replica that would finish it first; this is the optimal division. Then the exact cost of the
+micro-batch goes to the replica that would finish it first, which is the optimal division. Then the exact cost of the
 best of these plans is computed.
 
 A common micro-batch size may not fit on every group, or may divide the work too coarsely. Then each group may have a
@@ -20,9 +20,9 @@ separate size (uneven_micro_batch.py).
 Uneven shards: if equal shards do not fit on every group, shard sizes are chosen by memory. With ZeRO 1, replicas may
 have unequal numbers of micro-batches. With ZeRO 2 and 3, replicas synchronize in every micro-batch and need equal
 numbers. A rank needs a + b w bytes, where w is the size of its shard relative to an equal shard, and a and b are
-constants. The free memory of a group limits w. Groups below their limit divide the remaining states evenly. So the
-largest shard, for which all ranks wait, is as small as possible. The weights are rounded down to multiples of the
-largest weight / SHARD_WEIGHT_LEVELS.
+constants. The free memory of a group limits w. Groups below their limit divide the remaining states evenly, which makes
+the largest shard, for which all ranks wait, as small as possible. The shard weights are rounded down to multiples of
+(largest weight) / SHARD_WEIGHT_LEVELS.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class BoundedPlan(NamedTuple):
     """A plan whose numbers of micro-batches are not yet determined: the plan at index `at` of the grid `box`.
 
     `after` is the seconds of the common work of all replicas after the last micro-batch. `least` is a lower bound of
-    the step time: T plus `after`. For each replica, `each` is the seconds per micro-batch and `once` the further
-    seconds per step. `weights` are the weights of uneven shards, or () for equal shards.
+    the step time: T plus `after`. For each replica, `each` is the seconds per micro-batch and `once` the other seconds
+    per step, `after` not included. `weights` are the weights of uneven shards, or () for equal shards.
     """
 
     least: float
@@ -149,7 +149,7 @@ class BoundedPlan(NamedTuple):
 
 def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
     """Yields the best plans with uneven numbers of micro-batches, uneven micro-batch sizes or uneven shards, as pairs
-    (score, plan). At most `top` of them have a common micro-batch size."""
+    (score, plan). At most `top` of these plans have one micro-batch size for all groups."""
     groups = [group.nodes * group.devices for group in job.cluster.groups]
     found: list[BoundedPlan] = []
     tables: list[uneven_micro_batch.MicroBatchTable] = []
@@ -190,8 +190,8 @@ def _plan_score(job: Job, plan: Plan) -> float:
 
 
 def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
-    """Returns the grid of all searched plans with the degrees `tp` and `pp`. In this grid all replicas have equally
-    many micro-batches."""
+    """Returns the grid of all searched plans with the degrees `tp` and `pp`, before uneven batches or shards are
+    chosen: all replicas have equally many micro-batches."""
     batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
     parallel = (
         (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
@@ -245,7 +245,8 @@ class GroupGridCosts(NamedTuple):
 
     def bounded(self) -> Iterator[BoundedPlan]:
         """Yields the plans that fit on every group, with equal or uneven shards, and the lower bounds of their step
-        times. At ZeRO 2 and 3, plans that fit with equal shards are omitted, since they need nothing uneven."""
+        times. At ZeRO 2 and 3, plans that fit with equal shards are omitted, because their numbers of micro-batches
+        must be equal too."""
         box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
         after = np.maximum.reduce(self.after)
         number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(

@@ -1,17 +1,17 @@
-"""Searches micro-batch sizes that differ between the groups of a heterogeneous cluster. uneven_batches.py uses it if a
-common size does not fit or divides the work too coarsely.
+"""Searches micro-batch sizes that differ between the groups of a heterogeneous cluster. uneven_batches.py uses these
+plans if one size for all groups does not fit or divides the work too coarsely.
 
 The searched plans are those of uneven_batches.py, but with one micro-batch size for each group. Each size is a divisor
 of the batch. With ZeRO 0 and 1, replicas may have unequal numbers of micro-batches. With ZeRO 2 and 3, replicas
 synchronize in every micro-batch and need equal numbers.
 
-Let a group have R replicas. Let each of them have m sequences and t seconds per micro-batch, and f further seconds per
-step. A replica finishes m (T - f) / t sequences by the time T. So no step ends before the following time, where the
-sums are over the groups:
+Let a group have R replicas. Let each replica have m sequences and t seconds per micro-batch, and f other seconds per
+step. A replica finishes m (T - f) / t sequences by the time T. The step therefore ends at the following time or later
+(the sums are over the groups):
 
     T = (batch + sum of R f m / t) / (sum of R m / t) + seconds of the common work after the last micro-batch
 
-Choices of sizes are computed in ascending order of T, until T exceeds MAX_UNEVEN_STEP_RATIO times the best result. For
+Choices of sizes are tried in ascending order of T, until T exceeds MAX_UNEVEN_STEP_RATIO times the best step time. For
 each choice, replicas get whole micro-batches whose sequences add up to the batch exactly. The function `_exact_totals`
 finds them with the set of reachable sums, stored as the bits of one integer.
 """
@@ -29,7 +29,7 @@ from meshwright.spec.plan import Plan
 
 MAX_UNEVEN_STEP_RATIO = 0.99
 """The maximum step time of a plan with uneven sizes, relative to the best plan so far. If the gain is smaller, the plan
-with a common size is preferred, because it is simpler."""
+with one size for all groups is preferred, because it is simpler."""
 
 MAX_SPLIT_SIZE_CHOICES = 500
 """Maximum number of size choices for which the numbers of micro-batches are computed, for each table
@@ -45,8 +45,8 @@ sizes."""
 
 
 class GroupMicroBatches(NamedTuple):
-    """The replicas of one group: their number, the sequences per micro-batch (`size`), the seconds per micro-batch
-    (`each`), and the further seconds per step (`once`)."""
+    """The replicas of one group: the number of replicas, the sequences per micro-batch (`size`), the seconds per
+    micro-batch (`each`), and the other seconds per step (`once`)."""
 
     replicas: int
     size: int
@@ -80,7 +80,7 @@ class MicroBatchTable(NamedTuple):
         return [micro_batch.size for micro_batch in self.box.micro_batches]
 
     def least(self, batch: int) -> float:
-        """Returns a lower bound of the seconds of a step over all choices of sizes."""
+        """Returns a lower bound of the seconds of a step, for the best choice of sizes."""
         counts = np.array(self.replicas)
         rate = (np.array(self.sizes) / self.each).max(axis=1)
         if not rate.all():
@@ -114,7 +114,8 @@ def uneven_micro_batch_plans(
     found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
 ) -> Iterator[tuple[float, Plan]]:
     """Yields plans with uneven sizes as pairs (score, plan). `score` computes the score of a plan, `best` is the lowest
-    score so far. The score of each plan is below MAX_UNEVEN_STEP_RATIO times `best` and times all previous scores."""
+    score so far. Each score is below MAX_UNEVEN_STEP_RATIO times `best`, and below MAX_UNEVEN_STEP_RATIO times the
+    previous score."""
     ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
     for least, number in ordered:
         if least >= MAX_UNEVEN_STEP_RATIO * best:
@@ -209,8 +210,8 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
     """Returns the total number of micro-batches of each group, or None if no numbers add up to `batch`. `batch` is the
-    sequences of the batch divided by `unit`. `most` is the maximum number of micro-batches of a replica in each group.
-    In the integers of `reached`, bit n is set if the sum n is reachable."""
+    number of sequences of the batch divided by `unit`. `most` is the maximum number of micro-batches of a replica in
+    each group. In the integers of `reached`, bit n is set if the sum n is reachable."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):
         size, more = kind.size // unit, kind.replicas * (count - 1)
