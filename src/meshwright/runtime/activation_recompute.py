@@ -3,10 +3,10 @@ block wrappers (pipeline/block_wrapper.py) call it.
 
 The plan gives each block one of these modes:
 
-    none    the block saves every tensor that autograd requests
+    none    the block saves every tensor that autograd needs for backward
     full    the block saves only its input
-    attn    the block saves every tensor except those inside scaled_dot_product_attention
-    sac     the block saves every tensor except the results of cheap operations (analysis/recompute_tape.py)
+    attn    as `none`, except the tensors inside scaled_dot_product_attention
+    sac     as `none`, except the results of cheap operations (analysis/recompute_tape.py)
 
 With activation offload, the saved tensors are in host memory or on disk instead of on the device.
 

@@ -159,17 +159,17 @@ class StepChecks(Protocol):
         """Skips the checks of the first steps. `stages`: whether to skip the dry run of the stages too."""
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs `check`, and begins a step (if `trains`) or an evaluation."""
+        """Runs `check`. Then begins a training step (`trains`) or an evaluation."""
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks that are due before the next step or evaluation."""
+        """Runs the checks that are due before the next training step (`trains`) or evaluation."""
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """Repeats the checks after the last backward of a step and before its update, if the step took unchecked code
         paths."""
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks after the micro-batches of a step or of an evaluation."""
+        """Runs the checks after the micro-batches of a training step (`trains`) or of an evaluation."""
 
 
 @dataclass

@@ -37,7 +37,8 @@ class ExtraState:
     shared_names: dict[str, str] = field(default_factory=dict)
     """For a parameter with several names, maps each name after the first to the first name."""
     buffer_stages: dict[str, int] = field(default_factory=dict)
-    """The stage that updates each buffer. On other stages the buffer is stale or does not exist."""
+    """The stage to which each buffer belongs: the stage that updates the buffer, if there is one. On other stages the
+    buffer may be stale or missing."""
     module_keys: tuple[str, ...] = ()
     """State-dict keys whose values come from `get_extra_state`."""
 
@@ -84,7 +85,7 @@ def describe_state(value: Any, name: str) -> StateDescription:
 
 
 def restore_state(description: StateDescription, device: Callable[[str, int], torch.device], key: str = "") -> Any:
-    """Returns the described state, with zeros in its tensors.
+    """Returns the state that `describe_state` described, with zeros in its tensors.
 
     `device(key, dims)` returns the device for a tensor with `dims` dimensions under the dict key `key`. `key` is '' in
     a list or tuple.

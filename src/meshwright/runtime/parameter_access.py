@@ -223,7 +223,7 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
         if "." not in name.removeprefix(prefix) and name.removeprefix(prefix) not in own:
             raise InputError(
                 Message(
-                    "plan {plan}: load_state_dict: {name} is on another pipeline stage than this rank's: {way}",
+                    "plan {plan}: load_state_dict: {name} is not on a pipeline stage of this rank: {way}",
                     plan=plan,
                     name=name,
                     way=way,

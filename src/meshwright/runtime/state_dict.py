@@ -128,7 +128,8 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Yields the buffers of the state dict (running means, router biases) in the modules of this rank.
 
-    If `saving`, yields only buffers of this rank's stages. Statistics of sharded channels are sharded in the same way.
+    `saving`: whether to yield only buffers that belong to this rank's stages (`ExtraState.buffer_stages`). If channels
+    are sharded, their statistics are sharded in the same way.
     """
     here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):

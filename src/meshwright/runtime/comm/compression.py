@@ -247,7 +247,7 @@ class GradientCodec(Protocol):
         with zeros for non-finite elements."""
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
+        """Sets `values` to the decoded elements. `add`: whether to add them to `values` instead."""
 
 
 class Bfloat16Codec:
@@ -272,7 +272,7 @@ class Bfloat16Codec:
         values.sub_(codes).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
+        """Sets `values` to the decoded elements. `add`: whether to add them to `values` instead."""
         codes = encoded.view(torch.bfloat16)
         if add:
             values.add_(codes.to(values.dtype))
@@ -312,7 +312,7 @@ class Int8Codec:
         _copy_back(values, blocks)
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        """Sets `values` to the decoded elements, or adds these to `values` if `add`."""
+        """Sets `values` to the decoded elements. `add`: whether to add them to `values` instead."""
         scales, codes = self._views(encoded, values.numel())
         blocks = self._blocks(values)
         if add:

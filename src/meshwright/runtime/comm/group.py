@@ -8,7 +8,7 @@ An axis with one rank has no group: callers check `group is None`. Otherwise the
   It uses shared memory inside each host and process groups between hosts.
 - All other ranks use a process group of torch.
 
-`linear_map` is a linear map between ranks as an autograd function: its backward is the transposed map.
+`linear_map` applies a linear map between ranks as an autograd function: its backward applies the transposed map.
 """
 
 from __future__ import annotations

@@ -155,21 +155,21 @@ class AnalysisGuard:
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
             if not is_known:
-                self._give_up(why or Message("a copy of it does not read the same parameters as the model"))
+                self._give_up(why or Message("the copy does not read the same parameters as the model"))
         if not objection or input_signature(inputs) in self.forms:
             return ""
         given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
         if self.skeleton is None:
             return Message(
-                "the model was analysed with {known} and cannot be analysed again with {given}, because no copy of "
-                "it can run ({why}): give parallelize a training batch as example=...",
+                "the model was analysed with the inputs {known} and cannot be analysed again with {given}, because no "
+                "copy of it can run ({why}): give parallelize a training batch as example=...",
                 known=known,
                 given=given,
                 why=self.why,
             )
         return Message(
-            "the model was analysed with {known} but runs differently with {given} ({why}): give parallelize a "
-            "training batch as example=...",
+            "the model was analysed with the inputs {known} but runs differently with {given} ({why}): give "
+            "parallelize a training batch as example=...",
             known=known,
             given=given,
             why=objection,
@@ -393,7 +393,7 @@ class Preflight:
         self.paths.begin_step()
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Runs the checks that are due before the next step."""
+        """Runs the checks that are due before the next training step (`trains`) or evaluation."""
         if trains and self.analysed is not None:
             inputs = engine.objective.inputs(batches[0])
             self.analysed.check(inputs, engine.model.training, together=not self.steps)

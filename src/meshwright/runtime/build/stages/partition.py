@@ -47,7 +47,7 @@ class StagePartition:
     stage_graph: ModelGraph
     """The structure of the model, with the blocks of all stacks numbered in the order of stages."""
     boundary: BoundarySpec | None
-    """The tensors that cross stage boundaries. Only plans with one stage may have None."""
+    """The tensors that cross stage boundaries. May be None only for plans with one stage."""
     table: list[StageLayer]
     """All layers of the model with their stages."""
     reads: WeightUses
