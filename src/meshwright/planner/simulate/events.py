@@ -1,5 +1,5 @@
 """Implements a discrete-event simulation: tasks with a variable rate, events with callbacks, and sequential processes.
-step.py uses it to simulate a training step; the module itself has no code about training.
+step.py uses this module to simulate a training step; the module itself has no code about training.
 
 Guarantees: events occur in the order of their times. Simultaneous events occur in the order in which they were
 scheduled, so a simulation gives the same result on every machine.
@@ -43,7 +43,7 @@ class SimEvent:
         self.waiting = []
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` when the event occurs, or at once if it has occurred."""
+        """Calls `call` when the event occurs, or at once if the event has already occurred."""
         if self.fired:
             call()
         else:
@@ -129,8 +129,8 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """A transfer that takes `seconds` without contention on `ports`. `pace` is a factor on its rate. It is below 1
-    while compute runs on a device of the transfer."""
+    """A transfer that takes `seconds` without contention on `ports`. `pace` is a factor on its rate, below 1 while
+    compute runs on a device of the transfer."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 

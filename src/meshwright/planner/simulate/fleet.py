@@ -2,16 +2,16 @@
 progress, and the fractions that are lost.
 
 Failures occur at random, one at a time, with a rate per device. M is the mean time between failures of all devices
-together. Training is saved after every interval t. A save stops training for time d, and the checkpoint can be restored
-after a further time w. A failure loses the work after the last checkpoint that can be restored. Recovery takes
-R = detect + rebuild + restore, and a failure during recovery restarts the recovery. A spare node replaces a failed node
-until the failed node is repaired. Without a spare all devices wait.
+together. Training is saved after every interval t. A save stops training for time d, and its checkpoint can be restored
+only after a further time w. A failure loses the work after the last checkpoint that can be restored. Recovery takes R =
+detect + rebuild + restore, and a failure during recovery restarts the recovery. A spare node replaces a failed node
+until the failed node is repaired. While there is no spare node, all devices wait.
 
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
 The interval is Daly's optimum. The progress is Daly's efficiency times the probability that no failure occurs in the
-time w after a save. The formula for progress is exact for this model. Source: J. T. Daly, Future Generation Computer
+time w after a save; this formula is exact for the model described above. Source: J. T. Daly, Future Generation Computer
 Systems 22, 2006, equations 37 and 20. `expected_fractions` computes all fractions by formula, with unlimited spares.
 `simulate_fleet` simulates each failure, with a limited number of spares.
 
@@ -86,8 +86,8 @@ class FleetSpec(StrictModel):
 
 
 class WallTimeFractions(NamedTuple):
-    """Fractions of the wall time by use, with sum 1. `rework` is lost work that is repeated, `waiting` the wait for a
-    spare node."""
+    """Fractions of the wall time by use, whose sum is 1. `rework` is lost work that is repeated, `waiting` the wait for
+    a spare node."""
 
     progress: float
     save: float
@@ -140,10 +140,10 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
     """
     if policy.interval is not None:
         if policy.interval == 0.0:
-            raise InputError(Message("interval 0 s: must be above 0; leave it out for Daly's optimum"))
+            raise InputError(Message("the interval between saves must be above 0 s; leave it out for Daly's optimum"))
         return policy.interval
     if policy.save == 0.0:
-        raise InputError(Message("save 0 s: Daly's optimum is undefined for a save that takes no time; set --interval"))
+        raise InputError(Message("Daly's optimum is undefined for saves that take 0 s; set --interval"))
     return optimal_save_interval(policy.save, mean)
 
 
@@ -178,7 +178,7 @@ def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> 
 
 
 def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
-    """Returns the smallest number of spare nodes that is enough at any time with probability `chance`. The number of
+    """Returns the smallest number of spare nodes that, at any time, suffices with probability `chance`. The number of
     nodes under repair has a Poisson distribution. If its mean is above 745, the normal distribution approximates it,
     with probability 0.999 for any `chance`.
 
@@ -200,8 +200,9 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
 def simulate_fleet(
     fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1
 ) -> FleetOutcome:
-    """Simulates the fleet `runs` times. Each simulation covers `seconds` of wall time. Calls with equal `seed` give
-    equal results. Raises InputError in the cases of `save_interval` and `expected_fractions`."""
+    """Simulates the fleet `runs` times. Each simulation covers `seconds` of wall time. Calls with the same arguments,
+    including `seed`, give the same result. Raises InputError in the cases of `save_interval` and
+    `expected_fractions`."""
     mean = fleet.mean_between_failures
     interval = save_interval(policy, mean)
     formula = expected_fractions(policy, mean, interval)
@@ -242,8 +243,8 @@ class _FleetSimulation:
             self.now += seconds
 
     def _train(self, until_failure: float) -> None:
-        """Trains until the next failure, or until the end of the simulation. Work after the last checkpoint that can be
-        restored counts as rework."""
+        """Trains until the next failure, or until the end of the simulation. At a failure, the work after the last
+        checkpoint that can be restored counts as rework."""
         interval, save = self.interval, self.policy.save
         ends = self.now + until_failure >= self.end
         run = min(until_failure, self.end - self.now)
@@ -288,7 +289,7 @@ class _FleetSimulation:
 
 
 class FleetTableCell(NamedTuple):
-    """One cell of the fleet table (docs/en/simulate.md): a policy by description, the number of devices, and the
+    """One cell of the fleet table (docs/en/simulate.md): the description of a policy, the number of devices, and the
     result."""
 
     policy: str

@@ -2,9 +2,9 @@
 `mw.simulate` call `simulate`.
 
 `simulate` returns the time of a step, the actions and waits of each pipeline rank, and the estimate. Without faults the
-simulation agrees with the estimate. If no communication overlaps with compute, both are equal up to rounding in two
-cases: gpipe, and 1f1b or interleaved with equal stages. For reductions the simulation is more detailed: it simulates
-each bucket on each rank, while the estimate adds up the reductions of the slowest rank.
+simulation agrees with the estimate. If no communication overlaps with compute, the simulated and the estimated step
+time are equal up to rounding for gpipe, and for 1f1b and interleaved with equal stages. For reductions the simulation
+is more detailed: it contains each bucket on each rank, while the estimate adds up the reductions of the slowest rank.
 
 If a rank dies during a step, on average half of the step is lost. Then the failure is detected, processes restart and
 the state is loaded (`RecoveryPolicy`). Ranks of other replicas have the same state: at ZeRO 0 all data ranks, from
@@ -51,9 +51,8 @@ LOST_STEP_FRACTION = 0.5
 class RankDeaths(NamedTuple):
     """Ranks that die together in `step`.
 
-    Each dead rank has a number of living ranks with the same state as the dead rank. `holders` is the minimum of this
-    number over the dead ranks. If `holders` is 0, training resumes from a checkpoint and repeats `again` complete
-    steps. Otherwise `again` is 0.
+    For each dead rank, count the living ranks with the same state. `holders` is the smallest of these counts. If
+    `holders` is 0, training resumes from a checkpoint and repeats `again` complete steps. Otherwise `again` is 0.
     """
 
     step: int
@@ -78,7 +77,7 @@ class RunSeconds(NamedTuple):
 @dataclass(frozen=True)
 class RunWithFailures:
     """The simulation of `steps` steps with a checkpoint after every `every` steps (0: no checkpoints). `spent` is the
-    wall time by use."""
+    wall time by use, in seconds."""
 
     steps: int
     every: int
@@ -97,7 +96,7 @@ def simulate_failures(
     """Simulates `steps` steps of `step` seconds each, with a checkpoint after every `every` steps (0: none). If `steps`
     is 0, the simulation ends with the last step in which a rank dies.
 
-    Raises: InputError if a rank is to die after the last step.
+    Raises: InputError if `kills` has a step after the last simulated step.
     """
     last = max((kill.step for kill in kills), default=1)
     steps = steps or last
@@ -162,8 +161,8 @@ DEFAULT_RECOVERY_POLICY = RecoveryPolicy()
 
 @dataclass(frozen=True)
 class SimulatedRankTime:
-    """The seconds of one pipeline rank in one step, by activity. `replicas` is the number of replicas in which this
-    rank is identical. `waiting` is the idle seconds by reason (WAIT_REASONS). `faulty`: whether the rank has a
+    """The seconds of one pipeline rank in one step, by activity. `replicas` is the number of identical replicas that
+    the rank represents. `waiting` is the idle seconds by reason (WAIT_REASONS). `faulty`: whether the rank has a
     fault."""
 
     rank: int
@@ -185,8 +184,8 @@ class SimulationResult:
     """One simulated step.
 
     `seconds` is the time of the step with faults, `healthy` the time without faults. `cells` contains every action and
-    transfer, for traces. `stretch` is the simulation of several steps in which ranks die; without such faults it has no
-    deaths.
+    transfer, for traces. `stretch` is the simulation of several steps in which ranks die; if no fault kills a rank, its
+    `deaths` are empty.
     """
 
     job: Job
@@ -232,8 +231,8 @@ def simulate(
 
 
 def check_equal_replicas(plan: Plan) -> None:
-    """Raises InputError if replicas have different work or states. The simulation represents all healthy replicas by
-    one."""
+    """Raises InputError if replicas differ in their work or states, because one simulated replica represents all
+    healthy replicas."""
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(

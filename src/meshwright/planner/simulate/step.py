@@ -5,10 +5,10 @@ message between stages. It also contains every gather and reduction of the data 
 
 The following rules apply in addition to the order of the schedule:
 
-- A rank posts its collectives in order. A collective starts when all members have posted it and the previous
-  collective of each member has ended.
-- A collective and compute on one device slow each other by OVERLAP_SLOWDOWN. On a CPU, the cores also communicate, so
-  compute stops during a collective.
+- A rank posts its collectives in order. A collective starts when all members have posted it and the previous collective
+  of every member has ended.
+- A collective and compute on one device slow each other down by OVERLAP_SLOWDOWN. On a CPU, the cores that compute also
+  communicate, so compute stops during a collective.
 - Transfers on one port share the bandwidth of the port.
 - At ZeRO 2 and 3, at most MAX_INFLIGHT_REDUCE reductions are in flight while backward fills the next parameter group.
 - If gradients are clipped, no rank updates before all ranks have reduced their gradients.
@@ -77,10 +77,10 @@ class StepProgram(NamedTuple):
     """The input of a simulation.
 
     `orders` is the order of actions of each pipeline rank, `durations` the times of these actions. `lanes` are the
-    classes of identical replicas. `lines` has the speed of the links of each tier. `hops` is the tier between each pair
-    of pipeline ranks. `data` and `tensor` are the tiers of the data-parallel groups and of the tensor and context
-    groups. Link faults apply to the ports of tier `faulty`. `zero` is the ZeRO stage. `barrier`: whether all ranks
-    synchronise before the update, for the norm of clipped gradients.
+    classes of identical replicas (symmetry.py). `lines` is the speed of a link by tier. `hops` is the tier of the link
+    between each pair of pipeline ranks. `data` and `tensor` are the tiers of the data-parallel groups and of the tensor
+    and context groups. Link faults apply to the ports of tier `faulty`. `zero` is the ZeRO stage. `barrier`: whether
+    all ranks synchronise before the update, for the norm of clipped gradients.
     """
 
     orders: RankOrders
@@ -97,12 +97,12 @@ class StepProgram(NamedTuple):
 
 @dataclass
 class SimulatedRank:
-    """The state of one simulated rank. It represents pipeline rank `pp` in all replicas of the class `lane`.
+    """The state of one simulated rank, which represents pipeline rank `pp` in all replicas of the class `lane`.
 
     `at` is the index of the simulated rank. `running` is the collective in flight, `queue` the posted collectives that
-    have not ended, in order. `pending` are the reductions that a later action or the end of the step waits for. All
-    times are in seconds: `busy` of compute, `update` of the update on the device, `waits` by reason, and `finish` at
-    the end of the rank's step.
+    have not ended, in order. `pending` are the reductions that a later action or the end of the step waits for.
+    Seconds: `busy` is the time of compute, `update` that of the update on the device, `waits` the idle time by reason,
+    and `finish` the time at which the rank ends its step.
     """
 
     at: int
@@ -127,8 +127,8 @@ class SimulatedRank:
 
 @dataclass(eq=False)
 class SimulatedCollective:
-    """A collective of the simulated ranks `members`. It takes `seconds` without contention. `came` is the number of
-    members that have posted it."""
+    """A collective of the simulated ranks `members`. The collective takes `seconds` without contention. `came` is the
+    number of members that have posted the collective."""
 
     name: str
     members: list[SimulatedRank]
@@ -146,8 +146,8 @@ COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] 
     ("tie", lambda cell, width: cell.pp in (0, width - 1)),
     ("all", lambda cell, width: True),
 )
-"""The types of process groups, each with a condition for its members: shard group (at ZeRO 0 all data ranks), replicas,
-first and last pipeline rank with a tied weight, and all ranks."""
+"""The types of process groups, each with a function that returns whether a rank is a member: shard group (at ZeRO 0 all
+data ranks), replicas, first and last pipeline rank with a tied weight, and all ranks."""
 
 
 class StepSimulator:
@@ -324,7 +324,7 @@ class StepSimulator:
         return done
 
     def _set_rate(self, cell: SimulatedRank) -> None:
-        """Sets the rate of compute: slower while a collective overlaps with it, and zero on a CPU."""
+        """Sets the rate of compute. While a collective overlaps with compute, the rate is lower, and zero on a CPU."""
         if cell.computing is not None:
             rate = 0.0 if self.play.durations.on_host else self.pace
             self.clock.at(cell.computing, 1.0 if cell.running is None else rate)
@@ -384,8 +384,7 @@ class StepSimulator:
         return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]
 
     def _try(self, collective: SimulatedCollective) -> None:
-        """Starts the collective if all members have posted it and it is the oldest unfinished collective of each
-        member."""
+        """Starts the collective if all members have posted it, and if no member has an older unfinished collective."""
         if (
             collective.started
             or collective.came < len(collective.members)

@@ -1,15 +1,16 @@
 """Selects the ranks that the simulation of a step (run.py) computes: one rank of each set of identical ranks.
 
-The tensor and context ranks of one pipeline rank advance together. The simulation computes them as one rank, with the
-speed of the slowest.
+The tensor and context ranks of one pipeline rank advance together. The simulation computes these ranks as one rank,
+with the speed of the slowest of them.
 
 A lane (`ReplicaClass`) is a simulated replica, with one simulated rank for each pipeline rank. A lane represents all
 identical replicas. Without faults there is one lane. With faults there are three types of lanes:
 
-- Faulty replicas. Replicas with equal faults in shard groups with equal faults have one lane.
-- Healthy replicas of a shard group with a faulty replica. They wait for this replica in every collective of the group.
-- Replicas of all shard groups without a fault. They synchronize with the faulty groups when gradients are reduced over
-  replicas.
+- Faulty replicas. Replicas with equal faults share a lane if their shard groups also have equal faults.
+- Healthy replicas of a shard group with a faulty replica. These replicas wait for the faulty replica in every
+  collective of the group.
+- Replicas of all shard groups without a fault. These replicas synchronize with the faulty groups when gradients are
+  reduced over replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshwright.spec.plan import Plan
 
 
 class RankFault(NamedTuple):
-    """The faults of one simulated rank. `slow` is the factor on its compute time. `links` are the faults of its
+    """The faults of one simulated rank. `slow` is the factor on the compute time of the rank, `links` the faults of its
     links."""
 
     pp: int
@@ -46,8 +47,8 @@ class ReplicaClass(NamedTuple):
     """A class of `replicas` identical replicas, also called a lane.
 
     `ranks` is the global rank of each pipeline rank in the first replica of the class, with tensor and context
-    coordinates 0. `marks` is the faults of the pipeline ranks that have faults. Shard groups with equal faults have one
-    index, and `group` is this index.
+    coordinates 0. `marks` is the faults of the pipeline ranks that have faults. `group` is the index of the replicas'
+    shard group; shard groups with equal faults share an index.
     """
 
     replicas: int
@@ -64,6 +65,7 @@ def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
     """Returns one lane for every class of identical replicas. Lanes of shard groups with faults come first.
 
     >>> from meshwright.spec.plan import parse_plan
+    >>> # rank 5 is in the replica with ranks 4, 5, 12 and 13
     >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
     [(1, (4, 12)), (3, (0, 8))]
     """

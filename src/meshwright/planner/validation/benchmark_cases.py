@@ -1,5 +1,5 @@
-"""Converts rows of the tables of published measurements to jobs, plans and measured values, for the scores in score.py.
-If a row cannot be predicted, the result is the reason.
+"""Converts each row of the tables of published measurements to a job, plans and measured values, for the scores in
+score.py. If a row cannot be predicted, the result is the reason instead.
 
 A source may not state all choices (micro-batch size, virtual stages, recompute). Then a case has one plan for each
 possible combination, and score.py assumes the fastest of these plans that fits.
@@ -58,9 +58,9 @@ class MemoryMeter(StrEnum):
 
 
 class BenchmarkCase(NamedTuple):
-    """A row with its job and the plans that the row may mean. If the source states the complete plan, there is one
-    plan. `practice` is the runtime of the measurement. `seconds` per step and `memory` in bytes are None if they were
-    not measured. `meter` is the meaning of `memory`."""
+    """A row with its job, and the plans that the measured run may have used. If the source states the complete plan,
+    there is one plan. `practice` is the runtime of the measurement. `seconds` per step and `memory` in bytes are None
+    if they were not measured. `meter` is the meaning of `memory`."""
 
     row: MeasurementRow
     job: Job
@@ -128,8 +128,9 @@ def _unsupported_reason(row: MeasurementRow, system: Framework) -> str:
 
 
 def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
-    """Returns the architecture that the columns of `row` state. The sizes of experts are those of the catalog model
-    with equal layers, hidden size, heads and number of experts. Raises InputError if the catalog has no such model."""
+    """Returns the architecture that the columns of `row` state. For a model with experts, the sizes are those of the
+    catalog model with the same layers, hidden size, heads and number of experts. Raises InputError if the catalog has
+    no such model."""
     shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary_size(row)}
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
@@ -176,9 +177,9 @@ def _case_model_spec(name: str, sizes: ArchitectureSizes, kernels: FrameworkKern
 
 
 def case_cluster(row: MeasurementRow) -> Cluster:
-    """Returns the cluster that the row states. If the row states no network with a known rate, the network is the
-    catalog's default for the device. Raises InputError if the device is not in the catalog, or if the number of devices
-    is not a multiple of the devices per node."""
+    """Returns the cluster that the row states. If the row states no network, or a network without a rate, the network
+    is the catalog's default for the device. Raises InputError if the device is not in the catalog, or if the number of
+    devices is not a multiple of the devices per node."""
     per_node = min(row.count("gpus_per_node", 8), row.count("gpus"))
     nodes, rest = divmod(row.count("gpus"), per_node)
     if rest:
@@ -199,8 +200,8 @@ def _build_cluster(nodes: int, devices: int, device: str, network: str) -> Clust
 
 
 def device_name(row: MeasurementRow) -> str:
-    """Returns the catalog name of the row's device. For example, `A100` with 80 GB is a100-80gb. Devices with only one
-    memory size have no suffix. Raises InputError for an unknown device."""
+    """Returns the catalog name of the row's device. For example, `A100` with 80 GB is a100-80gb. The catalog names of
+    devices with only one memory size have no size. Raises InputError for an unknown device."""
     name, memory = row.text("gpu").lower().rstrip("?").replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
     rows = catalog.devices()
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):
@@ -234,7 +235,8 @@ def case_workload(row: MeasurementRow) -> Workload:
 
 
 def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
-    """Returns every plan that the row may mean. Choices that the row does not state have all usual values."""
+    """Returns every plan that the measured run may have used. For a choice that the row does not state, there is a plan
+    for each usual value."""
     batch = case_workload(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
     micro = (
@@ -289,9 +291,9 @@ def case_plan(
 
 
 def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
-    """Returns the number of blocks of each stage by nanotron's rule. Stage i of pp stages ends with the layer at which
-    the cumulative cost exceeds i / pp of the total. The costs are those of nanotron's Llama: matrix products for a
-    block, the vocabulary product for the head, and 0 for the embedding."""
+    """Returns the number of blocks of each stage by nanotron's rule. Stage i (from 1 to pp) ends with the layer at
+    which the cumulative cost exceeds i / pp of the total cost. The costs are those of nanotron's Llama: matrix products
+    for a block, the vocabulary product for the head, and 0 for the embedding."""
     layers, hidden = row.count("layers"), row.count("hidden")
     block = hidden * (4 * hidden + 3 * row.count("ffn"))
     total = layers * block + hidden * row.count("vocab")
@@ -305,9 +307,9 @@ def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
 
 
 def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
-    """Returns the numbers of blocks `found` with at least one block on every stage, as this project requires. If the
-    last stage has only the head, it gets one block of the previous stage. Raises InputError if another stage has no
-    block."""
+    """Changes the numbers of blocks `found` so that every stage has at least one block, as this project requires. If
+    the last stage has only the head, one block moves to it from the previous stage. Raises InputError if another stage
+    has no block."""
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):

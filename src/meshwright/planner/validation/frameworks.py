@@ -1,17 +1,19 @@
 """Describes the frameworks with which the published measurements were made (benchmark_cases.py). The properties are
-those of each framework's code, with sources. No number is fitted to a measurement.
+those of each framework's code, with sources. No property is fitted to a measurement.
 
-A row uses the first framework in FRAMEWORKS whose pattern matches the column `system` of the row. Properties that the
-row states (attention kernel, recompute, compilation, sequence parallelism) take precedence over those of the framework.
+A row uses the first framework in FRAMEWORKS whose pattern matches the column `system` of the row. If the row states a
+property (attention kernel, recompute, compilation, sequence parallelism), this value takes precedence over that of the
+framework.
 
-`FrameworkKernels` describes which tensors the kernels of other frameworks save for backward, and how much they move
-through memory. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with dropout. There, let s be
-the tokens, b the batch, h the hidden size and a the number of heads. A layer saves 10 s b h + 24 s b h bytes. Attention
-that is not fused saves 5 a s^2 b further bytes. For all other operations the rules of autograd apply
+`FrameworkKernels` describes which tensors the kernels of other frameworks save for backward, and how many bytes these
+kernels move through memory. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with dropout. In
+table 2, s is the tokens, b the batch, h the hidden size and a the number of heads. A layer saves 10 s b h + 24 s b h
+bytes. Attention that is not fused saves 5 a s^2 b bytes more. For all other operations the rules of autograd apply
 (planner/inputs/activation_formulas.py).
 
 The table has the saved elements and the moved elements per token, in elements of the compute dtype unless bytes are
-stated. Widths are numbers of features: h hidden, q all query heads, k all key heads, f feed-forward.
+stated. Widths are numbers of features: h of the hidden state, q of all query heads, k of all key heads, f inside the
+feed-forward.
 
 | operation | fused: saves, moves | not fused: saves, moves |
 |---|---|---|
@@ -51,7 +53,7 @@ class FrameworkKernels(NamedTuple):
     loss: float = 8.0
     operand: float = 1.0
     """Saved elements of the compute dtype per input element of a matrix product. The value is 0.5 if an 8-bit product
-    saves the 8-bit input (Transformer Engine). Other frameworks save the original input."""
+    saves its 8-bit input (Transformer Engine), and 1 if it saves the input before conversion."""
     passing: float = 1.0
     """Transient elements of the compute dtype per logit while the loss runs. The value is 4 if logits are first
     converted to float32: 8 transient bytes, in addition to the 4 saved bytes of a log-probability."""
@@ -60,11 +62,11 @@ class FrameworkKernels(NamedTuple):
     logits: float = 0.0
     """Additional saved bytes per logit, for copies that the loss makes."""
     gathered: int = 1
-    """The number of tensor ranks if each rank saves the gathered inputs of column-parallel products completely,
-    otherwise 1."""
+    """The number of tensor ranks if each rank saves the complete gathered inputs of column-parallel products, otherwise
+    1."""
     again: bool = False
-    """Whether selective recompute by operation is used. It saves the block's input, the attention output and the output
-    of every second matrix product."""
+    """Whether selective recompute by operation is used, which saves the block's input, the attention output and the
+    output of every second matrix product."""
     labelled: float = 1.0
     """Fraction of the tokens whose logits are computed. The value is below 1 for masked language models whose head
     computes only masked positions."""
@@ -188,12 +190,13 @@ CUDNN_ATTENTION_SPEEDUP = 1.5
 and 550 TFLOP/s, and FlashAttention-2 reaches 350 TFLOP/s (arXiv 2407.08608, figure 5)."""
 
 CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
-"""Matches the notes of the configurations in torchtune's table that use the chunked loss. Each row of this table adds
-one option to the previous row. The chunked loss is added before recompute, so the row of recompute matches too."""
+"""Matches the notes of the configurations in torchtune's table that use the chunked loss. Each row of torchtune's table
+adds one option to the previous row. The chunked loss is added before recompute, so the pattern also matches the row
+that adds recompute."""
 
 FLASH1_ATTENTION_SPEED = 0.55
-"""Rate of the first version of FlashAttention divided by the rate of FlashAttention-2, which is about twice as fast
-(arXiv 2307.08691). `flash-attn` without a number means the first version."""
+"""Rate of FlashAttention-1 divided by the rate of FlashAttention-2. Version 2 is about twice as fast (arXiv
+2307.08691). In the tables, `flash-attn` without a number means version 1."""
 
 EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
@@ -203,8 +206,8 @@ FRAMEWORKS = (
         "Megatron-Core",
         r"Megatron-Bridge|NeMo",
         "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, "
-        "gradients held and reduced "
-        "in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, tensor traffic overlapped in pieces",
+        "gradients stored and reduced in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, "
+        "tensor-parallel communication overlapped in chunks",
         RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
         FrameworkKernels(),
         learned=True,
@@ -215,7 +218,7 @@ FRAMEWORKS = (
         r"Megatron-Core",
         "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, "
         "Transformer Engine, "
-        "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
+        "cuDNN attention, tensor-parallel communication overlapped in chunks, float32 main gradients",
         RuntimeModel(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
         FrameworkKernels(),
         learned=True,
@@ -233,9 +236,8 @@ FRAMEWORKS = (
     Framework(
         "Megatron-LM",
         r"Megatron-LM",
-        "arXiv 2104.04473 and 2205.05198, code of the time: fused softmax, bias-gelu and bias-dropout-add, dropout "
-        "0.1, unfused attention, "
-        "float32 main gradients (18 bytes a parameter), one all-reduce after backward",
+        "arXiv 2104.04473 and 2205.05198, and the code of these years: fused softmax, bias-gelu and bias-dropout-add, "
+        "dropout 0.1, unfused attention, float32 main gradients (18 bytes a parameter), one all-reduce after backward",
         MEGATRON_RUNTIME,
         FrameworkKernels(flash=False, dropout=True),
         bias=True,
@@ -244,10 +246,10 @@ FRAMEWORKS = (
     Framework(
         "nanotron",
         r"nanotron",
-        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 accumulators "
-        "beside bf16 gradients and, "
-        "without ZeRO, their buckets; gathered inputs kept; logits cut by vocabulary, three copies in float32; "
-        "all-reduce beside the last backward; with ZeRO-1 no DDP: gradients are scattered after backward, weights "
+        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product not fused, float32 "
+        "accumulators in addition to bf16 gradients and, "
+        "without ZeRO, their buckets; gathered inputs saved; logits sharded by vocabulary, three copies in float32; "
+        "all-reduce overlapped with the last backward; with ZeRO-1 no DDP: reduce-scatter after backward, weights "
         "gathered after the update",
         RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True),
         FrameworkKernels(product=False, loss=10.0, logits=8.0),
@@ -268,7 +270,7 @@ FRAMEWORKS = (
         r"torchtitan",
         "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where "
         "stated; selective "
-        "recompute by operation, every second product again",
+        "recompute by operation, which recomputes every second product",
         RuntimeModel(reduced=4),
         EAGER_KERNELS,
         selective="op",
@@ -298,14 +300,14 @@ FRAMEWORKS = (
     Framework(
         "Hugging Face",
         r"HF Trainer",
-        "transformers modules, operation by operation; DeepSpeed with bf16 gradients",
+        "transformers modules, not compiled; DeepSpeed with bf16 gradients",
         RuntimeModel(),
         EAGER_KERNELS,
     ),
     Framework(
         "llm.c",
         r"llm\.c",
-        "llm.c: CUDA without a framework, cuDNN attention, fused classifier, gelu made again, ZeRO-1 after backward",
+        "llm.c: CUDA without a framework, cuDNN attention, fused classifier, gelu recomputed, ZeRO-1 after backward",
         RuntimeModel(reduce_hidden=False, launch=0.1),
         FrameworkKernels(loss=3.0),
         bias=True,
@@ -315,7 +317,7 @@ FRAMEWORKS = (
     Framework(
         "OneFlow",
         r"OneFlow",
-        "OneFlow-GPT of DLPerf: a compiled graph, fused softmax, dropout, gradients reduced beside backward",
+        "OneFlow-GPT of DLPerf: a compiled graph, fused softmax, dropout, reduction overlapped with backward",
         RuntimeModel(launch=0.3),
         FrameworkKernels(flash=False, dropout=True),
         bias=True,
@@ -324,8 +326,8 @@ FRAMEWORKS = (
     Framework(
         "DDP",
         r"DDP|DeepSpeed transformer",
-        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head on masked "
-        "places (20 of 128, 80 of 512)",
+        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head only on masked "
+        "positions (20 of 128, 80 of 512)",
         RuntimeModel(),
         FrameworkKernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156),
         bias=True,
@@ -334,8 +336,8 @@ FRAMEWORKS = (
     Framework(
         "Alpa",
         r"Alpa",
-        "Alpa: XLA fuses element-wise operations and makes attention from products; the whole step is one compiled "
-        "program",
+        "Alpa: XLA fuses element-wise operations, attention is separate matrix products; the whole step is one "
+        "compiled program",
         RuntimeModel(launch=0.3),
         FrameworkKernels(flash=False),
         bias=True,
@@ -367,7 +369,7 @@ def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
 EAGER_TORCH = Framework(
     "plain",
     "",
-    "no framework of the list: modules of torch, operation by operation, gradients summed beside backward",
+    "a framework that is not in FRAMEWORKS: eager PyTorch modules, reduction overlapped with backward",
     RuntimeModel(),
     EAGER_KERNELS,
     bias=True,

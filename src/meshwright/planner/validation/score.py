@@ -13,21 +13,24 @@ that the source measures (`MemoryMeter`):
 
 The scores:
 
-- error: |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; median and 90th percentile.
-- scaling: let the speed be tokens per second and device. Among rows that differ only in the number of data ranks, the
-  ratio is the speed on most devices divided by the speed on fewest devices. The score is the error of this ratio.
+- error: |predicted / measured - 1| for the seconds of a step, on rows with `core` 1. The score is the median and the
+  90th percentile.
+- scaling: let the speed be tokens per second and device. Rows that differ only in the number of data ranks form a set.
+  Its ratio is the speed on the most devices divided by the speed on the fewest devices. The score is |predicted ratio /
+  measured ratio - 1|.
 - correlation: Spearman's rank correlation of predicted and measured seconds in a group of plans with equal model,
   number of devices and batch.
-- regret: let the choice be the plan of a group that the planner would rank first. The regret is the measured seconds of
-  the choice, divided by those of the fastest plan of the group, minus 1.
-- memory: the error by meter on rows with `core` 1 and `trust` A; the number of plans of these rows that are predicted
-  not to fit; the number of plans that ran out of memory but are predicted to fit.
+- regret: the planner's choice in a group is the plan that it would rank first. The regret is the measured seconds of
+  this choice, divided by the measured seconds of the fastest plan of the group, minus 1.
+- memory: the error by meter on rows with `core` 1 and `trust` A; how many plans of these rows are predicted not to fit;
+  and how many plans ran out of memory although they are predicted to fit.
 
 The columns `core` and `trust` of the table select rows: `core` is 1 for rows that count for errors, and `trust` is the
-reliability of a row, from A (highest) to C. Without these columns, all rows count. Scaling, correlation and regret
-exclude rows with `trust` C. Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are not mixed: each
-score belongs to one family, or to one meter of a family. Measured collectives are compared with `cost.links`. Their
-errors are reported by operation, separately for one node and several nodes, and for small and large messages.
+reliability of a row, from A (highest) to C. If a table has no such columns, all its rows count. Scaling, correlation
+and regret exclude rows with `trust` C. Groups have at least MIN_GROUP_PLANS plans. Each score is computed for one
+family, or for one meter of a family, so errors of different sources are not mixed. Measured collectives are compared
+with the times of `cost.links`. The errors are reported by operation, number of nodes (one or several) and message size
+(small or large).
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ from meshwright.spec.plan import Plan
 
 
 class StepPrediction(NamedTuple):
-    """The prediction for one case: the plan that is assumed for the case, and its estimate."""
+    """The prediction for one case: the plan that the case is assumed to have used, and the estimate of this plan."""
 
     case: BenchmarkCase
     plan: Plan
@@ -88,8 +91,9 @@ class StepPrediction(NamedTuple):
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
-    """Returns the prediction for the fastest plan of the case whose allocated bytes fit in the device. If no plan fits,
-    returns the prediction for the plan with the lowest memory. If a plan cannot be estimated, returns the reason."""
+    """Returns the prediction for the fastest plan of the case whose allocated bytes fit in the device's memory. If no
+    plan fits, returns the prediction for the plan with the lowest memory. If a plan cannot be estimated, returns the
+    reason."""
     pricer = CostModel(case.job, case.practice)
     found = []
     for plan in case.plans:
@@ -141,8 +145,8 @@ class FamilyScore(NamedTuple):
 
 
 class MemoryScore(NamedTuple):
-    """The memory scores of one meter in one family. `ran` is the number of plans that ran, `refused` the number of them
-    that are predicted not to fit."""
+    """The memory scores of one meter in one family. `ran` is the number of plans that ran, `refused` how many of these
+    plans are predicted not to fit."""
 
     family: str
     meter: str
@@ -154,7 +158,7 @@ class MemoryScore(NamedTuple):
 class ValidationReport(NamedTuple):
     """The result of `meshwright validate`. `median_of_medians` is the median over the families of the median time
     error. `median_regret` and `worst_regret` are over the groups of all families. `out_of_memory` is the number of
-    plans that ran out of memory, `false_fits` the number of them that are predicted to fit. `left` is the numbers of
+    plans that ran out of memory, `false_fits` how many of these plans are predicted to fit. `left` is the number of
     rows without a prediction, by family and reason."""
 
     families: tuple[FamilyScore, ...]
@@ -168,7 +172,7 @@ class ValidationReport(NamedTuple):
 
 
 def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
-    """Returns the scores of `rows`, and the reasons why some of them are not predicted."""
+    """Returns the scores of `rows`, and the reasons why some rows have no prediction."""
     found, left = predict_rows(rows)
     families = tuple(_family_score(name, each) for name, each in sorted(found.items()))
     memory = tuple(_memory_scores(found))
@@ -205,8 +209,8 @@ def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPre
 
 
 def _core_rows(found: Sequence[StepPrediction]) -> list[StepPrediction]:
-    """Returns the predictions that count for errors: those of successful rows with `core` 1. Without this column, all
-    successful rows count."""
+    """Returns the predictions that count for errors: those of successful rows with `core` 1. In a table without this
+    column, all successful rows count."""
     return [each for each in found if each.case.row.text("core") in ("1", "") and each.case.ran]
 
 
@@ -345,7 +349,7 @@ LARGE_MESSAGE_BYTES = 2**24
 """Messages of at least this number of bytes count as large."""
 
 EQUIVALENT_DEVICES = {"n/s (A100-class NVLink node)": "a100-80gb"}
-"""Catalog names of devices that a source describes but does not name."""
+"""Catalog names of devices of which a source states only a description."""
 
 
 def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeErrors]:
@@ -388,7 +392,7 @@ def predict_collective(row: MeasurementRow, size: float) -> float | None:
 
 
 def link_text(text: str) -> str:
-    """Returns the network `text` of a row in the notation of `@LINK` (inputs/cluster_parser.py)."""
+    """Converts the network `text` of a row to the notation of `@LINK` (inputs/cluster_parser.py)."""
     if "EFA" in text:
         return EFA_LINK if "v2" in text else "efa-p6"
     ports = re.search(r"(\d+)x(\d+)\s*Gb/s", text)

@@ -1,5 +1,5 @@
-"""Reads the tables of published measurements in the package, and tables of users with equal columns, for
-`meshwright validate`.
+"""Reads the tables of published measurements in the package, and users' tables with the same columns, for `meshwright
+validate`.
 
 `measurements.csv.gz` has the published times and memory of training steps, each with its source. `collectives.csv.gz`
 has published times of collectives by message size. An empty cell means that the source does not state the value.
@@ -46,8 +46,8 @@ class MeasurementRow:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Returns the command-line options that the column `notes` quotes as `flags {...}` in JSON. Returns no options
-        if there are none."""
+        """Returns the command-line options that the column `notes` quotes as `flags {...}` in JSON. Returns an empty
+        dict if the column quotes no options."""
         found = re.search(r"flags (\{.*?\})", self.text("notes"))
         try:
             given = json.loads(found[1]) if found else {}
