@@ -307,7 +307,7 @@ def has_weights(folder: Path) -> bool:
     """Returns whether a model folder has safetensors weights.
 
     Raises:
-        InputError: the folder has only pickled weights. Training from random weights would surprise the user.
+        InputError: the folder has only pickled weights. Without the error, training would start from random weights.
     """
     if any(folder.glob("*.safetensors")):
         return True

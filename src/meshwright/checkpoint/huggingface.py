@@ -262,9 +262,10 @@ class MergedLora:
 def export_adapter(
     path: Path, folder: Path, lora: LoraConfig, base: str, extra_files: Mapping[str, bytes]
 ) -> list[Path]:
-    """Writes the LoRA adapters of the checkpoint `path` into `folder`, as `peft.PeftModel.from_pretrained` reads them.
+    """Writes the LoRA adapters of the checkpoint `path` into `folder`, in the format that
+    `peft.PeftModel.from_pretrained` reads.
 
-    `base` is the folder of the base model. `extra_files` are other files to write, by name. Returns the files.
+    `base` is the folder of the base model. `extra_files` are other files to write, by name. Returns the written files.
 
     Raises:
         InputError: the checkpoint has no adapters, or the folder already has an adapter.

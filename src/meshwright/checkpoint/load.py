@@ -1,5 +1,5 @@
 """Loads a checkpoint: fills the tensors of a rank under any layout, and returns the state of the trainer. The trainer
-loads on-disk and in-memory checkpoints with it.
+uses this file to load on-disk and in-memory checkpoints.
 
 Guarantees:
 - Names, shapes and dtypes are checked before any tensor is written.
@@ -231,7 +231,7 @@ def read_full_tensor(reader: CheckpointSource, name: str) -> torch.Tensor:
 
 
 def iter_full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name without the prefix, full tensor) of each tensor whose name begins with `prefix`, one at a time."""
+    """Yields (name without the prefix, full tensor) for each tensor whose name begins with `prefix`, one at a time."""
     reader = CheckpointReader(path)
     for name in reader.manifest.tensors:
         if name.startswith(prefix):

@@ -65,8 +65,8 @@ class SavedShard(StrictModel):
 
 
 class TensorEntry(StrictModel):
-    """A tensor of the checkpoint and its shards. `split` is the dimension along which local tensors are split, None if
-    they are full."""
+    """A tensor of the checkpoint and its shards. `split` is the dimension along which tensor ranks split the tensor,
+    None if each local tensor is the full tensor."""
 
     shape: tuple[BoundedCount, ...] = Field(max_length=16)
     dtype: str
@@ -325,7 +325,8 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
-    """Returns the first index in [0, end) that none of `spans` [start, stop) covers, None if all are covered.
+    """Returns the first index in [0, end) that none of the ranges `spans` [start, stop) covers. Returns None if all
+    indices are covered.
 
     >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
     (3, None)

@@ -170,8 +170,8 @@ class MemorySnapshot:
         return 0 if layout.text == self._index else slots * layout.size
 
     def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
-        """Makes room for `slots` snapshots of `layout`. If the file already has this layout and number of slots, its
-        snapshots remain. Otherwise they are lost."""
+        """Allocates memory for `slots` snapshots of `layout`. If the file already has this layout and number of slots,
+        its snapshots remain. Otherwise they are lost."""
         if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)
@@ -353,7 +353,7 @@ class RemoteSnapshot(MemorySnapshot):
         return self.fetch(*self.head.place_of_state(step))
 
     def data(self, step: int) -> LazyBytes:  # type: ignore[override]
-        """Returns the bytes of the snapshot of `step`. They are fetched only when they are sliced."""
+        """Returns the bytes of the snapshot of `step`. Only slices of the result fetch bytes from the other node."""
         return LazyBytes(self, self.head.place_of_data(step))
 
 

@@ -91,11 +91,11 @@ def next_serial(folder: Path) -> int:
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
     """Returns the newest valid checkpoint, None if `folder` has no checkpoint at all.
 
-    If `verify` is False, only the manifest is checked and not the data. `say` receives a message for each corrupt
-    checkpoint that is skipped. By default the messages are logged as warnings.
+    `verify`: whether the data are checked, not only the manifest. `say` receives a message for each corrupt checkpoint
+    that is skipped. By default the messages are logged as warnings.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, but no valid one. A run must not silently start from step 0.
+        CorruptCheckpoint: there are checkpoints, but none is valid. A run must not silently start from step 0.
     """
     say = _warning_function(say)
     found = _checkpoint_serials(Path(folder))

@@ -215,7 +215,7 @@ class _SaveOperation:
         self.id, self.temporary = id, self.folder / f".{step_folder_name(self.step)}.{id}.tmp"
 
     def list_shards(self) -> None:
-        """Checks the shards of this rank and lists them for rank 0."""
+        """Checks the shards of this rank and sends rank 0 a list of them."""
         for piece, tensor in self.shards:
             _check_shard(piece, tensor)
         self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
@@ -245,7 +245,8 @@ class _SaveOperation:
             self.write_note("task", rank, [self.needs, task])
 
     def write(self) -> None:
-        """Writes and syncs the file of this rank, reads it back ([Note: read back]), and lists it for rank 0."""
+        """Writes and syncs the file of this rank, reads it back ([Note: read back]), and sends rank 0 the list of the
+        written shards."""
         rank, temporary = self.ranks.rank, self.temporary_folder()
         self.needs, task = self.read_note("task", rank)
         shards = dict(self.shards)

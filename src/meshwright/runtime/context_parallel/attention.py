@@ -178,8 +178,8 @@ _ALL_POSITIONS = slice(None)
 
 
 class MaskBlock(NamedTuple):
-    """The mask for the piece of one rank. The queries `rows` of this rank attend to the keys `columns` of the piece:
-    causally if `causal`, with `bias` added to the scores."""
+    """The mask for the piece of one rank. The queries `rows` of this rank attend to the keys `columns` of the piece.
+    `causal`: whether a query attends only to keys up to its own position. `bias` is added to the scores."""
 
     rows: slice
     columns: slice
@@ -340,8 +340,8 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
 
 
 def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """Exchanges all heads of one piece of T positions for some heads of u pieces in sequence order. Maps (B, H, T, D)
-    to (B, H / u, u T, D). u is the number of ranks of `pieces`."""
+    """Exchanges all heads of this rank's piece for some heads of all u pieces, in sequence order. Maps (B, H, T, D) to
+    (B, H / u, u T, D). u is the number of ranks of `pieces`, and T the number of positions in one piece."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()

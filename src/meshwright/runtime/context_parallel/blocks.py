@@ -103,8 +103,8 @@ class HeadTailSplit:
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]
-"""For each tensor argument of each block (block index, path): the dimension of the sequence, or None if the argument is
-not cut."""
+"""Maps (block index, path) of each tensor argument of each block to the sequence dimension of the argument, or to None
+if the argument is not cut."""
 
 UNSEEN_DIM = -1
 """Marks a block argument that is not in `SequenceDims`."""
@@ -214,8 +214,8 @@ class ContextState:
 
 
 def is_attention_mask(shape: torch.Size, length: int) -> bool:
-    """Returns whether `shape` may be that of a mask of queries by keys: (..., length, length) or (..., 1, length), with
-    4 dimensions."""
+    """Returns whether `shape` may be the shape of an attention mask (queries x keys): (..., length, length) or
+    (..., 1, length), with 4 dimensions."""
     return len(shape) == 4 and shape[-1] == length and shape[-2] in (1, length)
 
 

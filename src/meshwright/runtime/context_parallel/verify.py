@@ -70,7 +70,7 @@ CHUNK_LENGTHS = ((3, 2), (2, 1))
 """Number of positions in a chunk: (first text, second text). If the model does not run with lengths (3, 2), for example
 because it has few positions, the check uses (2, 1)."""
 TOKEN_STRIDES = (31, 17)
-"""Difference between consecutive token ids of the first text and of the second text."""
+"""Difference between consecutive token ids: (first text, second text)."""
 
 ForwardFunction = Callable[..., Any]
 
@@ -214,8 +214,8 @@ def weighted_gradients(
 
 
 def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns `value` with VERIFY_BATCH_SIZE rows and `length` positions. Repeats rows and positions if `value` has too
-    few."""
+    """Returns `value` with VERIFY_BATCH_SIZE sequences of `length` positions. Repeats sequences and positions if
+    `value` has too few."""
     value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
     return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
 

@@ -348,8 +348,8 @@ class CapacityLimiter:
         self.pieces = mesh.group("cp")
 
     def mask(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Returns a mask (N, k): whether each pair of this rank's tokens is within the capacity. `index` (N, k): the
-        chosen experts. `experts`: the number of experts."""
+        """Returns a mask (N, k) that is True for those pairs of this rank's tokens that are within the capacity.
+        `index` (N, k): the chosen experts. `experts`: the number of experts."""
         whole = index.view(self.rows, -1, index.shape[-1])
         if self.parts is not None:
             whole = collectives.all_gather_dim(whole, self.parts, 1)

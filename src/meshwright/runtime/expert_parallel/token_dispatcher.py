@@ -284,19 +284,19 @@ class ExpertDispatcher:
             count = torch.bincount(given[index].flatten(), minlength=self.experts.count)[: self.experts.count]
             self.load = count if not self.load.numel() else self.load + count
         if self.capacity is not None:
-            given[index], given[weights] = self._limited(given[index], given[weights], self.capacity)
+            given[index], given[weights] = self._drop_over_capacity(given[index], given[weights], self.capacity)
         if self.ranks.ranks == 1 and self.shared is None:
             return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         shape = given[hidden].shape
         given[hidden] = given[hidden].reshape(-1, shape[-1])
-        # Each rank computes a partial sum of the gradient of the routing weights. So these use the wider of their own
-        # dtype and that of the hidden states.
+        # Each rank computes a partial sum of the gradient of the routing weights. So the routing weights use the wider
+        # of their own dtype and the dtype of the hidden states.
         given[weights] = given[weights].to(torch.promote_types(given[weights].dtype, given[hidden].dtype))
         given = self._enter(given, (hidden, weights))
         if self.ranks.ranks == 1:
             output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
         else:
-            output = self._exchanged(given[hidden], given[index], given[weights])
+            output = self._exchange_pairs(given[hidden], given[index], given[weights])
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
@@ -310,16 +310,16 @@ class ExpertDispatcher:
             return self.inner(given)
         tokens = given.view(count, -1, width).transpose(0, 1).flatten(1)
         (mine,) = self._enter([tokens], (0,))
-        output = self._through(mine) if self.ranks.ranks == 1 else self._rows_exchanged(mine)
+        output = self._run_local_experts(mine) if self.ranks.ranks == 1 else self._exchange_all_rows(mine)
         whole = self._leave(output, len(tokens))
         return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
 
-    def _through(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_local_experts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Runs each of this rank's e experts on one row of each token. Maps (N, e C) to (N, e C)."""
         rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
         return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
 
-    def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _exchange_all_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """Sends one row per token and expert to the rank of the expert, and receives the results. Maps (N, E C) to
         (N, E C)."""
         group = self.ranks.group
@@ -327,10 +327,10 @@ class ExpertDispatcher:
         counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
         rows = tuple((count,) * group.size for count in counts)
         received = _all_to_all_rows(tokens.view(len(tokens), group.size, -1).transpose(0, 1).flatten(0, 1), rows, group)
-        back = _all_to_all_rows(self._through(received), tuple(zip(*rows, strict=True)), group)
+        back = _all_to_all_rows(self._run_local_experts(received), tuple(zip(*rows, strict=True)), group)
         return back.view(group.size, len(tokens), -1).transpose(0, 1).flatten(1)
 
-    def _limited(
+    def _drop_over_capacity(
         self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `index` and `weights` without the pairs beyond the capacity of an expert. The weight of a dropped
@@ -375,7 +375,7 @@ class ExpertDispatcher:
         with replaced_parameters(self.module, once):
             return self.inner(*args, **kwargs)
 
-    def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _exchange_pairs(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sends hidden states (N, C) to the experts `index` (N, K) on all ranks. Returns the sum of their results,
         weighted by `weights` (N, K): (N, C)."""
         group = self.ranks.group

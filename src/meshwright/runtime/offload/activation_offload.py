@@ -103,24 +103,24 @@ class BlockActivations:
     def keep(self, tensor: torch.Tensor) -> Any:
         """The pack hook of autograd. Returns what autograd saves instead of `tensor`: the tensor itself, or its
         offloaded storage and its `TensorMeta`."""
-        if not self._goes(tensor):
+        if not self._is_offloadable(tensor):
             return tensor
         if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a view of less than half of its storage is copied
             own = tensor.detach().clone()
-            return self._sent(own), TensorMeta.of(own)
+            return self._offload(own), TensorMeta.of(own)
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
             # The entry of `_seen` references the storage, so that no later storage of this forward gets the same id.
-            parcel = self._seen[key] = self._sent(tensor)
+            parcel = self._seen[key] = self._offload(tensor)
         return parcel, TensorMeta.of(tensor)
 
-    def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:
+    def _offload(self, tensor: torch.Tensor) -> OffloadedTensor:
         parcel = OffloadedTensor(self, tensor)
         self._parcels.append(weakref.ref(parcel))
         return parcel
 
-    def _goes(self, tensor: torch.Tensor) -> bool:
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.device.type != self.rank.device.type:
             return False
@@ -196,12 +196,12 @@ class OffloadedTensor:
         """Starts to copy the storage to host memory or to the file."""
         if self.here is None or self._host is not None or self._room is not None:
             return
-        values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
+        values = self.here if self.depot is not None and not self.rank.beyond else self._copy_to_host(self.here)
         if self.depot is not None:
             self._room = self.depot.allocate(self.size)
             self._going = self.depot.write(self._room, values, self._landing)
 
-    def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, here: torch.Tensor) -> torch.Tensor:
         """Returns a copy of `here` in host memory. On an accelerator the copy is in pinned memory, and is filled while
         the device computes."""
         rank, depot = self.rank, self.depot
@@ -217,15 +217,15 @@ class OffloadedTensor:
     def let_go(self) -> None:
         """Waits until the storage is offloaded, and then frees the device memory."""
         self.leave()
-        self._arrive()
+        self._wait_for_file()
         if self.depot is not None:
             self._host = None
         if self.here is not None:
-            self._look()
+            self._record_write()
             self._landing.make_compute_wait()
             self.here = self._version_probe = None
 
-    def _arrive(self) -> None:
+    def _wait_for_file(self) -> None:
         """Waits for the transfer to or from the file. Raises the error of a failed transfer."""
         going, coming, self._going, self._coming = self._going, self._coming, None, None
         if (going is None and coming is None) or self.depot is None:
@@ -236,7 +236,7 @@ class OffloadedTensor:
             if coming is not None:
                 self._landing = coming.result()
 
-    def _look(self) -> None:
+    def _record_write(self) -> None:
         """Records whether the tensor was written to after it was saved. Called before its device memory is freed."""
         at_once = self.depot is None and not self.rank.beyond
         self._is_written |= (
@@ -272,10 +272,10 @@ class OffloadedTensor:
         self.rank.open(self.block)
         self.fetch()
         if self._coming is not None:
-            self._arrive()
+            self._wait_for_file()
             self.here = self._host if self.here is None else self.here
             self._host = None
-        self._look()
+        self._record_write()
         if self._is_written:
             raise RuntimeError(
                 "a tensor that a block's backward needs was modified in place after it was saved (off-activations): "

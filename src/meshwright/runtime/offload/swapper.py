@@ -112,9 +112,9 @@ class StateSwapper:
         weights: Offload | None = None,
         weight_percent: int = 100,
     ) -> None:
-        """`folder`: the folder of the swap file, None if nothing is offloaded to files. `optimizer`: where
-        `state_percent` percent of the states are offloaded, None if no states are. `weights`: where `weight_percent`
-        percent of the weights are offloaded, None if no weights are."""
+        """`folder`: the folder of the swap file, None if nothing is offloaded to files. `optimizer`: the offload target
+        of the states, None if no states are offloaded. `state_percent`: the percentage of the states to offload.
+        `weights` and `weight_percent`: the same for weights."""
         self.weights, self._state_percent, self._weight_percent = weights, state_percent, weight_percent
         self._rotated = 0
         self._resident_buffers: list[SwapBuffer] = []
@@ -137,8 +137,9 @@ class StateSwapper:
         self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
 
     def split(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
-        """Returns the parts, resident and offloaded, of a shard of `numel` elements. A `frozen` shard has no states. On
-        CPU ranks, weights are offloaded only to disk, because they are in host memory anyway."""
+        """Returns the parts, resident and offloaded, of a shard of `numel` elements. `frozen`: whether the shard is not
+        trained, and so has no states. On CPU ranks, weights are offloaded only to disk, because they are in host memory
+        anyway."""
         weights = (
             self._weight_percent
             if self.weights in DISK_OFFLOADS or (self.weights is not None and self.has_device_memory)

@@ -128,7 +128,7 @@ class ParamGroups:
         if not self._uses_model_params:
             try:
                 direct = self._make(list(parts))
-            except Exception:  # the optimizer may refuse flat parameters, or a rank with only matrices or only vectors
+            except Exception:  # some optimizers refuse flat parameters, or only matrices, or only vectors
                 direct = None
             if direct is not None and self._matches(direct, parts):
                 return direct

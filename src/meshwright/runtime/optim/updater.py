@@ -252,7 +252,7 @@ def apply_offloaded_update(
 ) -> None:
     """Updates `units` with gradients times `scale`. On return all weights are updated, but the last states may still be
     being stored."""
-    swapper.copy_streams.wait_for_compute()  # copies read what the queued compute writes
+    swapper.copy_streams.wait_for_compute()  # copies read gradients that queued compute work still writes
     chunks = _offloaded_chunks(units)
     with step_subsets(optimizer) as subset_step:
 

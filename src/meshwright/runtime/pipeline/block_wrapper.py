@@ -262,7 +262,7 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, spec: BoundarySpec
 
 
 class StageExit(Exception):
-    """Leaves the model's forward with the tensors for the next stage. It is not an error."""
+    """Leaves the model's forward with the tensors for the next stage. This exception is not an error."""
 
     def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -271,17 +271,17 @@ class StageExit(Exception):
 
 @dataclass
 class MultiStageParameters:
-    """If several stages of this rank compute with one parameter, such as a tied weight, stores a separate parameter
-    object for each of these stages.
+    """Stores a separate parameter object for each stage of this rank that computes with the same parameter, such as a
+    tied weight.
 
     A rank runs one stage at a time. Before a stage runs, `put` sets the parameter objects of this stage in the modules
     that read the parameters.
     """
 
     copies: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
-    """For each stage: its parameter objects by parameter name."""
+    """Maps each stage to its parameter objects by parameter name."""
     places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-    """For each parameter name: the modules that read the parameter, and the parameter's name in each of them."""
+    """Maps each parameter name to the modules that read the parameter, with the parameter's name in each module."""
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
         """Adds parameter objects for `stage`, by parameter name. `places` must already list the modules that read these
@@ -317,7 +317,7 @@ class StageCursor:
     entered: set[int] = field(default_factory=set)
     """Indices of the blocks that ran in the current pass."""
     entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
-    """For each stage, given by its first block: the blocks that ran in its first pass."""
+    """Maps the first block of each stage to the blocks that ran in the first pass of the stage."""
 
     def uneven(self) -> int | None:
         """Compares the blocks that ran in the current pass with those in the first pass of the same stage. Returns the

@@ -71,7 +71,7 @@ class P2P:
     posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
     lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
-    """Measures the waits for messages, and the bytes sent except those of headers."""
+    """Measures the time of waits for messages, and counts the sent bytes without headers."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.p2p_groups.get((source, target))
@@ -163,9 +163,9 @@ class ShmP2P:
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
         self.mesh, self.host = mesh, host
         self.meter = CommTimer()
-        self._sent = [0, 0]
-        self._heard = [0, 0]
-        self._there: dict[int, tuple[int, torch.Tensor]] = {}
+        self._num_sent = [0, 0]
+        self._num_received = [0, 0]
+        self._received: dict[int, tuple[int, torch.Tensor]] = {}
         self._out: list[deque[tuple[int, int, ShmSegment]]] = [deque(), deque()]
         self._free: list[ShmSegment] = []
 
@@ -173,7 +173,7 @@ class ShmP2P:
         """Writes `tensor` and its shape to shared memory, from which pipeline rank `to` copies both. `key` is not
         used."""
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
-        number = self._sent[way] = self._sent[way] + 1
+        number = self._num_sent[way] = self._num_sent[way] + 1
         if number > RING_SLOTS:
             self.host.wait_for_field(rank, self._taken(way, number), number - RING_SLOTS)
         self._reclaim(way)
@@ -203,9 +203,9 @@ class ShmP2P:
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.coords.pp)
         with self.meter.wait_timer:
-            while tag not in self._there:
-                self._hear(rank, way)
-            number, sent = self._there.pop(tag)
+            while tag not in self._received:
+                self._receive_next(rank, way)
+            number, sent = self._received.pop(tag)
             tensor = sent.clone()
             self.host.set_field(self._taken(way, number), number)
         return tensor
@@ -219,16 +219,16 @@ class ShmP2P:
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
-    def _hear(self, rank: int, way: int) -> None:
+    def _receive_next(self, rank: int, way: int) -> None:
         """Waits for the next message from global rank `rank` in direction `way`, and records by its tag where the
         message is stored."""
-        number = self._heard[way] = self._heard[way] + 1
+        number = self._num_received[way] = self._num_received[way] + 1
         at = self._place(way, number)
         self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
         _, tag, segment, file, code, ndim, *shape = self.host.fields[rank][at : at + _SLOT_FIELDS]
         shape, dtype = shape[:ndim], _DTYPES[code]
         memory = self.host.map_segment(rank, segment, file)
-        self._there[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        self._received[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     def _reclaim(self, way: int) -> None:
         out = self._out[way]

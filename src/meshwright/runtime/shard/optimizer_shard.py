@@ -481,8 +481,8 @@ def _split_state(state: dict[str, Any], old: ShardParam, sizes: list[int]) -> It
 
 
 def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizer and all nested optimizers. An optimizer is nested if an attribute is that optimizer, or is
-    a list or tuple that contains it."""
+    """Returns the optimizer and all nested optimizers. A nested optimizer is the value of an attribute of another
+    optimizer, or is in a list or tuple that is the value of an attribute."""
     optimizers: list[torch.optim.Optimizer] = []
     queue: list[Any] = [optimizer]
     while queue:

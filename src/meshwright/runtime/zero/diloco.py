@@ -86,8 +86,8 @@ def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer
     """Returns the outer optimizer, or None if the recipe does not use DiLoCo.
 
     Raises:
-        InputError: the plan does not support the recipe's DiLoCo options, for example because its number of replicas
-        differs.
+        InputError: the plan does not support the recipe's DiLoCo options. For example, the plan and the recipe have
+            different numbers of replicas.
     """
     if recipe.local is None:
         return None

@@ -54,8 +54,8 @@ class GradCounter:
         return True
 
     def complete(self, passes: int) -> dict[str, int]:
-        """Ends pass number `passes`. Parameters without a gradient in this pass count as if they had one. Returns the
-        previous counts of these parameters.
+        """Ends pass number `passes`. Parameters without a gradient in this pass are counted as if they had a gradient.
+        Returns the previous counts of these parameters.
 
         >>> found = GradCounter("ab")
         >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)

@@ -196,7 +196,7 @@ class SharedWeights:
         self._is_visible = whole
 
     def barrier(self) -> CollectiveWork:
-        """Starts a barrier. The returned work completes when every rank of the group has called `barrier`."""
+        """Starts a barrier. Returns a handle, which completes when every rank of the group has called `barrier`."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
         )
