@@ -14,7 +14,7 @@ stores only its slice, and the full tensor exists only during the replay.
 
 [Note: recipes] A `StorageRecipe` describes how the content of a storage is computed. Recipes are immutable: an
 operation that writes to a storage gives the storage a new recipe. A recorded operation refers to the recipes that its
-inputs had at that time, so the replay gives it the content of that time. The device of a deferred parameter reads as
+inputs had when it ran, so it is replayed with the contents of that time. The device of a deferred parameter reads as
 `cpu`, because many functions skip meta tensors. If an operation cannot be recorded, such as a read of values, the
 context raises an error, and `build_deferred` builds the full model. Idea: torchdistx, `deferred_init` (2022).
 

@@ -165,8 +165,8 @@ class StepChecks(Protocol):
         """Runs the checks that are due before the next training step (`trains`) or evaluation."""
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks after the last backward of a step and before its update, if the step took unchecked code
-        paths."""
+        """Repeats the checks for a step that took unchecked code paths. Called after its last backward and before its
+        update."""
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks after the micro-batches of a training step (`trains`) or of an evaluation."""

@@ -207,7 +207,8 @@ class ErrorPropagator:
     # --- waiting
 
     def poll(self, waited: float) -> None:
-        """Reads the store if a read is due. `waited`: the seconds for which this rank has waited so far.
+        """Reads the store, at most once per STORE_POLL_SECONDS. Does not read it if `waited`, the seconds for which
+        this rank has waited so far, is below STORE_POLL_SECONDS.
 
         Raises:
             RemoteRankError: another rank has raised.

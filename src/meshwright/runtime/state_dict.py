@@ -223,7 +223,8 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 
         kinds    dtypes of the elementwise states        groups    options of the parameter groups
         types    types of the scalar states              own       counters of the optimizer itself
-        states   descriptions of the states of parameters that are updated as full tensors (`whole`: they exist)
+        states   descriptions of the states of parameters that are updated as full tensors
+        whole    True if there are such states
         skipped  scalar states, by name, of parameters that an update has skipped
         scalars  scalar states of all other parameters (`by_group`: of each group, if there are several)
         empty    groups without parameters on this rank, where their options may be out of date

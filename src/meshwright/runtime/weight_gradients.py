@@ -30,8 +30,8 @@ the step by its graph task id, which autograd assigns to each call of backward.
 - At ZeRO 2 and 3, weights with several consumers. The gradients of their group would use memory from the first
   consumer's backward until the last consumer's backward.
 
-In the reference workload, temporary tensors and their fragmentation took 30 MiB per rank. A rank then used 213 MiB with
-2 pipeline ranks, and 160 MiB with 4.
+Without in-place accumulation, a rank of the reference workload used 213 MiB with 2 pipeline ranks, and 160 MiB with 4.
+Of this memory, temporary tensors and their fragmentation took 30 MiB.
 
 Deferral: `WgradQueue` splits the backward of a stage into two actions. B computes the gradient of the stage's input. W
 computes the gradients of the stage's weights, at a later position in the schedule.

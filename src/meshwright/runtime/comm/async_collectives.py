@@ -193,8 +193,8 @@ def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: Comm
 
 
 def _retain(buffer: torch.Tensor) -> None:
-    """Does nothing. A closure that calls this function references `buffer`, which keeps the memory until the collective
-    has read it."""
+    """Does nothing. A closure that calls this function references `buffer`, so the memory of `buffer` is freed only
+    after the collective has read it."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:

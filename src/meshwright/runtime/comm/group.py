@@ -4,8 +4,8 @@ async_collectives.py take a `CommGroup`.
 An axis with one rank has no group: callers check `group is None`. Otherwise there are three kinds of groups:
 
 - CPU ranks of one host use shared memory (shm/collectives.py).
-- CPU ranks of several hosts, with equally many and at least 2 ranks per host, form a hierarchical group (topology.py).
-  It uses shared memory inside each host and process groups between hosts.
+- CPU ranks of several hosts form a hierarchical group (topology.py), if every host has the same number of ranks, at
+  least 2. The group uses shared memory inside each host and process groups between hosts.
 - All other ranks use a process group of torch.
 
 `linear_map` applies a linear map between ranks as an autograd function: its backward applies the transposed map.

@@ -4,9 +4,9 @@ module also contains two of the checks: the check of a batch's inputs, and the d
 Batch norm (`check_batch_norm` in engine.py). One device computes the statistics of the whole batch. A plan divides the
 batch into parts, the micro-batches of all data-parallel replicas, and computes the statistics of each part. That is a
 different function, which no sum of gradients corrects. So a plan with more than one part is refused. An instance norm
-has the same outputs and gradients for any division of the batch. But running statistics of an instance norm, which
-evaluation reads, depend on the samples of each part. So plans with several parts are refused for these too. Tensor
-ranks divide channels, which have separate statistics, so tensor parallelism is exact.
+has the same outputs and gradients for any division of the batch. But its running statistics, which evaluation reads,
+depend on the samples of each part. So if a model has an instance norm with running statistics, plans with several parts
+are refused too. Tensor ranks divide channels, which have separate statistics, so tensor parallelism is exact.
 
 Inputs. The analysis before sharding runs the model with an example. If the inputs of a batch have other names, dtypes
 or numbers of dimensions, the model's code may take other branches. For such a batch the analysis runs again on a meta
@@ -421,7 +421,7 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Repeats the checks if the passes of a step took unchecked code paths. Called after these passes and before
+        """Repeats the checks for a step whose passes took unchecked code paths. Called after these passes and before
         the update. The gradients of the step do not change."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:

@@ -73,7 +73,7 @@ def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, grad
 def install_wgrad_accumulation(
     model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
 ) -> StepBackward:
-    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place.
+    """Makes plain matrix layers, and embeddings outside of the blocks, accumulate their weight gradients in place.
 
     Returns the object that reports whether the backward of a step is running. [Note: where not] in
     runtime/weight_gradients.py lists the exceptions.
