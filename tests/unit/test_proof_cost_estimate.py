@@ -82,3 +82,12 @@ def test_measured_rounding_has_a_price_in_float32_alone() -> None:
     assert more > 0 and price.rounding == rounding_seconds(
         job.but(workload=job.workload.but(precision="fp32")), plan, price.length
     )
+
+
+def test_one_device_computes_alone_on_a_processor_that_ranks_share() -> None:
+    plan = parse_plan("dp4.z3.mb1")
+    job = job_of("tinyllama-1.1b", "1x4:cpu", 4, 128)
+    (group,) = job.cluster.groups
+    shared = job.but(cluster=job.cluster.but(groups=(group.but(device=group.device.but(share=0.5)),)))
+    assert estimate(shared, plan) == estimate(job, plan)
+    assert proof_seconds(shared, plan, 32) < proof_seconds(job, plan, 32)

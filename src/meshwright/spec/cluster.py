@@ -62,6 +62,14 @@ class Device(StrictModel):
         default=0.0, description="seconds of host time per small forward operation; 0: a default value"
     )
     context: Bytes = Field(default=0.0, description="bytes of device memory that the driver and its libraries use")
+    share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=(
+            "fraction of a processor that a CPU rank gets while all ranks compute; alone it computes 1/share as fast"
+        ),
+    )
     price: float | None = Field(default=None, ge=0, description="price per device hour")
     source: str = ""
 

@@ -255,6 +255,7 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
         if ranks[0].attention
         else known.attention,
         "launch": median(rank.launch / rank.share for rank in ranks),
+        "share": min(median(rank.share for rank in ranks), 1.0),
         "source": "measured by probe",
     }
     return known.but(**changes)

@@ -429,7 +429,8 @@ def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) ->
     touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
         COMPARE_BYTES_PER_ELEMENT * run.is_compared + SKETCH_BYTES_PER_ELEMENT * run.has_sketches
     )
-    return computed + reduce + touched / shared.device.bandwidth
+    # The other ranks only send: the reference has a whole processor.
+    return reduce + (computed + touched / shared.device.bandwidth) * shared.device.share
 
 
 def _reference_flops(shared: CostContext, rate: str) -> float:

@@ -367,6 +367,7 @@ def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
         peak={kind: parse_quantity(rate, "FLOP/s") * share for kind, rate in row["peak"].items()},
         efficiency=row["efficiency"],
         sustained=row["sustained"],
+        share=share,
         source=row["source"],
     )
     base = validate_data(Link, row["link"], "device cpu.link")
