@@ -153,7 +153,7 @@ def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array
 def deferred_wgrad_bytes(
     box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, deferred: Array, each: int
 ) -> Array | float:
-    """Returns the bytes that compiled blocks save in addition at each moment if the schedule splits backward. `table`
+    """Returns the additional bytes that compiled blocks save at each moment if the schedule splits backward. `table`
     (b, o, r, moments, columns) is the number of layers of each column.
 
     Only the columns that `deferred` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
@@ -210,11 +210,11 @@ never the peak."""
 
 class ActivationPeak(NamedTuple):
     """The peak bytes of saved activations of a rank. On the device there are two peaks: during the backward of the head
-    (`at_head`, negative on ranks without a head), and during any other backward (the second field). `on_host` and
-    `in_files` are the offloaded bytes."""
+    (`at_head`, negative on ranks without a head), and during the backward of any other layer (`other_backward`).
+    `on_host` and `in_files` are the offloaded bytes."""
 
     at_head: Array
-    elsewhere: Array
+    other_backward: Array
     on_host: Array
     in_files: Array
 
@@ -361,8 +361,8 @@ def _offloaded_activation_peak(
     resident: Array,
     parts: tuple[int, int],
 ) -> ActivationPeak:
-    """Computes the peak for all offload choices. Where a choice does not offload activations, the bytes are `resident`,
-    the bytes at each moment without offload. `parts` is the lengths of the axes s and c."""
+    """Computes the peak for all offload choices. `resident` is the bytes at each moment without offload; these bytes
+    apply to choices that do not offload activations. `parts` is the lengths of the axes s and c."""
     columns, blocks, at_head = moments.columns, moments.blocks, moments.at_head
     stays = 1.0 + (moments.layers[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     stored = moments.layers[..., :columns] * blocks

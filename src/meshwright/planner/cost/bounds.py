@@ -12,9 +12,9 @@ without its attention core or its recomputable tensors, a block must save at lea
 Offloaded weights add at least the slowdown of the compute that overlaps with the transfer. No micro-batch takes less
 time than the transfer of its weights over the link. Let the transfer of activations take K seconds in each direction.
 Let the forward and the backward, which overlap with the transfer, take P seconds together. Then the transfer adds the
-larger of 2 K - (1 - slowdown) P and 2 K slowdown. Both expressions are linear in the number of recomputed blocks. So
-the minimum is with all blocks recomputed, with no block recomputed, or where both expressions are equal. The bound uses
-the rank with the least added time, and ignores data-parallel traffic.
+larger of 2 K - (1 - slowdown) P and 2 K slowdown. Both expressions are linear in the number of recomputed blocks. Their
+maximum is therefore smallest with all blocks recomputed, with no block recomputed, or where both expressions are equal.
+The bound uses the rank with the least added time, and ignores data-parallel traffic.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LowerBounds(NamedTuple):
     recompute choices.
 
     `taken` is the reserved bytes of a rank, `safe` these bytes with the safety margin. `more` is the seconds that
-    offload adds to a step. `link` is the seconds of all weight transfers of a step; no step is shorter.
+    offload adds to a step. `link` is the seconds of all weight transfers of a step, which no step can undercut.
     """
 
     taken: Array
@@ -64,17 +64,17 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
     moving = transient_buffers(setting, box, states, tokens)
     everything = persistent_bytes(setting, box, states)
     on_device = sum(everything) - sum(offloaded_bytes(setting, box, states, everything[1]))
-    backward = np.maximum(alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere) - _max_block_input_bytes(
-        pricer, box
-    )
+    backward = np.maximum(
+        alive.at_head + moving.at_head, alive.other_backward + moving.other_backward
+    ) - _max_block_input_bytes(pricer, box)
     passing_by = offload.swap_buffer_bytes(
         setting, box, largest_shard_numel(box, states), states.states_offloaded, states.weights_offloaded
     )
     taken, safe = reserved_bytes(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
-    there, elsewhere = offload.offloaded_update_seconds(
+    device_update, host_update = offload.offloaded_update_seconds(
         setting, box, sharded_numel(box, states), update_seconds(setting, box, states)
     )
-    updating = there.max(axis=0) + elsewhere.max(axis=0)
+    updating = device_update.max(axis=0) + host_update.max(axis=0)
     more, link = updating - updating[..., :1], broadcast_to_axis(0.0, "")[0]
     if setting.host_bandwidth:
         where, counts = offload.offload_fractions(box), broadcast_to_axis(box.counts, "b")[0]
@@ -101,8 +101,8 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
 
 
 def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
-    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. Returns infinity if the model has no
-    blocks or if the requirement of [Note: least bytes] is not met, so that the bound excludes no plan."""
+    """Returns the bytes of the largest block input, over axes (b, s) of GRID_AXES. If the model has no blocks, or does
+    not meet the requirement of [Note: least bytes], returns infinity, with which the bound excludes no plan."""
     setting = pricer.setting
     blocks = [
         activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))

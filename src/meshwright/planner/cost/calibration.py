@@ -4,8 +4,8 @@
   `sustained` is 1, because training reaches this rate.
 - Efficiency: the fraction of the peak that the products of a layer reach in forward and backward, with their real
   operand layouts.
-- Bandwidth: the bandwidth of element-wise work, times the fraction of a processor. It is divided by
-  MEMORY_BANDWIDTH_EFFICIENCY, because the formulas multiply by this constant.
+- Bandwidth: the bandwidth of element-wise work, times the fraction of a processor. The result is divided by
+  MEMORY_BANDWIDTH_EFFICIENCY, because the formulas of the cost model multiply by this constant.
 - Launch: the seconds of a small operation, divided by the fraction of a processor.
 - Link: the bandwidth and latency with which the formulas of planner/cost/links.py best fit the measured times of all
   collectives. `meeting` is the synchronisation overhead: the seconds that a collective between computations takes
@@ -46,7 +46,8 @@ of about 15 %."""
 
 STRAGGLER_SPEED_FRACTION = 0.85
 """A device is reported as a straggler if its speed is below this fraction of the median speed of its group. A rank is
-also reported if it got less than this part of its expected fraction of a processor (`DeviceProfile.own`)."""
+also reported if its measured processor time is below this fraction of the expected processor time
+(`DeviceProfile.own`)."""
 
 UNDESCRIBED_CLUSTER = "measured"
 """The name of a cluster whose only known property before calibration is the number of ranks."""

@@ -6,8 +6,9 @@ are in `Device`.
 
 `CostContext` has the job's precision recipe, one device, the links, and the layers in forward order. Equal layers that
 follow each other form a layer run (`LayerRun`), and many arrays have an axis of layer runs. On heterogeneous groups, a
-plan with equal ranks runs at the speed of the slowest device and must fit in the smallest memory. So the device of the
-context is the slowest device, with the minimum memory and memory bandwidth of all groups; `notes` states this.
+plan with equal ranks runs at the speed of the slowest device and must fit in the smallest memory. The device of the
+context is therefore the slowest device, with the minimum memory and memory bandwidth of all groups. `notes` informs the
+user about this.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class CostContext:
 
     @cached_property
     def shares_memory(self) -> bool:
-        """Returns whether all ranks are processes of one host, so that they read each other's buffers."""
+        """Returns whether all ranks are CPU processes of one host, which read each other's buffers through shared
+        memory."""
         return self.on_host and sum(group.nodes for group in self.job.cluster.groups) == 1
 
     @cached_property

@@ -124,9 +124,9 @@ class GridCost(NamedTuple):
 
 
 class RankClasses(NamedTuple):
-    """The classes of pipeline ranks of several schedules: the contents by schedule (`of_order`), the number of layers
-    of each layer run (r, o, layer run), and the number of ranks of each class (r, o). The argument `blocks` of the
-    methods marks the layer runs of blocks."""
+    """The classes of pipeline ranks of several schedules: the contents by schedule (`of_order`), `layers` per layer run
+    (r, o, layer run), and the number of ranks in each class (r, o). The argument `blocks` of the methods marks the
+    layer runs of blocks."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -231,7 +231,7 @@ class CostModel:
     # --- shared between grids
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
-        """Returns the classes of pipeline ranks of each schedule of `box`. With `each`, every rank is a separate
+        """Returns the classes of pipeline ranks of each schedule of `box`. `each`: whether every rank is a separate
         class."""
         return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
@@ -240,7 +240,7 @@ class CostModel:
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
-        """Returns the cached contents of the pipeline ranks of a schedule. With `each`, every rank is a separate
+        """Returns the cached contents of the pipeline ranks of a schedule. `each`: whether every rank is a separate
         class."""
         key = (order, pp, each)
         if key not in self._rank_contents:
@@ -255,8 +255,8 @@ class CostModel:
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
         """Returns the seconds of one layer of each layer run over (layer run, b, s): `LayerTimes`, and three arrays.
-        The arrays are exposed communication: of context ranks in forward, of context ranks in backward, and of expert
-        ranks in each of the two."""
+        The three arrays are exposed communication: of context ranks in forward, of context ranks in backward, and of
+        expert ranks in one pass (equal in forward and backward)."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
         return one, (

@@ -6,21 +6,22 @@ sequence.
 
 - Ring: c - 1 transfers of a block of keys and values, each overlapped with the attention over the previous block.
   Backward moves twice as many bytes, because it also moves gradients of keys and values.
-- Ulysses: exposed all-to-alls. They exchange queries, keys and values from parts of the sequence to parts of the heads,
-  and outputs back to parts of the sequence. Backward has equal all-to-alls for the gradients.
+- Ulysses: exposed all-to-alls. Before attention, they change the sharding of queries, keys and values from the sequence
+  to the heads. After attention, they change the sharding of the outputs back to the sequence. Backward has the same
+  all-to-alls for gradients.
 - Ulysses and ring together: groups of u neighbouring ranks exchange heads. Rings connect ranks at distance u. A ring
   has c / u - 1 transfers, and moves as many bytes as one ring over all ranks.
 
-Each rank has one chunk of the first half and one chunk of the second half of a sequence. So ranks have equal work under
-a causal mask. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv
-2309.14509, section 3.2; the two chunks: Llama 3, arXiv 2407.21783, section 3.3.2; both methods together: Fang and Zhao,
-Unified Sequence Parallelism, arXiv 2405.07719.
+Each rank has one chunk of the first half and one chunk of the second half of a sequence. With this assignment, ranks
+have equal work under a causal mask. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al.,
+DeepSpeed Ulysses, arXiv 2309.14509, section 3.2; the two chunks: Llama 3, arXiv 2407.21783, section 3.3.2; both methods
+together: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 
 With expert parallelism, ep ranks divide the experts of a layer. In forward, one all-to-all sends each token to top_k
-experts (dispatch), and another all-to-all returns the results (combine). Backward has one all-to-all for the gradients
-of each. These collectives do not overlap with compute, because the next operation reads their results. The expert rank
-with the most tokens gets `imbalance` times the mean. Each tensor rank sends 1 / tp of the tokens. Sources: Lepikhin et
-al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
+experts (dispatch), and another all-to-all returns the results (combine). Backward has the same two all-to-alls for
+gradients. These collectives do not overlap with compute, because the next operation reads their results. The expert
+rank with the most tokens gets `imbalance` times the mean. Each tensor rank sends 1 / tp of the tokens. Sources:
+Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
 
 Arrays are over the layer runs of the model (cost_context.py) and over axes of GRID_AXES (plan_grid.py).
 """

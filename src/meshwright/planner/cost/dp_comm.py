@@ -1,5 +1,5 @@
-"""Models data-parallel communication: gradient reductions, weight gathers, and their exposed seconds. It also models
-the seconds of the optimizer update on the device. cost_model.py adds these seconds to the step.
+"""Models data-parallel communication: gradient reductions, weight gathers, and their exposed seconds. The module also
+models the seconds of the optimizer update on the device. cost_model.py adds all these seconds to the step.
 
 The communication of the runtime, and the compute with which it overlaps:
 
@@ -167,8 +167,9 @@ def _sent_fraction(setting: CostContext) -> float:
 def _unshard_seconds(
     setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
 ) -> tuple[Array, Array]:
-    """Returns the seconds to gather all weights, and the part of these seconds that is not prefetched. `scatter` is the
-    seconds of a reduce-scatter of all gradients; a gather of equally many bytes takes as long."""
+    """Returns the seconds of the all-gathers of all weights, and the part of these seconds that is not prefetched.
+    `scatter` is the seconds of a reduce-scatter of all gradients, which are also those of an all-gather of equally many
+    bytes."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     separately: Array = sum(
@@ -207,7 +208,7 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
     """Returns the seconds to convert the gradients of a micro-batch to integers and to add them, or 0 if sums are not
-    exact (`Recipe.exact`). The time is that of the memory traffic."""
+    exact (`Recipe.exact`). Only memory traffic counts."""
     if not setting.recipe.exact:
         return 0.0 * states.numel
     moved = 2 * setting.recipe.size + 4 * setting.gradient

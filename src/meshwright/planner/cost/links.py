@@ -81,7 +81,7 @@ class CollectiveRates(NamedTuple):
 
     `bandwidth` is the bytes/s of a ring all-reduce, `adding` of an all-reduce in the switch, and `gathering` of an
     all-gather or reduce-scatter. `turn` is the seconds to start an all-gather plus the latency of all its hops. `tree`
-    is the seconds of the start and of the hops of one direction of a tree. `meeting` is the synchronisation overhead of
+    is the seconds to start a tree and to pass its hops in one direction. `meeting` is the synchronisation overhead of
     an all-gather in seconds.
     """
 
@@ -220,8 +220,8 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
-    """Returns the seconds of a message of `size` bytes between neighbours of a group, for the slowest pair of
-    neighbours. The group has `ranks` ranks at distance `stride`. If `ranks` is 0, the group spans several domains."""
+    """Returns the seconds of a message of `size` bytes between the slowest two neighbours of a group. The group has
+    `ranks` ranks at distance `stride`. If `ranks` is 0, the group spans several domains."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
     inside, outside = (
         size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far)

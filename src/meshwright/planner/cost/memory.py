@@ -107,9 +107,9 @@ def memory_footprint(
         setting, box, states, gradients
     )
     moving = transient_buffers(setting, box, states, tokens)
-    at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
-    peak = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
-    activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
+    at_head, other_backward = alive.at_head + moving.at_head, alive.other_backward + moving.other_backward
+    peak = np.maximum(np.maximum(at_head, other_backward), moving.at_end)
+    activations = np.where(at_head > other_backward, alive.at_head, alive.other_backward)
     offloaded_states = states_offloaded_bytes + offloaded_weight_copy_bytes(setting, box, states)
     on_host = (
         (where.parameters > 0) * weights_offloaded_bytes
@@ -177,11 +177,11 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
 
 
 class TransientBuffers(NamedTuple):
-    """The bytes of transient and permanent buffers, over GRID_AXES: during the backward of the head, during all other
-    backwards, and during the update."""
+    """The bytes of transient and permanent buffers, over GRID_AXES: during the backward of the head, during the
+    backward of any other layer, and during the update."""
 
     at_head: Array
-    elsewhere: Array
+    other_backward: Array
     at_end: Array
 
 
@@ -189,9 +189,9 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     """Returns the bytes of the buffers. `tokens` is the tokens of a micro-batch (b).
 
     ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of a backward
-    finish during the next backward. So with several micro-batches, the buffers of these reductions exist at the peak of
-    activations. Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of the
-    running layer and of the prefetched layer, unless the ranks of a host share the full weights.
+    finish during the next backward. With several micro-batches, the buffers of these reductions therefore exist at the
+    peak of activations. Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of
+    the running layer and of the prefetched layer, unless the ranks of a host share the full weights.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
     zero, shards = box.zero, broadcast_to_axis(box.holders, "z")
@@ -210,7 +210,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     )
     tied, fetched = tied_vocab_numel(setting, box), 1 - shared_on_host(setting, box)
     last = np.maximum(states.last, tied)
-    elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(
+    other_backward = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(
         zero >= 2, tied * wide, 0
     )
     at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
@@ -223,7 +223,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
         )
     message_buffers = constants.P2P_BUFFERS_SHARED_MEMORY if setting.shares_memory else constants.P2P_BUFFERS
     messages = message_buffers * p2p_message_bytes(setting, box, tokens) / size
-    at_head, elsewhere = at_head + messages, elsewhere + messages
+    at_head, other_backward = at_head + messages, other_backward + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = largest_shard_numel(box, states)
     there = where.optimizer + where.optimizer_files
@@ -240,12 +240,12 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * shared_full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1)) + borrowed * wide * size
     stays = stays + broadcast_to_axis(cp_shared_buffer_bytes(setting, box, tokens), "b")
-    return TransientBuffers(at_head * size + stays, elsewhere * size + stays, at_end + stays)
+    return TransientBuffers(at_head * size + stays, other_backward * size + stays, at_end + stays)
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns 1 where ranks share full weights in host memory, else 0, over GRID_AXES. This is the case if all ranks
-    are CPU processes of one host, at ZeRO 3 with several ranks in a shard group, and without offload of weights.
+    """Returns 1 where ranks share full weights in host memory, else 0, over GRID_AXES. Ranks share full weights at ZeRO
+    3 if all ranks are CPU processes of one host, a shard group has several ranks, and weights are not offloaded.
     Source: runtime/zero/group_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
@@ -311,8 +311,8 @@ def memory_limit(setting: CostContext) -> float:
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Returns the usable memory of a device in bytes. It limits reserved bytes with the safety margin, while a user's
-    budget limits only the expected reserved bytes."""
+    """Returns the usable memory of a device in bytes. A plan is tight if its reserved bytes with the safety margin
+    exceed this value. A user's budget is compared only with the expected reserved bytes."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 

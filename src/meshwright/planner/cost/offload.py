@@ -2,8 +2,8 @@
 cost_model.py.
 
 The transfer rate of a device is its rate while all devices of the node transfer. Devices of a node share the host
-memory and the disk. Data-parallel communication and host transfers use the same link. So host transfers can overlap
-only with compute that does not overlap with this communication.
+memory and the disk. Data-parallel communication and host transfers use the same link. Host transfers can therefore
+overlap only with compute during which there is no data-parallel communication.
 
 The offload choices are:
 

@@ -23,8 +23,8 @@ def choose_bucket(of: CostContext) -> int:
 
     S bytes of gradients in buckets of b bytes need S / b starts of a seconds each. The last bucket takes b / B seconds
     at B bytes/s, and no compute overlaps with it. The sum S a / b + b / B is minimal at b = sqrt(S a B). The result is
-    at least MIN_BUCKET_BYTES. It is at most the default bucket size, because larger buckets do not overlap better. For
-    ranks that share memory, and for one device, the result is the default.
+    limited to at least MIN_BUCKET_BYTES and at most the default bucket size, because still larger buckets do not
+    overlap better. For ranks that share memory, and for one device, the result is the default.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
     >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES

@@ -1,7 +1,7 @@
 """Computes the bubble of pipeline schedules, and the number of their exposed messages, for cost_model.py.
 
 Symbols: m micro-batches; p pipeline ranks with v virtual stages each; t seconds of one rank for one micro-batch, in
-forward and backward of all its stages. These t are the sum of f (forward), b (gradients of inputs) and w (gradients of
+forward and backward of all its stages. t is the sum of f (forward), b (gradients of inputs) and w (gradients of
 weights).
 
     step = m x (maximum t) + bubble + messages

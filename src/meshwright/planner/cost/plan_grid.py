@@ -2,7 +2,7 @@
 grids, and the cost model (cost_model.py) computes the cost of all plans of a grid together.
 
 The costs of a grid are arrays over GRID_AXES. If a value does not depend on an axis, its array has length 1 along this
-axis. So NumPy broadcasting computes each value once for all plans that share the value. The axes:
+axis. NumPy broadcasting then computes each value once for all plans that share it. The axes:
 
 - r: classes of pipeline ranks with equal layers
 - o: pipeline schedules (orders of actions), with the blocks of each stage
@@ -165,8 +165,8 @@ class ZeroChoice(NamedTuple):
     replicas: int
     holders: int
     lone: bool = False
-    """Whether the shard group has one rank and ZeRO is used only because offload of weights or gradients requires
-    it."""
+    """Whether the shard group has one rank, and the ZeRO stage is above 0 only because offload of weights or gradients
+    requires this."""
 
     def allows(self, choice: Sequence[Offload]) -> bool:
         """Returns whether plans with this ZeRO choice may have the offload choice `choice`."""
@@ -175,7 +175,7 @@ class ZeroChoice(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The layout of all ranks except data and context ranks. All plans of a grid share it."""
+    """The layout of all ranks except data and context ranks. All plans of a grid share one layout."""
 
     tp: int
     pp: int

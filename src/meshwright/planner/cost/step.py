@@ -4,9 +4,9 @@ commands and re-planning use the function `estimate`.
 The seconds by kind (compute, data, pipeline, ...) are those of the slowest pipeline rank, so their sum is the step
 time.
 
-The time of torch.compile is not part of a normal step. It is added to the first step after each start of the ranks. Two
-blocks are of one kind if their parameters have equal shapes and equal tensor-parallel splits. Blocks of one kind share
-their compiled code, so each rank compiles each kind once:
+The time of torch.compile is not part of a normal step. The compile time is added to the first step after each start of
+the ranks. Two blocks are of one kind if their parameters have equal shapes and equal tensor-parallel splits. Blocks of
+one kind share their compiled code, so each rank compiles each kind once:
 
     extra seconds of the first step = maximum number of kinds of blocks on one rank x compile seconds of one kind
 

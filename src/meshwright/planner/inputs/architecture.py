@@ -1,7 +1,7 @@
 """Converts architecture sizes to a `ModelSpec` for the planner: the layers in forward order, with every parameter by
 name, shape and sharded dimension.
 
-Parameter names are those of the reference models and of Hugging Face, so that checkpoints match. Names inside a block
+Parameters have the names that the reference models and Hugging Face use, as checkpoints require. Names inside a block
 are relative to the block.
 
 Sharding rules: the shape of a weight is (out, in). Column-parallel weights (query, key, value, gate, up) are split

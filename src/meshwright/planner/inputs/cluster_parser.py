@@ -291,8 +291,8 @@ LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"
 
 
 def local_profile_path(ranks: int, machine: tuple[object, ...]) -> Path:
-    """Returns the path of the profile for `ranks` ranks on this machine. `machine` is the result of `_machine_key`; the
-    processor type is added here."""
+    """Returns the path of the profile for `ranks` ranks on this machine. `machine` is the result of `_machine_key`;
+    this function adds the processor type."""
     processor = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -448,8 +448,8 @@ def _devices_from_driver() -> list[CudaDevice]:
 
 
 def _devices_from_nvidia_smi() -> list[CudaDevice]:
-    """Returns the devices that nvidia-smi lists, or none if it fails. It is called only if the kernel driver lists no
-    devices."""
+    """Returns the devices that nvidia-smi lists, or none if it fails. This function is called only if the kernel driver
+    lists no devices."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"],
@@ -470,5 +470,5 @@ def available_cpus() -> int:
 
 
 def host_memory_bytes() -> float:
-    """Returns the memory of the host in bytes, or that of the container if it is less."""
+    """Returns the memory of the host in bytes, or the memory limit of the container if this is lower."""
     return min(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), cgroup_memory_limit())

@@ -103,8 +103,8 @@ class SearchResult(StrictModel):
 
 
 RISK_MARGIN = 0.05
-"""Each reason of uncertainty raises the score of a plan by this fraction. A plan with one such reason ranks before a
-plan without any only if it is faster by more than this fraction."""
+"""Each reason of uncertainty raises the score of a plan by this fraction. A plan with one reason ranks before a plan
+with none only if it is more than this fraction faster."""
 
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
@@ -278,7 +278,7 @@ class TopK:
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Returns, over axes (b) of GRID_AXES, whether `box` has plans of a family without a plan that fits so far."""
+        """Returns, over axes (b) of GRID_AXES, whether `box` has plans of a family in which no plan so far fits."""
         wanting = np.zeros(len(box.micro_batches), dtype=bool)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             wanting[rows] |= name not in self.families

@@ -314,7 +314,8 @@ class PlanChoices:
 
 
 def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
-    """Returns the pairs of recompute kinds that the blocks of one stage may have: a kind of `kinds`, and as `rest` the
-    kind of `kinds` with the next less recompute. Recompute of the attention core is never part of a pair."""
+    """Returns the pairs of recompute kinds that the blocks of one stage may have: one of `kinds` for the first blocks,
+    and for the later blocks (`rest`) the one of `kinds` that recomputes next less. Recompute of the attention core is
+    never part of a pair."""
     steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
     return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))

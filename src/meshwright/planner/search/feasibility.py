@@ -169,8 +169,8 @@ class FeasibleSchedules(NamedTuple):
 
 
 class UpdateFeasibility:
-    """Checks choices by three kinds of rules: those of the job's optimizer update, those of its DiLoCo settings, and
-    the limits on pinned numbers of recomputed and offloaded blocks."""
+    """Checks choices by three kinds of rules: rules of the job's optimizer update, rules of its DiLoCo settings, and
+    limits on pinned numbers of recomputed and offloaded blocks."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)

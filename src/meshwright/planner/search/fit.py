@@ -35,7 +35,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     ANY_PLAN: {"schedule": "1f1b"},
 }
 LOWEST_MEMORY_PINS: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
-"""The pins of every strategy: the choices with the lowest memory, without offload."""
+"""The pins that all strategies share: the choices with the lowest memory, without offload."""
 SIZE_TOLERANCE = 1.01
 MAX_NODES = 4096
 

@@ -55,8 +55,8 @@ ScoredPlan = tuple[float, Plan]
 
 def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[ScoredPlan]:
     """Returns the `top` best plans that place pipeline ranks on groups or distribute micro-batches unevenly, as pairs
-    (score, plan). `runnable` restricts them to plans that this version runs. The result is empty if the job has pins or
-    all devices are equal."""
+    (score, plan). `runnable`: whether to return only plans that this version can run. The result is empty if the job
+    has pins or all devices are equal."""
     groups, precision = job.cluster.groups, job.workload.recipe.rate
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []

@@ -57,7 +57,7 @@ class Trial(StrictModel):
 
 def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:
     """Returns the plan of the next trial and the predicted seconds of a step. Returns None after `most` trials, or if
-    no plan without a trial has a sufficient predicted gain."""
+    no untried plan has a predicted gain of at least MIN_TRIAL_GAIN."""
     if len(trials) >= most:
         return None
     again = refit_job(job, trials)

@@ -9,10 +9,10 @@ divided into fractions, all replicas could end at the time
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r)
 
-No division into whole micro-batches ends earlier. So plans are computed in ascending order of T until T exceeds the
-best result. For each plan, every replica first gets the whole micro-batches that it finishes by T. Each remaining
-micro-batch goes to the replica that would finish it first, which is the optimal division. Then the exact cost of the
-best of these plans is computed.
+No division into whole micro-batches ends earlier. T is therefore a lower bound, and plans are computed in ascending
+order of T until T exceeds the best step time. For each plan, every replica first gets the whole micro-batches that it
+finishes by T. Each remaining micro-batch goes to the replica that would finish it first, which is the optimal division.
+Then the exact cost of the best of these plans is computed.
 
 A common micro-batch size may not fit on every group, or may divide the work too coarsely. Then each group may have a
 separate size (uneven_micro_batch.py).
@@ -210,8 +210,8 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
 class GroupGridCosts(NamedTuple):
     """The cost of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES.
 
-    There is one array for each group. `each` is the seconds per micro-batch, `once` the further seconds per step.
-    `after` is the seconds of the common work of all replicas after the last micro-batch. `fits` is whether a plan fits.
+    There is one array for each group. `each` is the seconds per micro-batch, `once` the other seconds per step. `after`
+    is the seconds of the common work of all replicas after the last micro-batch. `fits` is whether a plan fits.
     `replicas` is the number of replicas on each group.
     """
 

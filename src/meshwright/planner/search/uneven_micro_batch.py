@@ -62,7 +62,7 @@ class GroupMicroBatches(NamedTuple):
 class MicroBatchTable(NamedTuple):
     """The times of plans that differ only in the micro-batch sizes, over (group, size).
 
-    `each` is the seconds per micro-batch (infinite if the plan does not fit), `once` the further seconds per step.
+    `each` is the seconds per micro-batch (infinite if the plan does not fit), `once` the other seconds per step.
     `after` is the seconds of the common work after the last micro-batch. `at` is the index of the plans in `box` along
     the axes `osczf`.
     """

@@ -46,8 +46,8 @@ class PassSegment(NamedTuple):
     communication.
 
     `unit` is the index of the parameter group whose weights are gathered before the segment or whose gradients are
-    reduced after it. It is -1 if there is no such group. `ahead`: whether the gather of the weights is prefetched, so
-    that it starts with the previous segment (ZeRO 3).
+    reduced after it. It is -1 if there is no such group. `ahead`: whether the all-gather of the weights is prefetched,
+    that is, starts with the previous segment (ZeRO 3).
     """
 
     compute: float
@@ -244,9 +244,9 @@ def _single_layer_class(at: int, entries: int) -> RankClass:
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Returns the seconds of forward, of backward, and of the deferrable weight gradient in layer run `at`. Each is
-    split into compute and communication. The fraction of communication is assumed to be equal in forward and
-    backward."""
+    """Returns the seconds of forward, of backward, and of the deferrable weight gradient in layer run `at`. Each of
+    these times is split into compute and communication. The fraction of communication is assumed to be the same in
+    forward and backward."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)

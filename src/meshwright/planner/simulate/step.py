@@ -1,7 +1,7 @@
 """Simulates one step of a plan action by action. run.py prepares the input (`StepProgram`) and summarizes the result.
 
 The simulation contains every forward and backward of every virtual stage in the order of the schedule, and every
-message between stages. It also contains every gather and reduction of the data ranks, and the update.
+message between stages. The simulation also contains every gather and reduction of the data ranks, and the update.
 
 The following rules apply in addition to the order of the schedule:
 

@@ -200,8 +200,8 @@ def _build_cluster(nodes: int, devices: int, device: str, network: str) -> Clust
 
 
 def device_name(row: MeasurementRow) -> str:
-    """Returns the catalog name of the row's device. For example, `A100` with 80 GB is a100-80gb. The catalog names of
-    devices with only one memory size have no size. Raises InputError for an unknown device."""
+    """Returns the catalog name of the row's device. For example, `A100` with 80 GB is a100-80gb. If a device has only
+    one memory size, its catalog name does not contain the size. Raises InputError for an unknown device."""
     name, memory = row.text("gpu").lower().rstrip("?").replace(" ", "-"), row.text("gpu_mem_gb").split(".")[0]
     rows = catalog.devices()
     for word in (f"{name}-{memory}gb", name, name.replace("rtx", "rtx-"), f"rtx-{name}"):

@@ -307,8 +307,8 @@ def _rank_correlation(group: Sequence[StepPrediction]) -> float:
 
 
 def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
-    """Returns the relative errors of the speed ratio between the largest and the smallest number of devices. There is
-    one error for each set of rows that differ only in the number of data ranks."""
+    """Returns the relative errors of the predicted speed ratio (see `scaling` above) between the largest and the
+    smallest number of devices. There is one error for each set of rows that differ only in the number of data ranks."""
     columns = (
         "model",
         "layers",
@@ -353,8 +353,8 @@ EQUIVALENT_DEVICES = {"n/s (A100-class NVLink node)": "a100-80gb"}
 
 
 def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeErrors]:
-    """Returns the errors of predicted collectives, by operation, one or several nodes, and large or small messages.
-    Rows without a size, a time or a known device are omitted."""
+    """Returns the errors of predicted collectives, by operation, number of nodes (one or several) and message size
+    (large or small). Rows without a size, a time or a known device are omitted."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         seconds, size = row.number("time_us"), row.number("payload_bytes")
