@@ -10,6 +10,7 @@ from torch import nn
 
 import meshwright.analysis.layer_rules as layer_rules
 from meshwright.analysis.layer_rules.rule import UNKNOWN_LAYER, LayerRule, registered_rules, rule_of
+from meshwright.runtime.tensor_parallel.layers import RowLayer
 
 LAYERS = [nn.Linear(2, 3), nn.Conv1d(2, 3, 1), nn.Conv2d(2, 3, 1), nn.Conv3d(2, 3, 1), nn.Embedding(2, 3)]
 
@@ -46,6 +47,8 @@ def test_a_row_layer_adds_its_bias_after_the_product(layer: nn.Module) -> None:
     x, rule = torch.randn(2, 2, *[4] * (layer.get_parameter("weight").ndim - 2)), rule_of(layer)
     summed = rule.add_bias(rule.forward_without_bias(layer, x), layer.get_parameter("bias"))
     torch.testing.assert_close(summed, layer(x))
+    row = RowLayer(layer, rule, lambda total: total[:1])  # a rank may leave with a slice of the sum, as under sp
+    torch.testing.assert_close(row(x), layer(x)[:1])
 
 
 def test_a_file_with_a_rule_is_all_that_a_new_rule_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,9 @@ shapes = st.tuples(st.sampled_from(NAMED), st.integers(1, 6), st.integers(2, 4),
 
 
 def test_every_schedule_of_a_plan_has_an_order() -> None:
-    assert schedule_names() == ("1f1b", "gpipe", "interleaved", "zbh1", "zbv", "dualpipev", "actions")
+    first = ["1f1b", "gpipe", "interleaved", "zbh1", "zbv", "dualpipev"]
+    assert [name for name in schedule_names() if name in first] == first
+    assert {*schedule_names()} - {*NAMED} == {"actions"}
     for name in NAMED:
         rules = find_schedule(name)
         assert rules.orders(2, rules.stages_per_rank, 4) == schedule_orders(name, 2, rules.stages_per_rank, 4)
@@ -205,7 +207,7 @@ def test_interleaving_an_indivisible_count_is_one_error_that_names_the_nearest(m
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
     with pytest.raises(
         InputError,
-        match=r"'1f1d' is not one of 1f1b, gpipe, interleaved, zbh1, zbv, dualpipev, actions; did you mean '1f1b'\?",
+        match=f"'1f1d' is not one of {', '.join(schedule_names())}; did you mean '1f1b'\\?",
     ):
         schedule_orders("1f1d", 2, 1, 2)
 

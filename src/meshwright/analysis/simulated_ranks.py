@@ -321,7 +321,7 @@ class SimulatedBlockRuns:
             for entries, name, tensor in undo:
                 entries[name] = tensor
             for module, values in sizes:
-                for name in LAYER_SIZE_ATTRIBUTES & values.keys():
+                for name in values.keys() & set(rule_of(module).size_attributes(module)):
                     vars(module)[name] = values[name]
 
     # --- comparison
@@ -352,9 +352,6 @@ class SimulatedBlockRuns:
 
 EnteredTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Maps the id of each hidden state at an entry to the hidden state and the tensor with which the rank continues."""
-LAYER_SIZE_ATTRIBUTES = frozenset(
-    {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
-)
 
 
 def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: Any, entered: EnteredTensors) -> Any:

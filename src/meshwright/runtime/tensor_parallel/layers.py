@@ -243,7 +243,7 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
     if is_linear_like(module):
         module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
     elif rule_of(module).adds_bias_last:
-        module.forward = RowLayer(module, rule_of(module), group)  # type: ignore[method-assign]
+        module.forward = RowLayer(module, rule_of(module), lambda x: leave(x, group))  # type: ignore[method-assign]
     else:  # these layers have no bias (analysis/regions.py), so they keep their forward
         module.register_forward_hook(lambda module, args, output: leave(output, group))
 
@@ -263,14 +263,14 @@ class RowLinear:
 
 class RowLayer:
     """Replaces the forward of a row layer that is not linear, such as a convolution. Sums the local outputs over the
-    ranks, and then adds the bias as the layer's rule defines."""
+    ranks with `leave`, and then adds the bias as the layer's rule defines."""
 
-    def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
-        self.module, self.rule, self.group = module, rule, group
+    def __init__(self, module: nn.Module, rule: LayerRule, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.rule, self.leave = module, rule, leave
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.module._parameters.get("bias")
-        output = collectives.reduce_from_region(self.rule.forward_without_bias(self.module, x), self.group)
+        output = self.leave(self.rule.forward_without_bias(self.module, x))
         return output if bias is None else self.rule.add_bias(output, bias)
 
 

@@ -8,8 +8,8 @@ Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank 
 forward, of the gradients of inputs and of the gradients of weights, for one micro-batch on all stages of a rank.
 Formulas accept numbers and NumPy arrays, although this package does not import NumPy.
 
->>> schedule_names()
-('1f1b', 'gpipe', 'interleaved', 'zbh1', 'zbv', 'dualpipev', 'actions')
+>>> schedule_names()[:2]
+('1f1b', 'gpipe')
 """
 
 from __future__ import annotations
