@@ -190,8 +190,8 @@ def test_estimate_prints_one_entry_whose_items_add_up(capsys: pytest.CaptureFixt
     assert code == 0
     check_entry(entry, 64)
     memory, time = entry["estimate"]["memory"], entry["estimate"]["time"]
-    assert sum(memory[kind] for kind in MEMORY - {"total", "reserved"}) == pytest.approx(memory["total"])
-    assert sum(time[kind] for kind in TIME - {"step"}) == pytest.approx(time["step"])
+    assert sum(memory[kind] for kind in memory.keys() - {"total", "reserved"}) == pytest.approx(memory["total"])
+    assert sum(time[kind] for kind in time.keys() - {"step"}) == pytest.approx(time["step"])
     assert len(entry["estimate"]["per_stage"]) == 8
 
 
@@ -199,7 +199,7 @@ def check_entry(entry: dict[str, Any], world: int) -> None:
     plan = read_plan(entry["name"])
     assert plan is not None and plan.world == world
     assert plan.model_dump(mode="json") == {**entry["plan"], "layers_per_stage": entry["plan"]["layers_per_stage"]}
-    assert entry["estimate"]["memory"].keys() == MEMORY and entry["estimate"]["time"].keys() == TIME
+    assert entry["estimate"]["memory"].keys() >= MEMORY and entry["estimate"]["time"].keys() >= TIME
     assert {"per_stage", "tokens_per_second", "mfu", "fits"} <= entry["estimate"].keys()
 
 

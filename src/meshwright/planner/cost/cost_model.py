@@ -20,7 +20,7 @@ from meshwright.planner.cost.activations import activation_bytes, activation_pea
 from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
 from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
-from meshwright.planner.cost.links import collective_rates, p2p_seconds
+from meshwright.planner.cost.links import p2p_seconds
 from meshwright.planner.cost.memory import (
     MemoryFootprint,
     StateSizes,
@@ -54,6 +54,7 @@ from meshwright.planner.cost.rank_contents import (
     list_ranks,
     stack_schedules,
 )
+from meshwright.planner.cost.step_terms import step_terms
 from meshwright.spec.enums import MESH_AXES, PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
 from meshwright.spec.job import Job
 
@@ -63,7 +64,8 @@ class StepTime(NamedTuple):
 
     The first PER_MICRO_BATCH_FIELDS fields are seconds per micro-batch on each rank class, and `each` is the sum of
     them. The other fields are seconds per step: `once` is exposed reductions and gathers, `update` the update on the
-    device, `on_host` the update on the host. `step` is the whole step.
+    device, `on_host` the update on the host. `terms` are those of step_terms.py (term, GRID_AXES), `step` is the whole
+    step.
     """
 
     compute: Array
@@ -78,6 +80,7 @@ class StepTime(NamedTuple):
     once: Array
     update: Array
     on_host: Array
+    terms: Array
     each: Array
     step: Array
 
@@ -355,7 +358,7 @@ class CostModel:
         )
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one)
-        passing = self._passing(box)
+        passing, terms = self._passing(box), step_terms(self.setting, box)
         once, last, imbalance = (
             part.max(axis=0, keepdims=True)
             for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
@@ -367,8 +370,9 @@ class CostModel:
             + once
             + last
             + imbalance
+            + terms.sum(axis=0)
         )
-        return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
+        return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, terms, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
         """Returns the seconds per micro-batch in which compute waits for transfers to and from the host."""
@@ -418,15 +422,14 @@ class CostModel:
         )
 
     def _passing(self, box: PlanGrid) -> Array:
-        """Returns the seconds per step of messages between pipeline ranks, plus the seconds to sum the gradients of a
-        tied vocabulary on the first and last stage."""
+        """Returns the seconds per step of messages between pipeline ranks."""
         if box.pp == 1:
-            return self.tie(box)
+            return broadcast_to_axis(0.0, "")
         passed = p2p_seconds(
             self.setting.fabric, p2p_message_bytes(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"]
         )
         hops = np.array([critical_path_messages(order, box.pp, box.counts) for order in box.orders])
-        return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
+        return broadcast_to_axis(hops, "ob") * passed
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
         """Returns the seconds of the longest backward of a block. `recompute` is 1 where all of the block is
@@ -437,16 +440,6 @@ class CostModel:
             for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
         )
         return backward + recompute * again
-
-    def tie(self, box: PlanGrid) -> Array:
-        """Returns the seconds per step in which the first and the last stage sum the gradients of a tied vocabulary
-        (z)."""
-        copies = [entry for entry in self.setting.entries if entry.copy]
-        if box.pp == 1 or not copies:
-            return broadcast_to_axis(0.0, "")
-        ends = collective_rates(self.setting.fabric, 2, box.strides["pp"] * box.pp // 2)
-        size = sum(entry.aligned(box.cut) for entry in copies) * self.setting.recipe.size
-        return broadcast_to_axis(ends.reduce(size * box.weight / box.holders), "z")
 
 
 def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:

@@ -144,5 +144,5 @@ def pipeline_step_time(
         np.maximum.reduce(np.broadcast_arrays(*values))
         for values in zip(*(it[PER_MICRO_BATCH_FIELDS + 1 : -2] for it in found.values()), strict=True)
     ]
-    step = broadcast_to_axis(box.counts, "b") * longest + bubble + sum(slowest)
+    step = broadcast_to_axis(box.counts, "b") * longest + bubble + sum(slowest[:-1]) + slowest[-1].sum(axis=0)
     return StepTime(*parts, bubble, *slowest, each, step)  # type: ignore[call-arg]

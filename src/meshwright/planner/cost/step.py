@@ -45,6 +45,7 @@ from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel
 from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis, grid_of_plan
+from meshwright.planner.cost.step_terms import STEP_TERMS
 from meshwright.spec.constraints import check_batch_size, half_sequence_length, validate_plan
 from meshwright.spec.enums import Offload
 from meshwright.spec.estimate import Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
@@ -309,7 +310,7 @@ def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
     parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
     slowest = int(seconds.each.reshape(-1).argmax())
     compute, again, tensor, context, expert, data, offload = (float(part[slowest]) * micro_batches for part in parts)
-    return TimeBreakdown(
+    time = TimeBreakdown(
         compute=compute + seconds.update.item(),
         recompute=again,
         bubble=seconds.bubble.item(),
@@ -321,6 +322,9 @@ def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
         offload=offload + seconds.on_host.item(),
         step=seconds.step.item(),
     )
+    for (name, _), value in zip(STEP_TERMS, seconds.terms, strict=True):
+        time = time.but(**{name: getattr(time, name) + value.item()})
+    return time
 
 
 def peak_flops(job: Job) -> float:

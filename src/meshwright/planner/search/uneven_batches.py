@@ -283,7 +283,7 @@ def _micro_batch_seconds(prices: GridCost) -> Array:
 def _fixed_seconds(prices: GridCost) -> Array:
     """Returns the seconds of a step that do not depend on the number of micro-batches. Messages are counted as if all
     replicas had equally many micro-batches."""
-    return (prices.seconds.bubble + prices.seconds.messages)[0]
+    return (prices.seconds.bubble + prices.seconds.messages + prices.seconds.terms.sum(axis=0))[0]
 
 
 def _final_seconds(prices: GridCost) -> Array:

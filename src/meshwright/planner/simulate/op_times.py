@@ -31,6 +31,7 @@ from meshwright.planner.cost.links import CollectiveRates
 from meshwright.planner.cost.memory import p2p_message_bytes, shared_on_host
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice
 from meshwright.planner.cost.rank_contents import RankClass, list_ranks, stage_contents
+from meshwright.planner.cost.step_terms import tied_vocab_seconds
 from meshwright.spec.layout import ALIGN_NUMEL, align_numel
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.schedule import stage_to_rank
@@ -189,7 +190,7 @@ def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
         stages=tuple(stages),
         endings=tuple(end_of_step_times(pricer, box, data)),
         message=float(p2p_message_bytes(setting, box, micro_batch_tokens(setting, box)).item()),
-        tie=float(pricer.tie(box).item()),
+        tie=float(tied_vocab_seconds(setting, box).item()),
         on_host=setting.on_host,
     )
 

@@ -1,0 +1,34 @@
+"""Lists the terms that add to a step once and overlap with nothing, each with the item of `TimeBreakdown` that reports
+it.
+
+A new term is a function in this file and a row of `STEP_TERMS`. The step time, heterogeneous groups and the estimate
+read the table. The simulation (planner/simulate/op_times.py) plays only the terms that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshwright.planner.cost.cost_context import CostContext
+from meshwright.planner.cost.links import collective_rates
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
+
+
+def tied_vocab_seconds(setting: CostContext, box: PlanGrid) -> Array:
+    """Returns the seconds per step in which the first and the last stage sum the gradients of a tied vocabulary (z)."""
+    copies = [entry for entry in setting.entries if entry.copy]
+    if box.pp == 1 or not copies:
+        return broadcast_to_axis(0.0, "")
+    ends = collective_rates(setting.fabric, 2, box.strides["pp"] * box.pp // 2)
+    size = sum(entry.aligned(box.cut) for entry in copies) * setting.recipe.size
+    return broadcast_to_axis(ends.reduce(size * box.weight / box.holders), "z")
+
+
+STEP_TERMS: tuple[tuple[str, Callable[[CostContext, PlanGrid], Array]], ...] = (("pipeline", tied_vocab_seconds),)
+
+
+def step_terms(setting: CostContext, box: PlanGrid) -> Array:
+    """Returns the seconds of each term of STEP_TERMS, over (term, GRID_AXES)."""
+    return np.stack(np.broadcast_arrays(*(seconds(setting, box) for _, seconds in STEP_TERMS)))
