@@ -14,7 +14,7 @@ from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, Profili
 from meshwright.runtime.profiler.device import tensor_factory
 
 SOURCE = Path(backends.__file__).parents[1]
-DEVICE_TYPES = {"cpu", "cuda", "mps", "xpu", "nccl"}
+DEVICE_TYPES = {"mps", "xpu", "nccl", *Backend.by_type}
 EXCEPTIONS = {
     "runtime/profiler/device.py: 'cpu' in kinds.split(',')": "the name of a cgroup controller",
     "runtime/comm/group.py: backend_of(device).collective_library == 'nccl'": "a limit of NCCL on any device",
