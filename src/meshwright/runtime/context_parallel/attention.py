@@ -221,7 +221,7 @@ class MaskBlocks(NamedTuple):
         return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
 
 
-def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) -> torch.Tensor:
+def ring_attention(call: SdpaCall, pieces: HeadTailSplit, exchange: KVExchange) -> torch.Tensor:
     """Returns the attention of this rank's queries to the whole sequence: (B, H, T / c, Dv) for c context ranks.
 
     Raises:
@@ -238,8 +238,8 @@ def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) ->
                 dropout=call.dropout,
             )
         )
-    sight = MaskBlocks(pieces, call.causal, call.mask, length)
-    output: torch.Tensor = _RingAttention.apply(call.query, call.key, call.value, call.scale, sight, travel)
+    mask_blocks = MaskBlocks(pieces, call.causal, call.mask, length)
+    output: torch.Tensor = _RingAttention.apply(call.query, call.key, call.value, call.scale, mask_blocks, exchange)
     return output
 
 
@@ -251,17 +251,17 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
-        sight: MaskBlocks,
-        travel: KVExchange,
+        mask_blocks: MaskBlocks,
+        exchange: KVExchange,
     ) -> torch.Tensor:
         widths = key.shape[-1], value.shape[-1]
         merged = kernels.LseMerge(query, value.shape[-1])
-        for source, piece in travel.visits(_concat_kv(key, value)):
-            for block, part in _partial_attentions(query, piece.split(widths, -1), scale, sight, source):
+        for source, piece in exchange.visits(_concat_kv(key, value)):
+            for block, part in _partial_attentions(query, piece.split(widths, -1), scale, mask_blocks, source):
                 merged.add(block.rows, *kernels.attention_forward(part))
         output, total = merged.result()
         ctx.save_for_backward(query, key, value, output, total)
-        ctx.scale, ctx.sight, ctx.travel = scale, sight, travel
+        ctx.scale, ctx.mask_blocks, ctx.exchange = scale, mask_blocks, exchange
         return output
 
     @staticmethod
@@ -273,14 +273,14 @@ class _RingAttention(torch.autograd.Function):
 
         def grad_of(source: int, piece: torch.Tensor) -> torch.Tensor:
             found = torch.zeros_like(piece, dtype=total.dtype)
-            for block, part in _partial_attentions(query, piece.split(widths, -1), ctx.scale, ctx.sight, source):
+            for block, part in _partial_attentions(query, piece.split(widths, -1), ctx.scale, ctx.mask_blocks, source):
                 rows = block.rows
                 grads = kernels.attention_backward(part, gradient[..., rows, :], output[..., rows, :], total[..., rows])
                 of_query[..., rows, :].add_(grads[0])
                 found[..., block.columns, :].copy_(_concat_kv(*grads[1:]))
             return found
 
-        of_key, of_value = ctx.travel.collect(_concat_kv(key, value), grad_of).split(widths, -1)
+        of_key, of_value = ctx.exchange.collect(_concat_kv(key, value), grad_of).split(widths, -1)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
@@ -290,9 +290,9 @@ def _concat_kv(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _partial_attentions(
-    query: torch.Tensor, piece: tuple[torch.Tensor, ...], scale: float, sight: MaskBlocks, source: int
+    query: torch.Tensor, piece: tuple[torch.Tensor, ...], scale: float, mask_blocks: MaskBlocks, source: int
 ) -> Iterator[tuple[MaskBlock, kernels.PartialAttention]]:
-    block = sight.of(source, query.dtype)
+    block = mask_blocks.of(source, query.dtype)
     if block is not None:
         key, value = (tensor[..., block.columns, :] for tensor in piece)
         yield block, kernels.PartialAttention(query[..., block.rows, :], key, value, scale, block.causal, block.bias)
@@ -307,7 +307,7 @@ class UlyssesExchange(NamedTuple):
     attending: Callable[[SdpaCall], torch.Tensor] = torch_sdpa
 
 
-def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
+def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, exchange: UlyssesExchange) -> torch.Tensor:
     """Returns the attention of this rank's queries to the whole sequence: (B, H, T / c, Dv) for c context ranks.
 
     `pieces`: the split among the ranks that exchange heads.
@@ -317,9 +317,9 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
             self-attention over one sequence, or has a mask that needs a gradient or does not cover the sequence.
     """
     ranks, heads = pieces.ranks, call.query.shape[1]
-    call.check(call.query.shape[-2] * way.cuts)
+    call.check(call.query.shape[-2] * exchange.cuts)
     if heads % ranks:
-        part = f"ulysses({ranks})" if way.cuts > ranks else f"cp({ranks})"
+        part = f"ulysses({ranks})" if exchange.cuts > ranks else f"cp({ranks})"
         raise InputError(
             Message(
                 "ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another degree, or use "
@@ -330,30 +330,33 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
         )
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
-    there, back = partial(sequence_to_heads, pieces=pieces, way=way), partial(heads_to_sequence, pieces=pieces, way=way)
+    there, back = (
+        partial(sequence_to_heads, pieces=pieces, exchange=exchange),
+        partial(heads_to_sequence, pieces=pieces, exchange=exchange),
+    )
     query, key, value = (linear_map(x, there, back) for x in (call.query, key, value))
     mask = call.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
-    output = way.attending(SdpaCall(query, key, value, mask, call.dropout, call.causal, call.scale))
+    output = exchange.attending(SdpaCall(query, key, value, mask, call.dropout, call.causal, call.scale))
     return linear_map(output, back, there)
 
 
-def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
+def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, exchange: UlyssesExchange) -> torch.Tensor:
     """Exchanges all heads of this rank's piece for some heads of all u pieces, in sequence order. Maps (B, H, T, D) to
     (B, H / u, u T, D). u is the number of ranks of `pieces`, and T the number of positions in one piece."""
     sent = x.unflatten(1, (pieces.ranks, -1)).movedim(1, 0).contiguous()
     received = torch.empty_like(sent)
-    async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
+    async_collectives.all_to_all(received.view(-1), sent.view(-1), exchange.group).wait()
     return pieces.in_order(received.movedim(0, 2).flatten(2, 3), 2)
 
 
-def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
+def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, exchange: UlyssesExchange) -> torch.Tensor:
     """Inverts `sequence_to_heads`. The memory layout of the result is (B, T, H, D), so that the next matrix product
     reads the heads of a position without a copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
-    async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()
+    async_collectives.all_to_all(received.view(-1), sent.view(-1), exchange.group).wait()
     return received.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -379,7 +382,7 @@ def make_context_state(
         if anatomy.blocks is None or not anatomy.vocabulary:
             raise CannotCutSequence(Message("it has no blocks after a vocabulary embedding, so no sequence to split"))
         use_torch_sdpa(model)
-        way = verify_sequence_cut(model, anatomy, example)
+        sequence_cut = verify_sequence_cut(model, anatomy, example)
     except CannotCutSequence as error:
         raise InputError(
             Message(
@@ -395,7 +398,9 @@ def make_context_state(
         attend = partial(checkpoint, attend, use_reentrant=False)
     if plan.compile:
         attend = torch.compiler.disable(attend)
-    return ContextState(HeadTailSplit(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1)
+    return ContextState(
+        HeadTailSplit(group.size, group.index), attend, sequence_cut, plan.tp if plan.sequence_parallel else 1
+    )
 
 
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
@@ -414,7 +419,7 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
         else factory.by_key("rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
     )
     if rings is not None:
-        attend = partial(ring_attention, pieces=HeadTailSplit(cp // heads, turn), travel=make_kv_exchange(rings))
+        attend = partial(ring_attention, pieces=HeadTailSplit(cp // heads, turn), exchange=make_kv_exchange(rings))
     if heads == 1:
         return attend
     together = (
@@ -423,7 +428,9 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
         else factory.by_key("heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
     )
     assert together is not None
-    return partial(ulysses_attention, pieces=HeadTailSplit(heads, place), way=UlyssesExchange(together, cp, attend))
+    return partial(
+        ulysses_attention, pieces=HeadTailSplit(heads, place), exchange=UlyssesExchange(together, cp, attend)
+    )
 
 
 def use_torch_sdpa(model: nn.Module) -> None:

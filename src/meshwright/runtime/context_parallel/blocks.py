@@ -129,10 +129,14 @@ class ContextState:
     """
 
     def __init__(
-        self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1
+        self,
+        pieces: HeadTailSplit,
+        attend: Callable[[SdpaCall], torch.Tensor],
+        sequence_cut: SequenceCut,
+        tensor_ranks: int = 1,
     ) -> None:
         self.cuts = pieces.ranks * tensor_ranks
-        self.pieces, self.places, self.placed = pieces, way.places, way.placed
+        self.pieces, self.places, self.placed = pieces, sequence_cut.places, sequence_cut.placed
         self.mode = SdpaInterceptor(attend)
         self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

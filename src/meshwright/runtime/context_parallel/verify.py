@@ -103,13 +103,13 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
         check_parameters(model, needed, CHECK_VOCAB_ROWS, exact),
         skipped_blocks(blocks, first),
     ):
-        ways: list[SequenceCut] = []
+        cuts: list[SequenceCut] = []
         for others in _extra_inputs(model, example):
             noted, other = _capture_runs(model, anatomy, others)
             places = _sequence_dims(noted, other)
-            before = ways[-1] if ways else None
-            ways.append(_find_sequence_cut(model, anatomy, (noted, other), places, before))
-    return SequenceCut({key: place for way in ways for key, place in way.places.items()}, ways[-1].placed)
+            before = cuts[-1] if cuts else None
+            cuts.append(_find_sequence_cut(model, anatomy, (noted, other), places, before))
+    return SequenceCut({key: place for found in cuts for key, place in found.places.items()}, cuts[-1].placed)
 
 
 def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
@@ -310,17 +310,17 @@ def _find_sequence_cut(
     reason: CannotCutSequence | None = None
     ways = (before.placed,) if before is not None else (False, True) if anatomy.head is not None else (False,)
     for placed in ways:
-        way = SequenceCut(places, placed)
+        sequence_cut = SequenceCut(places, placed)
         try:
             for text, of_results, of_parameters in wholes:
                 total: dict[str, torch.Tensor] = {}
                 for rank in range(SIMULATED_RANKS):
                     for name, gradient in _check_piece(
-                        model, anatomy, HeadTailSplit(SIMULATED_RANKS, rank), text, of_results, way
+                        model, anatomy, HeadTailSplit(SIMULATED_RANKS, rank), text, of_results, sequence_cut
                     ).items():
                         total[name] = total[name] + gradient if name in total else gradient
                 _check_parameter_gradients(total, of_parameters)
-            return way
+            return sequence_cut
         except CannotCutSequence as objection:
             reason = reason or objection
     assert reason is not None
@@ -340,7 +340,7 @@ def _check_piece(
     pieces: HeadTailSplit,
     noted: CapturedRun,
     of_results: list[torch.Tensor | None],
-    way: SequenceCut,
+    sequence_cut: SequenceCut,
 ) -> dict[str, torch.Tensor]:
     """Runs the model on the piece of one rank, and returns the gradients of the parameters by name.
 
@@ -370,7 +370,7 @@ def _check_piece(
         return leaves[-1].clone()
 
     set_seed(0)
-    with on_sequence_piece(model, anatomy, ContextState(pieces, attend, way)):
+    with on_sequence_piece(model, anatomy, ContextState(pieces, attend, sequence_cut)):
         try:
             logits = extract_logits(model(noted.ids, **noted.others))
         except InputError as error:
