@@ -23,14 +23,14 @@ from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # the minimum time between plain lines about ordinary steps
 SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
-"""The console ignores messages of these kinds, which only the supervisor handles. Where the user must know of one, rank
-0 also sends a `note`, or the supervisor prints a line."""
+"""The console ignores messages of these kinds, which only the supervisor handles. If the user must know about such a
+message, rank 0 also sends a `note`, or the supervisor prints a line."""
 WARMUP_STEPS = 3
 """The number of steps after a start whose times are not yet stable."""
 
 
 class RunConsole:
-    """Prints the progress of one run. With `quiet` it prints nothing. `words` translates a line into the user's
+    """Prints the progress of one run. `quiet`: whether to print nothing. `words` translates a line into the user's
     language."""
 
     def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:

@@ -1,9 +1,10 @@
-"""Locates the first module whose values differ between a step under the plan and that step on one device. `meshwright
-verify` uses it to explain a failed verification.
+"""Locates the first module whose values differ between a step under the plan and the same step on one device.
+`meshwright verify` uses it to explain a failed verification.
 
-Every rank records its own forward and backward passes under the plan. It also has a record of the step on one device.
-Module outputs are compared in the order in which the forward calls end. Then the gradients of these outputs and of the
-parameters are compared in the opposite order. The first difference beyond the tolerance is the result.
+Every rank records its own forward and backward passes under the plan, and compares them with a record of the same step
+on one device. Module outputs are compared in the order in which the forward calls end. Then the gradients of these
+outputs and of the parameters are compared in the opposite order. The first difference beyond the tolerance is the
+result.
 
 Each rank compares the elements that it has: its rows of the batch, its features of a column-parallel layer, its slice
 of the sequence. An output that matches no such slice is skipped, for example the output of this rank's attention heads.
@@ -125,9 +126,9 @@ def find_first_difference(
 def _record_plan_passes(
     trainer: Trainer, batch: Mapping[str, Any]
 ) -> tuple[list[tuple[int, RecordedPass]], dict[str, torch.Tensor] | None]:
-    """Runs forward and backward under the plan. Returns a list and the full parameter gradients (None except on rank
-    0). The list has, for each micro-batch and stage of this rank, the index of its first row in the batch and the
-    recorded pass."""
+    """Runs forward and backward under the plan. Returns the recorded passes and the full parameter gradients (None
+    except on rank 0). There is one recorded pass for each micro-batch and stage of this rank, as (index of the
+    micro-batch's first row in the batch, recorded pass)."""
     plan, pipeline, place = trainer.plan, trainer.engine.pipeline, trainer.mesh.replica
     recorder, inner = ModuleRecorder(trainer.engine.model), pipeline.forward
     counts: dict[int, int] = defaultdict(int)
@@ -207,9 +208,9 @@ def _parameter_differences(
     times: Mapping[ModuleCall, int],
     tolerance: float,
 ) -> list[ModuleDifference]:
-    """Returns the parameters whose gradients differ. The `time` of each is directly after that of the output gradient
-    of its module, or after all others if that module has no recorded output. Gradients that are almost zero are
-    skipped: at most 1e-14 of the norm of all gradients."""
+    """Returns the parameters whose gradients differ. The `time` of a parameter is directly after the time of its
+    module's output gradient, or after all other times if that module has no recorded output. Gradients that are almost
+    zero are skipped: at most 1e-14 of the norm of all gradients."""
     whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
     found = []
     for name, value in gradients.items():
@@ -223,7 +224,8 @@ def _parameter_differences(
 
 
 def _incomplete_modules(model: nn.Module) -> set[str]:
-    """Returns the paths of modules with a submodule on another pipeline rank. Their outputs are incomplete here."""
+    """Returns the paths of modules with a submodule on another pipeline rank. On this rank, their outputs are
+    incomplete."""
     absent = [path for path, module in model.named_modules() if isinstance(module, StagePlaceholder)]
     return {".".join(path.split(".")[:end]) for path in absent for end in range(1, len(path.split(".")))}
 
@@ -255,8 +257,8 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
 
 
 def _relative_norm(mine: torch.Tensor, whole: torch.Tensor) -> float:
-    """Returns the norm of `mine` - `whole` divided by the norm of `whole`, or 0 if the latter is at most 1e-12. It is
-    infinite if `mine` is not finite or the shapes differ."""
+    """Returns the norm of `mine` - `whole` divided by the norm of `whole`, or 0 if the norm of `whole` is at most
+    1e-12. The result is infinite if `mine` is not finite or the shapes differ."""
     if mine.shape != whole.shape or not bool(mine.isfinite().all()):
         return float("inf")
     mine, whole = mine.double(), whole.double()

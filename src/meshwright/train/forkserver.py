@@ -22,17 +22,18 @@ The protocol is JSON lines: commands arrive on standard input, events leave on t
 | | ready: pid of the fork server, port and secret of the store |
 
 A fork is 50 times as fast as a new Python process. The first AdamW step in a process imports torch._dynamo, which takes
-seconds, so the fork server imports it before it forks.
+seconds, so the fork server imports this module before it forks.
 
 [Note: before the fork] If a process has initialized an accelerator, its forked children cannot use one: torch raises an
 error for CUDA. torch initializes accelerators implicitly. The first backward, even of CPU tensors, counts the devices
 of every type that torch was built for, and starts a thread for each device. The step of an optimizer queries the
-current stream. So the fork server runs a first backward and a first step only with a CPU build of torch. This saves 11
-ms in each rank. If the fork server has initialized an accelerator nevertheless, it exits with an error before it forks.
+current stream. Therefore, the fork server runs a first backward and a first step only with a CPU build of torch. There
+they save 11 ms in each rank. If the fork server has initialized an accelerator nevertheless, it exits with an error
+before it forks.
 
 [Note: frozen] Python's garbage collector writes to every object that it visits, which copies the shared page of the
-object. Without a remedy, the first full collection in a rank copied between 60 and 70 MiB of pages of imports. So
-objects from before the fork are frozen (`gc.freeze`): every collection skips them.
+object. Without the following measure, the first full collection in a rank copied between 60 and 70 MiB of pages of
+imports. Before the fork, all existing objects are frozen (`gc.freeze`), so every collection skips them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def open_file_paths() -> list[str]:
 
 @dataclass
 class ForkedRank:
-    """A running rank. `inbox`: its messages to the supervisor. `outbox`: the descriptor for messages to the rank."""
+    """A running rank. `inbox` reads its messages to the supervisor. `outbox`: the file descriptor for messages to the
+    rank."""
 
     rank: int
     generation: int
@@ -309,7 +311,8 @@ class ForkServer:
 
 
 def main() -> NoReturn:
-    """Runs the fork server. The command line has the supervisor's pid, then the modules to import."""
+    """Runs the fork server. Its command-line arguments are the supervisor's pid and the names of the modules to
+    import."""
     parent = int(sys.argv[1])
     die_with_parent(parent, "mesh-forkserver")
     for number in STOP_SIGNALS:

@@ -1,9 +1,9 @@
 """The training loop that every rank of `meshwright train` runs. It calls `trainer.step` and handles data, learning
 rate, records, validation loss and checkpoints.
 
-Guarantees: the batch and the learning rate of a step depend only on the step's index, not on restarts. So a run that
-was killed and restarted under an unchanged plan ends with bit-identical weights. After a request to stop, all ranks end
-the current step, save a checkpoint and stop.
+Guarantees: the batch and the learning rate of a step depend only on the step's index, not on restarts. So if a run is
+killed and restarted under an unchanged plan, its final weights are bit-identical to those of an uninterrupted run.
+After a request to stop, all ranks end the current step, save a checkpoint and stop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import ParallelizeOptions, parallelize
 
 VALIDATION_BATCH_ROWS = 64
-MEMORY_TRACE_STEP = 2  # the traced step, from 0 at each start, or the last one if there are fewer; earlier ones warm up
+MEMORY_TRACE_STEP = 2  # number of steps before the traced step; if fewer steps are left, the last one is traced
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:

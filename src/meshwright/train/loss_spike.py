@@ -7,13 +7,14 @@ A step is called high in either of two cases:
 - Its gradient is not finite and the loss scale is not dynamic. (A dynamic loss scale overflows at times.)
 
 SPIKE_STEPS high steps in a row are a spike. A bad batch makes only one step high, while damaged weights keep the loss
-high. After a spike, the run rolls back to the newest valid checkpoint on disk from before the update that preceded the
-first high step. Training then continues without the batch of this update and those of the high steps. Checkpoints
-contain the list of excluded batches, so that these stay excluded. The run ends if it rolls back to one checkpoint more
-than MAX_ROLLBACKS times. If no checkpoint is old enough, training continues with a note to the user.
+high. After a spike, the run rolls back to the newest valid checkpoint on disk that was saved before the update that
+preceded the first high step. Training then continues without the batch of this update and the batches of the high
+steps. Checkpoints contain the list of excluded batches, so that these stay excluded. The run ends if it has to roll
+back to the same checkpoint more than MAX_ROLLBACKS times. If no checkpoint is old enough, training continues with a
+note to the user.
 
-The decision depends only on the losses and on skipped updates. These are equal on all ranks, so all ranks make one
-decision. A run that died before its rollback makes this decision again after its restart.
+The decision depends only on the losses and on skipped updates. Both are equal on all ranks, so all ranks make the same
+decision. A run that died before its rollback makes the same decision again after its restart.
 
 Source: Chowdhery et al., PaLM, 2022, section 5.1. The authors roll back about 100 steps and skip batches. The skipped
 batches caused no spike when the model was trained on them from another checkpoint.
@@ -34,7 +35,7 @@ MEDIAN_WINDOW_STEPS = 32
 MIN_SPREAD_RATIO, MIN_RELATIVE_RISE = 8.0, 0.2
 SPIKE_STEPS = 3
 MAX_ROLLBACKS = 3
-"""The run ends if it must roll back to one checkpoint more often than this."""
+"""The maximum number of rollbacks to the same checkpoint."""
 
 
 class LossSpikeDetector:
@@ -99,7 +100,7 @@ class LossSpikeDetector:
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """Excludes the batches [first, stop) = `batches` after a rollback from `step` to the checkpoint of step `to`.
+        """Excludes `batches`, a range [first, stop), after a rollback from `step` to the checkpoint of step `to`.
         Returns a line for the user.
 
         `left_out`: the ranges that were already excluded at `step`; the checkpoint may lack some of them. Raises

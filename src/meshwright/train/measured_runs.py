@@ -67,7 +67,7 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
 
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 4
-"""The numbers of steps of a trial: untimed steps at the beginning, and timed steps."""
+"""The number of untimed steps at the beginning of a trial, and the number of timed steps after them."""
 
 
 class TrialResult(NamedTuple):

@@ -1,20 +1,20 @@
 """Measures the memory of a rank in bytes, by category: parameters, gradients, optimizer, activations, buffers, total
 (allocated at the memory peak of a step) and resident (RSS). The training loop uses it for step records.
 
-CUDA's allocator records the peak of its allocations, and the operating system that of a process. Neither records what
-the memory is used for. So torch's profiler traces one step, which is slower but has equal results. The sum of the
-profiler's memory events up to a point in time is the change of allocated bytes since the step began. The trainer knows
-the bytes of the states that remain after the step. Then
+CUDA's allocator records the peak of its allocations, and the operating system records the peak of a process. Neither
+records what the memory is used for. Therefore, torch's profiler traces one step. This step is slower but computes the
+same values. The sum of the profiler's memory events up to a point in time is the change of allocated bytes since the
+step began. The trainer knows the bytes of the states that remain after the step. Then
 
     peak = bytes after the step - bytes that the step has added permanently + the highest sum of events in the step
 
 Memory that ranks of one host share does not come from the allocator. The trainer counts the flat buffers in it, and
 `Trainer.passing` counts the staging buffers.
 
-Categories: an allocation by an operation of forward or backward counts as activations until it is freed. All others
-(gathered weights, temporary tensors of the update) count as buffers. The module at the memory peak is the innermost
-module whose forward or backward then runs. Autograd assigns an operation of backward the sequence number of its forward
-operation, which identifies the module. Operations outside of all modules belong to the loss.
+Categories: an allocation by an operation of forward or backward counts as activations until it is freed. All other
+allocations (gathered weights, temporary tensors of the update) count as buffers. The module at the memory peak is the
+innermost module whose forward or backward runs at that time. Autograd gives each backward operation the sequence number
+of its forward operation, which identifies the module. Operations outside of all modules belong to the loss.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
 
 class MemoryRecorder:
     """Records the memory of one rank after each step, for the step record and for memory/rank-N.jsonl in the run folder
-    (N: the rank). A step record describes only the rank with the highest peak, while every rank has its own file. Since
-    memory rarely changes, a row of the file is valid until the step of the next row."""
+    (N: the rank). A step record has only the maximum of each category over all ranks, while every rank has its own
+    file. A row is written to the file only after a change, so it is valid until the step of the next row."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder

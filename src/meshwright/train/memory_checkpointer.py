@@ -3,14 +3,14 @@ in a separate process. The memory outlives the rank, so that a restarted rank ca
 
 Guarantees: whenever ranks die, every rank has a complete, intact checkpoint of a common step. On a CPU this is at least
 the last reported step. On an accelerator it may be the step before, so that the last reported step is repeated. A run
-that continues from it is bit-identical to a run that never stopped.
+that continues from this checkpoint is bit-identical to a run that never stopped.
 
 A copy is the transfer of a rank's state to this memory. On a CPU, a copy that overlaps with the next step would take
 cores from it. So the copy runs at the end of the step that it saves, before the ranks agree on the record of this step.
-On an accelerator, the copy overlaps with the next step. It must end before the last reduction of that step, since until
-then nothing writes to the copied tensors. Only buffers may change earlier, in forward, so the copy reads clones of
-them. After the reduction, every rank knows that the copies of all ranks are complete ([Note: two slots] in
-checkpoint/memory_checkpoint.py).
+On an accelerator, the copy overlaps with the next step. It must end before the last reduction of that step, since the
+update after this reduction overwrites the copied tensors. Only buffers may change earlier, in forward, so the copy
+reads clones of them. After the reduction, every rank knows that the copies of all ranks are complete ([Note: two slots]
+in checkpoint/memory_checkpoint.py).
 
 `D2HStaging` copies from an accelerator on a separate stream, through two chunks of pinned memory: one chunk is filled
 while the other is read. An ordinary copy would run on the training stream, wait for earlier kernels and delay later
@@ -148,8 +148,8 @@ PEER_OUT_OF_MEMORY_TEXT = Message(
 
 class MemoryCheckpointer:
     """Writes this rank's in-memory checkpoints to the memory file at `path`, which has `slots` slots. `extra` is stored
-    with each. They belong to `history` until a rollback ([Note: history] in core/snapshots.py). `refused` says why
-    there are no in-memory checkpoints, or is ''."""
+    with each checkpoint. Until a rollback, the checkpoints belong to `history` ([Note: history] in core/snapshots.py).
+    `refused` says why there are no in-memory checkpoints, or is ''."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class MemoryCheckpointer:
 
     def begin(self, record: dict[str, Any]) -> None:
         """Starts the copy of the current state, after the end of a step. On a CPU, the copy is complete on return.
-        `record`: the step record to store with it. If in-memory checkpoints are refused (`refused`), copies nothing. If
-        the previous copy has failed, raises its exception."""
+        `record`: the step record to store with the state. If in-memory checkpoints are refused (`refused`), copies
+        nothing. If the previous copy has failed, raises its exception."""
         self.finish()
         layout = self._lay()
         if layout is None:
@@ -230,8 +230,8 @@ class MemoryCheckpointer:
         self.seconds = time.thread_time() - began
 
     def _lay(self) -> SnapshotLayout | None:
-        """Returns the layout of the checkpoint in memory, or None if it is refused (`refused`). It is computed again
-        only if the address of a copied tensor has changed."""
+        """Returns the layout of the in-memory checkpoint, or None if in-memory checkpoints are refused (`refused`). The
+        layout is recomputed only if the address of a copied tensor has changed."""
         engine = self.trainer.engine
         places = storage_addresses(engine, self.trainer.optimizer) + [
             buffer.data_ptr() for buffer in engine.model.buffers()

@@ -11,11 +11,11 @@ not zero, and a step before `load_weights` is refused. Buffers in the file (runn
 loaded. The model's own code computes the other buffers (rotary frequencies, masks).
 
 For some Hugging Face model families, tensors have other names or shapes in files than in the modules. Then the
-conversion rules of the `transformers` library are translated to `WeightSource`s. If the model has no tensor of the name
-of a file key, all renaming rules are applied to the key. After that, at most one rule may merge the tensor with those
-of other keys. It concatenates tensors along the first dimension, stacks experts along a new first dimension, or first
-concatenates the tensors of each expert and then stacks the experts. Any other conversion raises InputError. Source:
-huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
+conversion rules of the `transformers` library are translated to `WeightSource`s. If a key in the file is not the name
+of a tensor of the model, all renaming rules are applied to the key. After that, at most one rule may merge the key's
+tensor with the tensors of other keys. This rule may concatenate tensors along the first dimension, stack experts along
+a new first dimension, or concatenate the tensors of each expert and then stack the experts. Any other conversion raises
+InputError. Source: huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
-    """Opens the weights at `path` and checks their names and shapes against the unsharded model. So all ranks raise an
-    equal InputError if they do not match."""
+    """Opens the weights at `path` and checks their names and shapes against the unsharded model. Every rank makes the
+    same check, so all ranks raise the same InputError."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.extra_state.shared_names, *engine.shards.buffers)}
@@ -201,8 +201,8 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
 
 @torch.no_grad()
 def _load_buffers(engine: Engine, weights: HfWeights) -> None:
-    """Loads those persistent buffers of this rank's modules that are in the files. Of a sharded buffer, it loads this
-    rank's shard. Raises InputError if a shape differs."""
+    """Loads those persistent buffers of this rank's modules that are in the files. If a buffer is sharded, only this
+    rank's shard is loaded. Raises InputError if a shape differs."""
     for piece, data in state_dict.buffer_pieces(engine, saving=False):
         name = piece.name.removeprefix(BUFFER_PREFIX)
         found = weights.read_full(name.replace(LORA_BASE_INFIX, "."))

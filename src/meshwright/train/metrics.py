@@ -8,8 +8,8 @@ Sample accounting: a record has a digest of the samples that all ranks together 
 `content` is the sum of the hashes of all rows, modulo 2^64. The hash of a row is xxh3 of its bytes, with the sample
 index as seed. Guarantees:
 - `content` does not depend on the plan. It is equal in all runs that read the same data.
-- If the ranks of one replica have read different bytes, the run ends with an error that names such a rank. So a damaged
-  file or damaged memory does not go unnoticed.
+- If the ranks of one replica have read different bytes, the run ends with an error that names a rank that differs. This
+  detects damaged files and damaged memory.
 
 The module also writes the results of proof runs (proof/) to RUN/proofs.jsonl. RUN is the run folder. A proof run
 compares the loss and the gradients of a small batch under the plan with those of one device.
@@ -79,8 +79,8 @@ class SampleAccount(NamedTuple):
 
 
 def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
-    """Returns the account of this rank's micro-batches. `ranges`: for each of them, the index of its first row in the
-    global batch and its number of rows. `start`: the sample index of the first row of the global batch."""
+    """Returns the account of this rank's micro-batches. `ranges`: for each micro-batch, the index of its first row in
+    the global batch and its number of rows. `start`: the sample index of the first row of the global batch."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
         arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
@@ -93,7 +93,7 @@ def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange
 
 
 def decode_account(numbers: Sequence[float]) -> SampleAccount:
-    """Returns the account whose property `numbers` has these values."""
+    """Returns the account that the property `SampleAccount.numbers` has encoded as `numbers`."""
     count, *halves = map(int, numbers)
     squares, content = (high * HALF_WORD + low for high, low in (halves[:2], halves[2:]))
     return SampleAccount(SampleDigest(count, squares), content)
@@ -201,9 +201,9 @@ LogFunction = Callable[[str], None]
 
 
 class StepAgreement(NamedTuple):
-    """The values of a step after the exchange between all ranks. `record` has the maximum over the ranks of each time
-    and size, and `flags` has that of each flag. `phases` has every rank's durations; it is None without a process
-    group. `by_rank[r]` has the numbers that rank r passed as `own`."""
+    """The values of a step after the exchange between all ranks. Each time and size in `record` and each value in
+    `flags` is the maximum over all ranks. `phases`: the seconds of every rank by phase, or None without a process
+    group. `by_rank[r]`: the numbers that rank r passed as `own`."""
 
     record: StepRecord
     flags: Sequence[float]
@@ -248,8 +248,8 @@ def agree_on_step(
 
 
 class StepGap:
-    """Measures the time between steps in one start of the ranks. `blocked`: the total seconds for which saves have
-    blocked training; they do not count."""
+    """Measures the time between steps since the ranks started. `blocked`: the total seconds for which saves have
+    blocked training; this time is subtracted."""
 
     def __init__(self) -> None:
         self.blocked = 0.0

@@ -9,8 +9,8 @@ frozen: they have no gradient and no optimizer state, and no reduction includes 
 the sharding of adapters see analysis/lora.py.
 
 Guarantees:
-- One seed gives equal weights on every rank and under every plan.
-- Nothing is downloaded, and no code of a model folder runs.
+- With the same seed, the initial weights are equal on every rank and under every plan.
+- Nothing is downloaded, and code in a model folder is never run.
 - The initial adapters depend only on the seed and the order of layers, even if the model is on the meta device.
 """
 
@@ -54,7 +54,7 @@ from meshwright.train.meta_init import init_on_meta
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
     """Imports and returns the user's function `name` (`package.module:function`).
 
-    `what` is the purpose of the function; the error messages mention it. Raises InputError if the module or the
+    `what` says in error messages what the function is for, such as "model". Raises InputError if the module or the
     function does not exist.
     """
     module_name, _, function = name.partition(":")
@@ -90,8 +90,8 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Wraps the layers `lora.target` of `model` (default: all linear layers) with LoRA adapters, and freezes all other
-    parameters. `seed`: of the initial adapters. Raises InputError if peft is not installed, if a target does not exist,
-    or if peft refuses the configuration."""
+    parameters. `seed`: the seed of the initial adapters. Raises InputError if peft is not installed, if a target does
+    not exist, or if peft refuses the configuration."""
     try:
         import peft
     except ImportError:
@@ -160,15 +160,16 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """Builds the unsharded model in float32. Only a user's function may use other dtypes.
+    """Builds the unsharded model in float32. A user's function may choose other dtypes.
 
-    With `weights`, parameters are on the meta device, and each rank later materializes its shards: from the weights in
-    the model folder (meta_init.py), or with the model's own initialization code (runtime/deferred_init.py). A model
-    without a weight file is built in host memory if this code cannot be recorded. With `weights=False`, the model is
-    built in host memory and initialized by its own code, even if its folder has weights.
+    If `weights` is true, parameters are on the meta device, and each rank later materializes its shards: from the
+    weights in the model folder (meta_init.py), or with the model's own initialization code (runtime/deferred_init.py).
+    If there is no weight file and this code cannot be recorded, the model is built in host memory. If `weights` is
+    false, the model is built in host memory and initialized by its own code, even if its folder has weights.
 
-    With `lora`, everything but the adapters is frozen. `capacity` is the capacity factor of the experts and `bias_rate`
-    the update rate of the router bias (runtime/expert_parallel/load_balancing.py); None leaves the model's setting.
+    With `lora`, all parameters except the adapters are frozen. `capacity` is the capacity factor of the experts and
+    `bias_rate` the update rate of the router bias (runtime/expert_parallel/load_balancing.py); None leaves the model's
+    setting.
     """
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
@@ -314,10 +315,12 @@ def accepts_packed_documents(model: nn.Module) -> bool:
     1. Its forward has the argument `position_ids`.
     2. Tokens before a restart do not affect tokens after the restart.
 
-    A model with real weights is run to test condition 2. A model on the meta device meets it if its code passes
-    position ids to a mask function. Otherwise it is run with temporary random weights. If it has more than
-    MAX_RANDOM_PARAMS parameters, it is not run, and the result is False. If the result is False, each row of
-    conversation data has one conversation, and separate documents in a row (data.documents) are refused.
+    A model with real weights is run to test condition 2. A model on the meta device counts as meeting it if its code
+    passes position ids to a mask function. Any other model on the meta device is run with temporary random weights, but
+    not if it has more than MAX_RANDOM_PARAMS parameters; the result is then False.
+
+    If the result is False, each row of conversation data has one conversation, and separate documents in a row
+    (data.documents) are refused.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -345,8 +348,9 @@ def _masks_by_positions(kind: type) -> bool:
 
 @torch.no_grad()
 def _isolates_documents(model: nn.Module) -> bool:
-    """Returns whether the model keeps documents in a row independent. It runs two rows that differ only in the first of
-    two documents. Between the rows, the logits of the first document must differ, and those of the second must not."""
+    """Returns whether documents in a row do not affect each other. The model runs on two rows of two documents each;
+    the rows differ only in their first document. The logits of the first document must then differ between the rows,
+    and the logits of the second document must be equal."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
     places = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)

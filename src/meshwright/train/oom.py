@@ -1,7 +1,7 @@
 """Explains out-of-memory (OOM) errors of a rank in one line: the requested bytes, the bytes in use by category, and the
 category that exceeds its prediction the most. The trainer wraps all its calls in `explain_oom`.
 
-A rank cannot run the planner, for lack of memory. The process that started the rank reports which plan would fit
+A rank that is out of memory cannot run the planner. The process that started the rank reports which plan would fit
 (cli/replanning.py). If the explanation itself fails, the error still says that memory ran out.
 """
 
@@ -47,9 +47,9 @@ class MemoryReport(NamedTuple):
 
 @contextmanager
 def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
-    """A context that turns OOM errors into OutOfMemory with one line. `doing` says in this line when it occurred. Two
-    other errors of torch become InputError: a read of a weight that ZeRO 3 has resharded, and an in-place change of a
-    tensor that backward needs."""
+    """A context that turns OOM errors into OutOfMemory with one line. `doing` says in this line when the error
+    occurred. Two other errors of torch become InputError: a read of a weight that ZeRO 3 has resharded, and an in-place
+    change of a tensor that backward needs."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

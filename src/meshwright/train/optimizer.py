@@ -40,7 +40,7 @@ def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
     """Returns a function that builds the optimizer of `rule` from an iterable of parameters. If `rule` names a user's
-    function, this function is returned. The trainer later sets the learning rate of every step. It keeps the ratios
+    function, this function is returned. The trainer later sets the learning rate of every step and keeps the ratios
     between the rates of parameter groups."""
     if rule.live:
         return load_user_function(rule.name, "optimizer")

@@ -1,8 +1,8 @@
 """Sets up the process of one rank: log, environment, signals, messages to and from the supervisor, and process groups.
 The fork server (forkserver.py) and the commands of `meshwright` use it.
 
-The fork server of a supervisor forks the ranks. Alternatively, torchrun, Slurm or Kubernetes starts them. Such ranks
-have no supervisor and handle signals themselves. In both cases the function that the rank runs gets a `RankControl`.
+Usually the fork server of a supervisor forks the ranks. Ranks that torchrun, Slurm or Kubernetes starts have no
+supervisor and handle signals themselves. In both cases, the function that a rank runs gets a `RankControl`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAP_THRESHOLD_BYTES = 2**30
 
 def retain_heap() -> None:
     """Asks malloc to take large blocks from the heap and to keep freed memory up to 1 GiB, instead of returning it to
-    the system. The first access to a new page takes ten times as long as the reuse of a page.
+    the system. Accessing a new page for the first time takes ten times as long as reusing a page.
 
     It must run before torch allocates memory. It has no effect if the C library has no `mallopt`.
     """
@@ -68,8 +68,8 @@ def local_address() -> str:
 @dataclass(frozen=True)
 class SharedFiles:
     """The paths of memory files that the supervisor keeps open. Without a supervisor the paths are empty. `pulse`: the
-    heartbeat rows of all ranks (core/ipc.py). `own`: the file for this rank's in-memory checkpoints. `sources`: the
-    in-memory checkpoints of all ranks, from which the run resumes."""
+    file with the heartbeats of all ranks (core/ipc.py). `own`: the file for this rank's in-memory checkpoints.
+    `sources`: the in-memory checkpoints of all ranks, from which the run resumes."""
 
     pulse: str = ""
     own: str = ""
@@ -102,8 +102,8 @@ class RankControl:
 
     def heed_signals(self, keyboard: bool = False) -> None:
         """Installs handlers: SIGTERM sets `stop`, so that the rank stops after the current step. A second SIGTERM ends
-        the process at once. Ranks without a supervisor use `keyboard`: then SIGINT (Ctrl-C) and SIGHUP act like
-        SIGTERM. Otherwise SIGINT is ignored."""
+        the process at once. `keyboard`: whether SIGINT (Ctrl-C) and SIGHUP act like SIGTERM, for ranks without a
+        supervisor; otherwise SIGINT is ignored."""
         if keyboard:
             install_stop_handler(self._at_keyboard)
             return
@@ -177,8 +177,8 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
     status.
 
     `message` is the command `start` of the fork server. `parent`: the pid of the fork server. `store`: the address,
-    port and key prefix of the rendezvous store, unless `message` has other ones. `inbox` and `outbox`: descriptors of
-    the pipes from and to the supervisor.
+    port and key prefix of the rendezvous store, unless `message` names another store. `inbox` and `outbox`: descriptors
+    of the pipes from and to the supervisor.
     """
     code = 1
     try:
@@ -241,8 +241,8 @@ def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
 
 
 ATTEMPT_VARIABLE, STORE_PREFIX_VARIABLE = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
-"""The environment variables of a rank. One has its generation, the index of the start of all ranks. The other has the
-prefix of this generation's keys in the rendezvous store (core/rendezvous_store.py)."""
+"""Environment variables of a rank: its generation (the index of the current start of all ranks), and the prefix of this
+generation's keys in the rendezvous store (core/rendezvous_store.py)."""
 
 
 class ExternalLaunch(NamedTuple):
@@ -299,9 +299,9 @@ class ProcessGroups:
     """The process groups of a rank. `control` is a gloo group that exchanges small host tensors, such as stop requests
     and measured times. It is None for one rank.
 
-    The context manager destroys the groups only after success. After an exception they stay open, and the process
-    ends. To destroy an NCCL group would wait for the other ranks, while these wait for the failed rank: a deadlock, and
-    the failure would never be reported.
+    The context manager destroys the groups only after success. After an exception they stay open, and the process ends.
+    Destroying an NCCL group would wait for the other ranks, while they wait for the failed rank: a deadlock, and the
+    failure would never be reported.
     """
 
     rank: int
@@ -341,10 +341,11 @@ class ProcessGroups:
 
 def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> ProcessGroups:
     """Joins the default process group (NCCL for CUDA devices, gloo for CPU ranks) and returns it with a gloo group for
-    host tensors. `world` = 1 needs no groups. `timeout`: of collectives, in seconds. Raises InputError if MASTER_PORT
-    is in use.
+    host tensors. If `world` is 1, no groups are made. `timeout`: the timeout of collectives in seconds. Raises
+    InputError if MASTER_PORT is in use.
 
-    Unless OMP_NUM_THREADS is set, it also sets torch's number of threads: the ranks of this machine divide its cores.
+    Unless OMP_NUM_THREADS is set, it also sets torch's number of threads to the number of this machine's cores divided
+    by the number of its ranks.
     """
     import torch
     import torch.distributed as dist

@@ -62,7 +62,7 @@ MAX_SAVE_FRACTION = 0.1
 
 class Recovery:
     """Saves and restores the run on one rank. `identity` has the digest of the data and the number of parameters. Every
-    checkpoint contains it, and a checkpoint with another data digest is refused."""
+    checkpoint contains `identity`, and a checkpoint with a different data digest is refused."""
 
     def __init__(
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
@@ -150,11 +150,12 @@ class Recovery:
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
-        # If the last report is of a later step, a rollback came after it. This step was not reported since then.
+        # A report of a later step was made before a rollback; since the rollback, this step has not been reported.
         return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
     def catch_up(self) -> None:
-        """Saves a checkpoint of the resumed step if it was due and a fault prevented it. All ranks call it."""
+        """Saves the checkpoint of the resumed step to disk if this save was due and a fault prevented it. All ranks
+        call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
             there = str(
                 bool(self.pulse.read(HeartbeatField.busy))
@@ -165,8 +166,8 @@ class Recovery:
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """Makes this rank's in-memory checkpoint of the resumed step if it is missing. It is missing if the checkpoints
-        were made under another plan. An overlapped save reads it. All ranks call it."""
+        """Makes this rank's in-memory checkpoint of the resumed step if it is missing, because the run was resumed from
+        checkpoints of another plan. A save that overlaps with training reads this checkpoint. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
@@ -246,8 +247,8 @@ class Recovery:
         )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
-        """Applies `flags`, the maxima over all ranks of the values of the property `flags`. `record`: that of the step
-        that has ended."""
+        """Processes the result of the exchange between ranks. `flags`: for each value of the property `flags`, the
+        maximum over all ranks. `record`: the record of the step that has ended."""
         busy, self._save_seconds, refused = flags
         if refused and self.copies is not None:  # in-memory checkpoints are useless unless every rank has one
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
@@ -395,7 +396,8 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 def daly_interval(save: float, failures: float) -> float:
     """Returns the interval between checkpoints, in seconds, that minimizes the time lost to saves and repeated steps.
-    The interval is at least `save` / MAX_SAVE_FRACTION. But if `save` is at least 2 `failures`, it is `failures`.
+    The interval is at least `save` / MAX_SAVE_FRACTION. However, if `save` is at least twice `failures`, the interval
+    is `failures`.
 
     `save` is the duration of a save, `failures` the mean time between failures, both in seconds. Source: Daly, A higher
     order estimate of the optimum checkpoint interval, FGCS 2006.

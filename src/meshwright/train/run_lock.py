@@ -22,7 +22,7 @@ from meshwright.core.messages import Message
 
 LOCK_FILE = "lease"
 LOCK_TIMEOUT_SECONDS = 0.5
-"""`RunLock` retries for this long. `is_locked` takes the lock too, but for a much shorter time."""
+"""`RunLock` retries for this long, since `is_locked` in another process may hold the lock for a much shorter time."""
 
 MAX_HOLDER_BYTES = 200
 

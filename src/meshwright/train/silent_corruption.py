@@ -1,17 +1,17 @@
-"""Detects silent data corruption (SDC), such as flipped bits. It compares replicas of states and computes suspicious
-gradients once more. The training loop and the trainer use it.
+"""Detects silent data corruption (SDC), such as flipped bits. It compares replicas of states and recomputes suspicious
+gradients. The training loop and the trainer use it.
 
-Replica check. Ranks that store replicas of states (main weights and optimizer states) exchange digests of these. Below
-ZeRO 3, ranks that store the same full weights also exchange digests of the weights. If digests differ, the digest that
-more than half of the ranks have is taken as right. The other ranks receive the tensors from the first rank with this
-digest. Without a majority, the run ends with an error. Then it can resume from the last checkpoint, which was saved
-while the replicas agreed. A state that only one rank stores cannot be checked.
+Replica check. Ranks that store replicas of states (main weights and optimizer states) exchange digests of their states.
+Below ZeRO 3, ranks that store the same full weights also exchange digests of the weights. If digests differ, the digest
+that more than half of the ranks have is taken as right. The other ranks receive the tensors from the first rank with
+this digest. Without a majority, the run ends with an error. It can then be resumed from the last checkpoint, which was
+saved while the replicas agreed. A state that only one rank stores cannot be checked.
 
 `SdcRecompute`. A gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the
-median of recent norms. Before the update, a suspicious gradient is computed a second time from equal rows and random
-states. So is the gradient of every step whose index is a multiple of `every`. The computation is deterministic, so
-without corruption both gradients are bit-identical. If they differ, the gradient is computed a third time, and the
-result that occurs twice is used.
+median of recent norms. Before the update, a suspicious gradient is computed a second time from the same rows and random
+states. The gradient of every step whose index is a multiple of `every` is also computed twice. The computation is
+deterministic, so without corruption both gradients are bit-identical. If they differ, the gradient is computed a third
+time, and the result that occurs twice is used.
 
 In a step that is computed twice, every bit flip that changes the gradient is detected. In other steps, a flip is
 detected only if it makes the gradient large. Errors that a device repeats in each computation are not detected. Only
@@ -168,8 +168,9 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repair_tensors(state: _ReplicatedState, wrong: bool, source: bool) -> None:
-    """Overwrites the tensors of wrong ranks with those of the source rank. All ranks of the group call it. `wrong` and
-    `source` describe this rank. It uses an all-reduce to which all ranks except the source contribute zeros."""
+    """Overwrites the tensors of wrong ranks with those of the source rank. All ranks of the group call it. `wrong`:
+    whether this rank has wrong values. `source`: whether this rank is the source. The values are sent by an all-reduce,
+    to which all other ranks contribute zeros."""
     for tensor in state.tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         bytes_ = flat.clone() if source else torch.zeros_like(flat)
@@ -187,7 +188,7 @@ MIN_NORM_HISTORY_STEPS norms."""
 
 
 class SdcRecompute:
-    """Recomputes suspicious gradients on one rank. The norm is equal on all ranks, so all ranks make one decision.
+    """Recomputes suspicious gradients on one rank. The norm is equal on all ranks, so all ranks make the same decision.
     `every`: the number of steps between unconditional recomputes; 0 means none. `say` receives a step and a line for
     the user."""
 

@@ -19,14 +19,15 @@ distance of its times from their median. A rank is a straggler if all of these h
 - In at least MIN_SLOW_STEPS_FRACTION of the steps, it takes more than (1 + MIN_SLOWDOWN_RATIO) / 2 times the median of
   its peers.
 
-The last two conditions prevent a diagnosis if other programs take CPU cores from one rank after another: the steps of
-one rank then differ as much as ranks do.
+The last two conditions prevent a diagnosis if other programs take CPU cores from one rank after another: the times of
+one rank then vary between steps as much as times vary between ranks.
 
 Computing times are compared per sequence, since peers may have different numbers of micro-batches. A diagnosis is
-reported when it has been unchanged for CONFIRMATION_STEPS steps, and again when all ranks are healthy. If the plan has
-uneven gradient accumulation, its devices are heterogeneous, and computing times are relative to the first window. If a
-stage has only one rank, the change of its time since the first window is compared with that of the other stages. All
-ranks have equal values, so they reach an equal diagnosis without an exchange.
+reported when it has been unchanged for CONFIRMATION_STEPS steps. When all ranks are healthy again, this is reported
+too. If the first plan has uneven gradient accumulation, the devices are assumed to be heterogeneous, and computing
+times are relative to the first window. If a stage has only one rank, the change of its time since the first window is
+compared with that of the other stages. All ranks have equal values, so they reach an equal diagnosis without an
+exchange.
 
 [Note: adjusted shares] Replicas synchronize once per step, so they may have different numbers of micro-batches. If the
 user sets `run.balance`, these numbers are adapted to the speeds of the replicas at a step boundary. Only the assignment
@@ -34,9 +35,10 @@ of rows to ranks changes, so the loss stays that of one device. But the order of
 reproducible bit for bit.
 
 Whole micro-batches may be too coarse. For example, four replicas have 16 micro-batches, and one replica takes 1.5 times
-as long as the others. The best division is 5-4-4-3, with which a step takes 15 % longer than the speeds allow. If half
-micro-batches save more than MIN_GAIN_FRACTION of the step, the new plan uses half micro-batches. The micro-batch size
-of a replica is the largest divisor of its number of sequences that does not exceed its size in the first plan.
+as long as the others. The best division is 5-4-4-3, with which a step takes 15 % longer than if the batch could be
+divided exactly by speed. If half micro-batches save more than MIN_GAIN_FRACTION of the step, the new plan uses half
+micro-batches. The micro-batch size of a replica is the largest divisor of its number of sequences that does not exceed
+its size in the first plan.
 
 The optimizer update takes equally long for few and for many sequences, so a rank with few sequences seems slow per
 sequence. Therefore, when no straggler is left, the first plan is predicted to reach the step time of the first window
@@ -101,8 +103,9 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A slow rank, or all ranks if `rank` is -1. `times` is the ratio of its time to that of its peers, or to its
-    earlier time; `than` says which. If all ranks wait for data, `times` is the fraction of a step."""
+    """A slow rank, or all ranks if `rank` is -1. `times` is the ratio of its time to the time of its peers, or to its
+    own earlier time; `than` says which. If all ranks wait for data, `times` is the fraction of a step that they
+    wait."""
 
     rank: int
     phase: SlowPhase
@@ -183,7 +186,7 @@ class StragglerMonitor:
         self._is_heterogeneous = len(set(self.counts)) > 1
 
     def follow(self, plan: Plan) -> None:
-        """Starts a new window under `plan`, which may differ only in the numbers and the sizes of micro-batches."""
+        """Starts a new window under `plan`, which differs from the first plan at most in its micro-batches."""
         self.plan, self._window = plan, deque[PhaseSeconds](maxlen=MEDIAN_WINDOW_STEPS)
         self._promised: tuple[float, float] | None = None
         rows = self._rows(plan)
@@ -250,8 +253,8 @@ class StragglerMonitor:
         return found
 
     def asks(self) -> ExclusionRequest | None:
-        """Returns a request to exclude the ranks that have computed slowly for EXCLUSION_DELAY_STEPS steps, or None
-        ([Note: ranks that are left out]). There is none if it would save less than MIN_STEP_FRACTION of a step."""
+        """Returns a request to exclude ranks that computed slowly for EXCLUSION_DELAY_STEPS steps, or None ([Note:
+        ranks that are left out]). Also None if this would save less than MIN_STEP_FRACTION of a step."""
         slow = {rank for rank, phase in self.slow if phase == SlowPhase.computing}
         now = {each.rank: each.times for each in self._slow() if each.phase == SlowPhase.computing}
         others = [rank for rank in range(self.plan.world) if rank not in slow]
@@ -435,8 +438,8 @@ class StragglerMonitor:
 
     def _slowdown_without_peers(self, each: list[float]) -> dict[int, float]:
         """Returns the slowdown of ranks since the first window, relative to the median change of all ranks. Only ranks
-        that are slow in most steps are included. It serves for ranks without peers. `each`: the current seconds per
-        sequence by rank."""
+        that are slow in most steps are included. The result is used for ranks without peers. `each`: the current
+        seconds per sequence by rank."""
         changed = [now / before for now, before in zip(each, self._healthy.computing, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
         half = [

@@ -1,8 +1,8 @@
 """Reduces the sizes in a configuration of the `transformers` library, so that `meshwright verify` can train the
 model under the plan and on one device. The structure of the model does not change, and its weights are random.
 
-Model families use different names for one size, so every integer attribute with a known name is replaced. The ratio of
-query heads to key-value heads does not change, and dropout rates become 0. No attributes are added.
+Model families use different names for the same size, so every integer attribute with a known name is replaced. The
+ratio of query heads to key-value heads does not change, and dropout rates become 0. No attributes are added.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ MAX_POSITION_KEYS = (
 )
 WINDOW_SIZE_KEYS = ("sliding_window", "window_size", "attention_window")
 DERIVED_SIZE_ERRORS = (AttributeError, NotImplementedError)
-"""A configuration raises one of these errors if a size cannot be set, since it is derived from other sizes."""
+"""A configuration raises one of these errors if a size cannot be set because it is derived from other sizes."""
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> None:
     """Reduces the sizes of `config`, a `PretrainedConfig`, in place.
 
-    `layers`: the new number of layers. `sizes` has the keys hidden, heads, ffn, vocabulary, sequence, side (of an image
-    in pixels) and ep (the number of expert-parallel ranks).
+    `layers`: the new number of layers. `tp` has no effect. `sizes` has the keys hidden, heads, ffn, vocabulary,
+    sequence, side (of an image in pixels) and ep (the number of expert-parallel ranks).
     """
     hidden, heads = sizes["hidden"], sizes["heads"]
     given = next((value for name in HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), heads)
@@ -106,7 +106,8 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
 
 
 def reduced_expert_count(given: int, ep: int) -> int:
-    """Returns a small multiple of `ep`, or `given` itself if it is at most 8 or not a multiple of `ep`.
+    """Returns the reduced number of experts: the largest multiple of `ep` that is at most 8, but at least 2 `ep`. If
+    `given` is at most 8 or not a multiple of `ep`, it is returned unchanged.
 
     >>> reduced_expert_count(256, 2), reduced_expert_count(6, 3), reduced_expert_count(96, 6)
     (8, 6, 12)
@@ -115,8 +116,8 @@ def reduced_expert_count(given: int, ep: int) -> int:
 
 
 def _shrink_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
-    """Reduces the number and the width of experts. It selects the eager implementation of experts, which supports every
-    dtype."""
+    """Reduces the number and the width of experts. Also selects the eager implementation of experts, which supports
+    every dtype."""
     found = next((value for name in EXPERT_COUNT_KEYS if (value := _integer_attribute(config, name))), None)
     if found is None:
         return

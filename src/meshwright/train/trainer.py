@@ -3,7 +3,8 @@ optimizer step on all ranks. A user's script and the training loop (loop.py) cal
 
 Guarantees: the loss and the update equal those of one device on the global batch, up to the order of floating-point
 sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
-the labels are distributed over the ranks. A user's own loss is a mean over rows; it is averaged over all rows instead.
+the labels are distributed over the ranks. If the user passes a loss function (a mean over rows), the loss is instead
+the mean over all rows of the global batch.
 """
 
 from __future__ import annotations
@@ -261,8 +262,8 @@ class Trainer(TrainState):
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
-        """Waits until no other rank reads this rank's shared memory; afterwards this process may end. A script that
-        ends normally need not call it."""
+        """Waits until no other rank reads this rank's shared memory. Afterwards this process may end. Scripts that end
+        normally need not call this method."""
         self.engine.zero.shutdown()
 
     # --- state ------------------------------------------------------------------------------------
@@ -277,8 +278,8 @@ class Trainer(TrainState):
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Returns a context that yields the full parameters of `module` (default: the model) by name, on every rank.
-        All ranks must enter it. With `write`, changes are kept, and all ranks must write identical values; otherwise
-        the parameters are read-only (runtime/parameter_access.py)."""
+        All ranks must enter it. `write`: whether the parameters may be changed; all ranks must then write identical
+        values. Otherwise they are read-only (runtime/parameter_access.py)."""
         return self.mesh.error_propagator.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
@@ -345,8 +346,8 @@ class Trainer(TrainState):
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
     """Returns the context of a call that all ranks make. It propagates an exception to the other ranks, and explains an
-    out-of-memory error in one line. `doing` says in this line when it occurred. Writes to weights inside the context do
-    not count as writes of the user."""
+    out-of-memory error in one line. `doing` says in this line when the error occurred. Writes to weights inside the
+    context do not count as writes of the user."""
     holder = MemoryReport(
         trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.resident_memory, trainer.predicted
     )

@@ -2,8 +2,8 @@
 `save` and `load` of the trainer and the in-memory checkpoints (memory_checkpointer.py) use it.
 
 Guarantees: a run that resumes under an unchanged plan is bit-identical to a run that never stopped. A run that resumes
-under another plan is equal up to the order of floating-point sums. Its random states then restart from the seed, which
-matters only with dropout.
+under another plan differs from it only in the order of floating-point sums and in the random states, which restart from
+the seed. (These matter only with dropout.)
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def _encode_stateless(state: TrainState) -> str:
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
-    """Returns those parameter names for which a checkpoint has no optimizer states. `names`: the trained parameters in
-    the order of the bits. `saved`: the merged scalar state. If the checkpoint has only weights, returns all names."""
+    """Returns the names of the parameters for which a checkpoint has no optimizer states. `names`: the trained
+    parameters in the order of the bits. `saved`: the merged scalar state. If the checkpoint has only weights, returns
+    all names."""
     bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
     if len(bits) == len(names):
         return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")

@@ -2,9 +2,9 @@
 steps and compares the results with torch's own training on one device.
 
 Verification compares the loss of every step, the gradients of the first step, the final weights, and the numbers of
-parameters and labels. Rows have unequal numbers of valid labels: a plan that averages the means of the rows fails.
-Dropout is 0 under the plan and on one device, since both would draw different random numbers. In float64, the model's
-own casts to float32 become casts to float64 (proof/reference_run.py).
+parameters and labels. Rows have unequal numbers of valid labels, so a plan that wrongly averages the means of the rows
+fails. Dropout is 0 under the plan and on one device, since the two would draw different random numbers. In float64, the
+model's own casts to float32 become casts to float64 (proof/reference_run.py).
 
 A relative difference is the norm of the difference divided by the norm on one device. A gradient is only rounding error
 if its norm is at most 10 eps times the norm of all gradients. An example is the gradient of a key bias: the bias shifts
@@ -86,7 +86,7 @@ class VerifyRequest(StrictModel):
 class VerifyResult(StrictModel):
     """The result in one precision. `loss`, `gradient` and `weight` are the largest relative differences. `where` is the
     parameter with the largest gradient difference, `weight_where` that with the largest weight difference. `missing`
-    has the parameters that have a gradient only under the plan or only on one device."""
+    lists the parameters that have a gradient only under the plan or only on one device."""
 
     precision: str
     loss: float
@@ -106,7 +106,8 @@ class VerifyResult(StrictModel):
 
     @property
     def equal(self) -> bool:
-        """Returns whether all differences are within the tolerances and all counts are equal."""
+        """Returns whether all differences are within the tolerances, and all counts under the plan equal those on one
+        device."""
         loss, gradient, weight = VERIFY_TOLERANCES[self.precision]
         counts = self.parameters[0] == self.parameters[1] and self.labels[0] == self.labels[1] and not self.missing
         return counts and self.loss <= loss and self.gradient <= gradient and self.weight <= weight
@@ -210,8 +211,8 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
-    """Makes a random batch of `rows` rows, which have unequal numbers of valid labels. `step` seeds it. `main` is the
-    name of the model's image input, `channels` the number of channels of an image."""
+    """Makes a random batch of `rows` rows, which have unequal numbers of valid labels. `step` is the seed. `main` is
+    the name of the model's image input, `channels` the number of channels of an image."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
@@ -314,10 +315,13 @@ def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, li
 def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
     """Trains under the plan. All ranks call it.
 
-    Returns a dictionary. `losses`: of the first batch before any update, then of every step. `labels`: the number of
-    valid labels of the first batch. `by_replica`: this number for each replica. `gradients`: of the first batch, on
-    rank 0. `weights`: after the last step, on rank 0. For tests, `spoil` injects a fault into the parallel model before
-    training.
+    Returns a dictionary with these keys:
+    - `losses`: the loss of the first batch before any update, then the loss of every step.
+    - `labels`: the number of valid labels of the first batch. `by_replica`: this number for each replica.
+    - `gradients`: the gradients of the first batch, on rank 0.
+    - `weights`: the weights after the last step, on rank 0.
+
+    Tests use `spoil` to inject a fault into the parallel model before training.
     """
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
@@ -426,8 +430,8 @@ def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]
 
 
 def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns the optimizer of `rule` over full parameters. It is built from torch's own classes. For a user's
-    optimizer, Muon and Adafactor it comes from `optimizer_factory`, as under the plan."""
+    """Returns the optimizer of `rule` over full parameters. It is built from torch's own classes, except that a user's
+    optimizer, Muon and Adafactor come from `optimizer_factory`, as under the plan."""
     if rule.whole or rule.live:
         in_block = {
             name: layer.startswith("block.")
@@ -484,8 +488,8 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
 
 
 def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
-    """Returns the norm of `mine` - `other` divided by the norm of `other`. It is infinite if `mine` is missing, has
-    another shape, or has elements that are not finite."""
+    """Returns the norm of `mine` - `other` divided by the norm of `other`. The result is infinite if `mine` is missing,
+    has a different shape, or has elements that are not finite."""
     if mine is None or mine.shape != other.shape:
         return math.inf
     mine, other = mine.double(), other.double()

@@ -1,6 +1,7 @@
 """Builds the batches of a proof (proof_run.py) from the training batch. The first batch has a few real rows with
-unequal numbers of valid labels. The second batch has other values and another row order. Its sequences have half the
-length, rounded down to a length that the plan can divide. If this is less than 8 tokens, they keep the full length."""
+unequal numbers of valid labels. The second batch has different values and a different row order. Its sequences have
+half the length, rounded down to a length that the plan can divide. If the result is less than 8 tokens, the sequences
+keep their full length."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from meshwright.train.step.inputs import LocalBatch
 
 @dataclass
 class ProofBatch:
-    """A global batch of a proof, identical on every rank. `title` describes it to the user. `optional`: if one device
-    cannot run the batch, this is a note and not an error. `uncut`: the batch before its sequences were truncated to the
-    maximum length of a proof, or None if they were not."""
+    """A global batch of a proof, identical on every rank. `title` describes it to the user. `optional`: whether the
+    proof only adds a note, instead of raising an error, if one device cannot run the batch. `uncut`: the batch before
+    its sequences were truncated to the maximum length of a proof, or None if they were not truncated."""
 
     title: str
     batch: Batch
@@ -94,7 +95,7 @@ def _slice_rows(batch: Batch, rows: slice) -> Batch:
 def with_unequal_labels(batch: Batch) -> Batch:
     """Returns `batch` with some labels masked, so that rows have unequal numbers of valid labels. With these, a plan
     that averages the means of its rows or ranks computes a wrong loss. A sequence that has valid labels keeps at least
-    one of them. Of class labels (rows,), every third is masked."""
+    one of them. Of class labels with shape (rows,), every third label is masked."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -167,7 +168,8 @@ def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
     """Returns `batch` with sequences of `length` truncated to `short`.
 
     In integer tensors and in masks (rows, heads, length, length), every dimension of size `length` except the first is
-    truncated. In floating-point tensors of two or three dimensions (rows, positions, ...), only the second is.
+    truncated. In floating-point tensors of two or three dimensions (rows, positions, ...), only the second dimension is
+    truncated.
     """
 
     def cut(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Proves that a plan computes what one device computes: it computes the loss and every gradient of a small batch twice,
+"""Proves that a plan computes what one device computes: computes the loss and every gradient of a small batch twice,
 under the plan and as on one device. The schedule of proofs (proof_schedule.py) calls it.
 
 Two computations run in training mode, with equal weights and batches. One is the trainer's own forward and backward
@@ -51,13 +51,13 @@ from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
 WHOLE = "{}: rank 0 stored all weights for the comparison with one device"
-"""The note of a proof whose reference stored all weights on rank 0. The field is the reason."""
+"""The note of a proof whose reference stored all weights on rank 0. The reason fills the braces."""
 
 
 class ReferenceSide:
     """Computes the reference of a proof on rank 0. All ranks construct it and call its methods; the ranks other than 0
-    serve the requests of rank 0 for weights. `trains`: whether plan and reference run in training mode. `seed`: of the
-    random numbers of both."""
+    serve the requests of rank 0 for weights. `trains`: whether plan and reference run in training mode. `seed`: the
+    random seed of both."""
 
     def __init__(self, engine: Engine, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None) -> None:
         """`skeleton`: the copy of the unsharded model. `expected`: the fingerprints of its weights, by name, if the
@@ -68,9 +68,9 @@ class ReferenceSide:
         self.is_rank_0 = engine.mesh.rank == 0
         self.trains, self.seed = True, 1
         self.measures_rounding = self.is_low
-        """Whether the reference has a higher precision than the plan from the start, since the rounding of the plan's
-        precision is measured in any case. In float32 this holds after the first batch that exceeds the strict
-        tolerances."""
+        """Whether the first reference run of a batch already has a higher precision than the plan. This is so below
+        float32, where rounding is always measured. From float32 up, it is so after the first batch that exceeds the
+        strict tolerances."""
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         """The names of weights whose values on the ranks differ from those of the original model."""
@@ -115,8 +115,8 @@ class ReferenceSide:
     ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
         """Runs the reference forward. Returns the run (None except on rank 0), and on every rank a tuple: the mean
         loss, the number of valid labels, and an error text or ''. If the run fails or its loss is NaN, it may have read
-        weights that rank 0 does not store ([Note: absent weights] in reference_run.py). So it is repeated at a lower
-        streaming level, if there is one."""
+        weights that rank 0 does not store ([Note: absent weights] in reference_run.py). The run is then repeated at a
+        lower streaming level, if there is one."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -350,7 +350,7 @@ class ProofRun:
 
         It compares the plan with a reference in the next higher precision, unless `compared` already has these values.
         Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`: sketches of
-        the gradients in the higher precision, filled here if `compared` has not these values.
+        the gradients in the higher precision, filled here if `compared` does not have these values yet.
         """
         if not self.side.measures_rounding:
             high, (loss, _, problem) = self.side.forward(
@@ -378,8 +378,8 @@ class ProofRun:
                 gap.noise = float((mine[name] - sketches[name]).norm())
 
     def _draws(self, content: ProofBatch, loss: float) -> bool:
-        """Returns whether the reference loss depends on random numbers (`loss`: that of the previous seed). If so, plan
-        and reference use eval mode from now on."""
+        """Returns whether the reference loss depends on random numbers. `loss`: the reference loss with the previous
+        seed. If it does, plan and reference use eval mode from now on."""
         if not self.side.trains:
             return False
         self.side.seed += 1
@@ -416,7 +416,7 @@ class ProofRun:
         """Returns a description of the first difference: a weight with wrong values, the first module whose output
         differs, the loss, or the differing gradient that is nearest to the loss."""
         if misplaced := self.side.shared(self.side.misplaced):
-            return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
+            return f"first at {misplaced[0]}: its values on the ranks differ from those before sharding"
         ours, theirs = OutputDigests(), self.side.output_digests(content.batch)
         with self.side.isolated(), preserve_engine(self.engine), ours.of_plan(self.engine):
             StepPasses().backward(self.state, dict(content.batch))
@@ -445,10 +445,12 @@ class ProofRun:
         )
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Returns the proof result. The loss difference is the largest over all batches. The gradient difference, with
-        its parameter and its limit, is that of the batch where it is largest in relation to the limit. But if the last
-        batch differs, it is that of the last batch. All other values are those of the last batch. Since the comparison
-        stops at a differing batch, such a batch is the last one."""
+        """Returns the proof result. If a batch differs from one device, the comparison has stopped there, so only the
+        last batch can differ.
+        - The loss difference is the largest over all batches.
+        - The gradient difference, with its parameter and limit, is from the last batch if that differs. Otherwise it is
+          from the batch where it is largest in relation to its limit.
+        - All other values are from the last batch."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict

@@ -1,22 +1,27 @@
 """Decides before which updates a proof run compares the plan with one device (proof_run.py), and refuses a plan that
 differs. The trainer calls it before every update.
 
-A proof runs before the first update, in mode `auto` only if it is cheap (`is_proof_cheap`). Cheap proofs are repeated
-before a few later updates (REPEAT_UPDATES). Mode `start` also runs the first proof if it is not cheap. A number n as
-the mode acts like `start`, and also runs a proof every n steps. In mode `never` there is no proof. Other cases without
-a proof:
+| mode | proofs |
+|---|---|
+| `auto` | before the first update, if the proof is cheap (`is_proof_cheap`) |
+| `start` | before the first update |
+| a number n | before the first update and every n steps |
+| `never` | none |
+
+Unless the mode is `never`, a cheap proof is repeated before a few later updates (REPEAT_UPDATES). In two other cases
+there is no proof:
 - DiLoCo, or a loss that reads parameters of the model: no proof is possible.
 - Before the first update, a plan that is plain torch on one device (`is_one_device`), with the batch as one micro-batch
   and without reduced-precision matrix products.
 
-All ranks make one decision: if it depends on measured times, every rank must find the proof cheap. If a plan differs
-from one device, all ranks raise PlanRefused before the update.
+All ranks make the same decision. If it depends on measured times, a proof runs only if every rank finds it cheap. If a
+plan differs from one device, all ranks raise PlanRefused before the update.
 
 If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps)
 sets the mode. Without this variable the mode is `auto`.
 
-A proof runs on a copy of the model from before sharding. The schedule copies values of module attributes that have
-changed since then, such as step counters.
+The reference of a proof is a copy of the model from before sharding. The schedule updates the attributes of its modules
+that have changed since then, such as step counters.
 """
 
 from __future__ import annotations
@@ -180,7 +185,7 @@ class ProofSchedule:
         self.sizes = SizeRanges()
         """The sizes of batches for which a proof has passed."""
         self.plain: ModuleValues = {}
-        """The plain values that have been copied to the skeleton (the copy of the model without weights)."""
+        """The plain values that the skeleton (the copy of the model without weights) has now."""
         self.required = ""
         """Why the next update requires a proof, as a text for the user, or ''."""
         self.reason = ""

@@ -1,15 +1,15 @@
 """Judges the differences between the plan and one device in a proof (proof_run.py): of the loss, and of the gradient of
 each parameter.
 
-[Note: tolerance] In float64, losses and gradients agree to relative differences of 1e-10. In float32, losses agree to
-1e-6 and gradients to 1e-5. If they differ by more, and always in precisions below float32, rounding is measured instead
-of assumed. Let g be a gradient under the plan. Let l be this gradient on one device in the plan's own precision, and h
-that on one device in the next higher precision. Then |g - h| <= K |l - h| + floor |h| must hold. Here |.| is the
-Euclidean norm and floor is the relative tolerance of the precision. Both g and l are roundings of h with errors of
-similar size, so |g - h| / |l - h| is typically 1. The factor K = 4 (ROUNDING_FACTOR) allows for other orders of
-summation. |l - h| is estimated from sketches of l and h (`sketch_gradient`). Such an estimate may be small by chance.
-So it counts as at least |h| times the median of |l - h| / |h| over all gradients. For gradients with few elements it is
-increased further (SMALL_GRADIENT_ELEMENTS).
+[Note: tolerance] In float64, losses and gradients must agree to relative differences of 1e-10. In float32, losses must
+agree to 1e-6 and gradients to 1e-5. If they differ by more, and always in precisions below float32, rounding is
+measured instead of assumed. Let g be a gradient under the plan, l the same gradient on one device in the plan's own
+precision, and h the same gradient on one device in the next higher precision. Then |g - h| <= K |l - h| + floor |h|
+must hold. Here |.| is the Euclidean norm and floor is the relative tolerance of the precision. Both g and l are
+roundings of h with errors of similar size, so |g - h| / |l - h| is typically 1. The factor K = 4 (ROUNDING_FACTOR)
+allows for other orders of summation. |l - h| is estimated from sketches of l and h (`sketch_gradient`). An estimate may
+be small by chance. It is therefore raised to at least |h| times the median of |l - h| / |h| over all gradients, and
+raised further for gradients with few elements (SMALL_GRADIENT_ELEMENTS).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4
 measured rounding. Each is the relative error of one rounding to the dtype."""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
-"""The measured rounding of a gradient with few elements may be small by chance. So the measured rounding is multiplied
-by 1 + SMALL_GRADIENT_ELEMENTS / (number of elements)."""
+"""The measured rounding of a gradient with few elements may be small by chance. It is therefore multiplied by 1 +
+SMALL_GRADIENT_ELEMENTS / (number of elements)."""
 SKETCH_ELEMENTS = 4096
 """The number of elements of a sketch. The norm of a sketch estimates the norm of a difference with a relative error of
 sqrt(2 / SKETCH_ELEMENTS) = 2 %. If parts of the difference are identical, the error is up to 4 %."""
@@ -52,8 +52,8 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds a range of elements to the comparison: `one` of one device, `planned` of the plan. The latter has the
-        factor `scale`. Computes in float64."""
+        """Adds a range of elements to the comparison. `one`: the elements on one device. `planned`: the elements under
+        the plan, which are multiplied by `scale`. Computes in float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
             self.norm, self.planned = (
@@ -67,8 +67,9 @@ class GradientGap:
 
 @dataclass
 class ProofComparison:
-    """The compared values of one batch, complete on rank 0. `losses` and `labels`: of one device and of the plan.
-    `gaps`: by parameter name. `planned`: the parameters that get a gradient under the plan."""
+    """The compared values of one batch, complete on rank 0. `losses` and `labels`: the loss and the number of valid
+    labels, on one device and under the plan. `gaps`: the gradient comparisons by parameter name. `planned`: the
+    parameters that get a gradient under the plan."""
 
     losses: tuple[float, float]
     labels: tuple[int, int]
@@ -154,8 +155,8 @@ def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.
 
     `gradient` may be a range of the gradient of the parameter `name`. `first` is then the index of its first element, a
     multiple of COMPARE_CHUNK_ELEMENTS. The sketches of all ranges add up to the sketch of the full gradient. The sign
-    of an element depends on its offset in its chunk and, for each sum, on the chunk. Source: Charikar et al., Finding
-    Frequent Items in Data Streams, 2002 (count sketch).
+    of an element is the product of two signs: one for its offset in its chunk, and one for its chunk and its sum.
+    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
     """
     flat = gradient.detach().reshape(-1)
     signs = _chunk_signs(flat.device)

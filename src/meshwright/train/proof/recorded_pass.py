@@ -7,9 +7,9 @@ by a constant factor instead of a random mask. So a proof detects a dropout that
 `OutputDigests` locates the first module whose output under the plan differs from that on one device. It stores no
 output. A digest has the number of elements of a module's outputs, their sum and the sum of their squares. Under the
 plan, digests are added up over all ranks. An output may be sharded by rows, positions or features, or replicated. The
-number of elements over all ranks, divided by the number on one device, says how often each element is counted. The
-sums divided by this ratio are comparable with those of one device, however the output is sharded. Modules whose ratio
-is not an integer are skipped.
+number of elements over all ranks, divided by the number on one device, says how often each element is counted. Divided
+by this ratio, the sums under the plan are comparable with the sums on one device, however the output is sharded.
+Modules whose ratio is not an integer are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.runtime.tensor_parallel.random import has_dropout
 
 UNCHECKED_STEP = 4
-"""A number of completed steps for which the engine does not check the next step: step 5 is not in `CHECKED_STEPS`."""
+"""After this number of completed steps, the engine does not check the next step: step 5 is not in `CHECKED_STEPS`."""
 MIN_DROPOUT_FACTOR = 0.75
 """The factor that replaces dropout as the rate approaches 0. The factor grows with the rate, so that a proof detects a
 wrong rate."""
@@ -66,8 +66,8 @@ def dropout_factor(rate: float) -> float:
 
 @contextmanager
 def preserve_engine(engine: Engine) -> Iterator[None]:
-    """A context that restores the engine's state that a backward changes, except gradients: the set of parameters with
-    a gradient, records, and the error feedback of compression. Step checks are off inside it."""
+    """A context that restores what a backward changes in the engine, except gradients: the records of which parameters
+    get a gradient, and the residuals of gradient compression. Step checks are off inside it."""
     preflight = engine.preflight
     unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
     learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
@@ -78,7 +78,7 @@ def preserve_engine(engine: Engine) -> Iterator[None]:
 @contextmanager
 def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
     """A context that restores random states and the model at its end. Inside it, the random seed is `seed` and dropout
-    is a constant factor. With `trains`, modules keep their training modes; otherwise they are in eval mode."""
+    is a constant factor. `trains`: whether modules keep their training modes; otherwise they are in eval mode."""
     engine.mesh.error_propagator.report_alive()
     model, compiles = engine.model, engine.mesh.plan.compile
     modes = [(module, module.training) for module in model.modules()]
@@ -88,7 +88,7 @@ def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
         stack.enter_context(dry_run(model, loss=engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
-        if compiles and has_dropout(model):  # the mode ConstantDropout would make torch compile each block again
+        if compiles and has_dropout(model):  # eager: ConstantDropout would trigger recompilation of every block
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not compiles or has_dropout(model):
             stack.enter_context(ConstantDropout())

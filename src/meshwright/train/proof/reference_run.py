@@ -1,18 +1,18 @@
 """Computes the loss and the gradients of the user's model on rank 0, as on one device. Only the weights of one block
 are in memory at a time. A proof (proof_run.py) compares the plan with this reference run.
 
-The skeleton is a copy of the model from before `parallelize`, whose parameters have no storage. In a reference run, the
-forward of a block requests the block's full weights from the ranks (runtime/gather_service.py) and drops them at its
-end. It runs under non-reentrant activation recompute (`torch.utils.checkpoint`), so backward requests the weights
-again. Each complete gradient is passed to the function `compare` and dropped. Autograd first adds up the gradients of
-all uses of a shared parameter.
+The skeleton is a copy of the model that was made before `parallelize`. Its parameters have no storage. In a reference
+run, the forward of a block requests the block's full weights from the ranks (runtime/gather_service.py) and drops them
+at its end. The block runs under non-reentrant activation recompute (`torch.utils.checkpoint`), so backward requests the
+weights again. Each complete gradient is passed to the function `compare` and dropped. Autograd first adds up the
+gradients of all uses of a shared parameter.
 
 Large modules outside of the blocks (embeddings, heads) are treated as blocks. If such a module is torch's Linear or
 Embedding and is called once in forward, it requests its weight in ranges of rows (streamed_weights.py). Rank 0 stores
 all other weights for the whole run.
 
-[Note: absent weights] A weight that is not in memory is NaN. So if a model or a loss reads a block's weights outside of
-the block's forward, the result is NaN instead of a wrong number. Then the run is repeated with a lower
+[Note: absent weights] A weight that is not in memory is NaN. If a model or a loss reads a block's weights outside of
+the block's forward, the result is therefore NaN instead of a wrong number. The run is then repeated with a lower
 `StreamingLevel`, at which rank 0 stores more weights for the whole run.
 
 `use_float64` turns a model's own casts to float32 (in norms, softmax, rotary tables) into casts to float64. The plan
@@ -95,11 +95,11 @@ def _in_float64(forward: Any) -> Any:
 
 CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
 """A function that gets a range of a gradient and the reference values of this range. It returns a function that gets
-the plan's values (index of the first element, elements), or None if these are not needed."""
+the plan's values (index of the first element, elements), or None if the plan's values are not needed."""
 FINGERPRINT_TOLERANCE = 1e-4
 """If the fingerprint of a weight differs by more than this fraction, the ranks have wrong values of the weight."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""Gradients are buffered up to this number of elements before they are compared. A module outside of the blocks is
+"""Gradients are buffered until they have this number of elements, and then compared. A module outside of the blocks is
 treated as a block if it has at least this number of parameters."""
 
 
@@ -112,8 +112,8 @@ class StreamingLevel(IntEnum):
 
 @dataclass
 class ReferenceOptions:
-    """The options of a reference run. `dtype`: of its weights. `high`: whether `dtype` has a higher precision than the
-    plan's computation."""
+    """The options of a reference run. `dtype`: the dtype of its weights. `high`: whether `dtype` has a higher precision
+    than the plan's computation. `streamed`: which weights are streamed."""
 
     dtype: torch.dtype
     high: bool = False
@@ -414,8 +414,8 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns, by module path, the name of the weight of each module that can stream rows. Weights that several modules
-    share are left out."""
+    """Returns a dictionary from the path of each module that can stream rows to the name of its weight. Weights that
+    several modules share are left out."""
     owners = Counter(
         id(parameter)
         for module in model.modules()

@@ -34,8 +34,8 @@ class RangeExchange(Protocol):
 
 
 class StreamedWeight:
-    """The streamed weight (rows, columns) of one module. `calls`: the number of forward calls of the module. Only if
-    the module is called exactly once is each streamed range of the gradient complete."""
+    """The streamed weight (rows, columns) of one module. `calls`: the number of forward calls of the module. The
+    streamed ranges of the gradient are complete only if the module is called exactly once."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
@@ -52,8 +52,8 @@ class StreamedWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast, a range may produce another dtype than the full weight would. A count of two calls makes the
-        # reference run store the full weight instead.
+        # Under autocast, the product with a range may have a different dtype than the product with the full weight. A
+        # count of two calls makes the reference run store the full weight instead.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
@@ -128,10 +128,10 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Returns the number of rows in a range of a weight with `columns` columns. Each range then begins at a multiple of
-    COMPARE_CHUNK_ELEMENTS elements, as `sketch_gradient` requires.
+    """Returns the number of rows per range for a weight with `columns` columns. A range has about RANGE_ELEMENTS
+    elements, and begins at a multiple of COMPARE_CHUNK_ELEMENTS elements, as `sketch_gradient` requires.
 
-    >>> rows_per_range(2048)
+    >>> rows_per_range(2048)  # 2^23 / 2048
     4096
     """
     step = COMPARE_CHUNK_ELEMENTS // math.gcd(columns, COMPARE_CHUNK_ELEMENTS)

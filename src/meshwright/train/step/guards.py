@@ -128,8 +128,8 @@ class OptimizerGuard:
         self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer, updater: Updater) -> None:
-        """Raises InputError if `optimizer` is not the optimizer that `parallelize` has made. Raises it also if the
-        number of parameters in its groups has changed, or if step hooks were added after `parallelize`."""
+        """Raises InputError if `optimizer` is not the optimizer that `parallelize` has made, if the number of
+        parameters in its groups has changed, or if step hooks were added after `parallelize`."""
         if optimizer is not self._optimizer:
             raise InputError(
                 Message(
@@ -162,8 +162,8 @@ class OptimizerGuard:
 
 
 def check_torch_modes(device: torch.device) -> None:
-    """Raises InputError under inference_mode and no_grad, since a step would then train nothing. Raises it also under
-    autocast, since a step would then not compute in the dtypes of its precision."""
+    """Raises InputError under inference_mode and no_grad, where a step would train nothing, and under autocast, where a
+    step would not compute in the dtypes of its precision."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(
@@ -281,7 +281,7 @@ class StepGuards:
         return Outside(
             self.untrained(engine),
             self._changed(batches),
-            f"values lead through other code: {code}" if code else "",
+            f"tensor values select a code path that was not checked: {code}" if code else "",
             checked.said,
             unproven.said,
             at,
@@ -336,8 +336,8 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the plain values that the user's code may read. Each is a description, a mapping that has the current
-    value, and the key of the value."""
+    """Yields the plain values that the user's code may read, each as (description, mapping that contains the current
+    value, key in this mapping)."""
     for path, module in engine.model.named_modules():
         own = vars(module)
         name = path or "the model"

@@ -1,20 +1,21 @@
 """Checks the inputs of `parallelize` and of a training step, and splits a batch into micro-batches. The trainer uses
-it. If the inputs of ranks differ, all ranks raise InputError with one line. Without these checks, such ranks could run
-different collectives and wait for each other forever.
+it. If the inputs of ranks differ, all ranks raise InputError with a one-line message. Without these checks, such ranks
+could run different collectives and wait for each other forever.
 
 Before process groups are made, all ranks compare their plans, precisions and models with those of rank 0. At every step
-that gets the global batch, they compare its names, types, shapes and values. This detects ranks that read different
-rows, as under DDP, or shuffle the data differently. A `LocalBatch` must be identical on the ranks of a replica. It is
-compared only once, since the loader of a job makes it.
+that gets the global batch, they compare its names, types, shapes and values. This detects ranks that shuffle the data
+differently, or that each read only their own rows (as in a script for DDP). A `LocalBatch` must be identical on the
+ranks of a replica. It is compared only once, since the loader of a job makes it.
 
-The comparison is a small all-gather of two numbers per rank. One of them is a digest of sums that are weighted by
-position, over at most MAX_COMPARED_ELEMENTS values of each tensor. Details are gathered only after a mismatch.
+The comparison is a small all-gather of two numbers per rank. One is a digest of names, shapes and types. The other is a
+digest of position-weighted sums over at most MAX_COMPARED_ELEMENTS values of each tensor. Details are gathered only
+after a mismatch.
 
 The last batch of an epoch may have any number of rows. Rows without valid labels pad it, so that it fills whole
-micro-batches of all replicas. Padding rows change no sum and no count of labels. A batch is not padded with a user's
-own loss, which is a mean over rows. Then the last micro-batches have fewer rows, and each micro-batch is weighted by
-its number of rows. A micro-batch without rows processes the first row of the batch with weight zero. If rows interact
-(batch statistics, a load-balancing loss), such a batch is refused.
+micro-batches of all replicas. Padding rows change no sum and no count of labels. If the user has passed a loss function
+(a mean over rows), the batch is not padded. The last micro-batches then have fewer rows, and each micro-batch is
+weighted by its number of rows. A micro-batch without rows processes the first row of the batch with weight zero. If
+rows interact (batch statistics, a load-balancing loss), such a batch is refused.
 
 Guarantees: loss and gradients equal those of one device on the original rows.
 """
@@ -265,8 +266,9 @@ def check_nested_tensors(batch: Batch, plan: Plan) -> None:
     """Raises InputError if a container in `batch` has a tensor whose first dimension is the rows. Such rows can neither
     be divided into micro-batches nor be repeated by a check.
 
-    It is called unless a step is one forward on one device without recompute, which needs neither. Nested tensors with
-    another first dimension are allowed: they are used for all rows. A batch of one row is not checked.
+    It is not called if a step is one forward on one device without recompute, which neither divides nor repeats rows.
+    Nested tensors with another first dimension are allowed: they are used for all rows. A batch of one row is not
+    checked.
     """
     nested = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
     for name, value in nested.items():
@@ -353,7 +355,7 @@ def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
-    """Returns the number of valid labels in the rows of this rank's replica, with DiLoCo. All ranks call it."""
+    """With DiLoCo, returns the number of valid labels in the rows of this rank's replica. All ranks call it."""
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
@@ -378,7 +380,7 @@ def padded_rows(plan: Plan, rows: int) -> int:
 
 
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
-    """Returns `batch` padded to `padded_rows`. Padding rows repeat the first row, with labels that are not valid."""
+    """Returns `batch` padded to `padded_rows` rows. Each padding row is the first row with all labels masked."""
     rows = num_rows(batch)
     lacking = padded_rows(plan, rows) - rows
     if lacking <= 0:
@@ -394,8 +396,9 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """Returns the micro-batches of `replica` in the global batch `batch`. With `is_odd`, the rows need not fill all
-    micro-batches: the last ones have fewer rows, and a micro-batch without rows is a `ZeroWeightBatch`."""
+    """Returns the micro-batches of `replica` in the global batch `batch`. `is_odd`: whether the rows may leave
+    micro-batches incomplete. The last micro-batches then have fewer rows, and a micro-batch without rows is a
+    `ZeroWeightBatch`."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:

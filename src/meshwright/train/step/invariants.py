@@ -1,18 +1,19 @@
 """Checks invariants, conditions that hold in every correct step, before the update of each step (passes.py). The
-all-reduce of loss and gradient norm also carries their sums, so they cost no extra message.
+all-reduce of loss and gradient norm also adds up the values of the invariants, so these need no extra message.
 
 | invariant | what is compared | what is detected |
 |---|---|---|
 | labels | valid labels of all replicas, with the divisor of the loss | a wrong count, a lost or duplicated row |
 | passes | forward passes of all stages on all ranks, with micro-batches times stages | a lost micro-batch |
 | weights | checksums of the weights on ranks that store equal weights | a drifting replica, a flipped bit |
-| gradients | checksums of the reduced gradients on ranks with equal ones | a scaled shard, an incomplete reduction |
+| gradients | checksums of the reduced gradients on ranks that store equal ones | a scaled shard, a partial reduction |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
 Checksums add the bits of elements as integers. If n ranks store equal tensors, the checksum of the first rank is
-multiplied by n - 1 and those of the others by -1. So equal checksums cancel, and one all-reduce adds those of all
-tensors. The gradient norm of a step counts each element on one rank of each replica (runtime/zero/reducer.py). The
-checksums cover all ranks, so they are an independent check. Tensors that only one rank stores are not checked.
+multiplied by n - 1 and the checksums of the other ranks by -1. Equal checksums then cancel, so one all-reduce can add
+the checksums of all tensors. The gradient norm of a step counts each element on one rank of each replica
+(runtime/zero/reducer.py). The checksums cover all ranks, so they are an independent check. Tensors that only one rank
+stores are not checked.
 
 If `window_count` estimates that reading all elements takes at most MAX_STEP_FRACTION of a step, the checksums cover all
 elements. Otherwise each step reads one window of each parameter group, in rotation. A flipped bit is then detected when
@@ -45,7 +46,8 @@ from meshwright.train.step.state import TrainState
 MAX_STEP_FRACTION = 5e-4
 """The checksums may take at most this fraction of a step's time."""
 SMALL_MODEL_PARAMETERS = 1 << 20
-"""All elements of a model with fewer parameters are read in less than a millisecond."""
+"""If a model has at most this number of parameters, each step reads all elements, which takes less than a
+millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
 """A window of a parameter group has at least this number of elements. A group has at most this number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +55,8 @@ REDUCED_VALUES = 7
 """The number of values that the invariants add to the all-reduce of a step."""
 ResultT = TypeVar("ResultT")
 CHECKSUM_MODULUS = 2**31 - 1
-"""The modulus of checksums. With it, those of 1,000 parameter groups on 2,000 ranks add up exactly in float64."""
+"""The modulus of checksums. With this modulus, float64 can add the checksums of 1,000 parameter groups on 2,000 ranks
+exactly."""
 
 
 class InvariantViolated(MeshwrightError):
@@ -165,7 +168,7 @@ class StepInvariants:
         if passes:
             raise InvariantViolated(
                 Message(
-                    "{step}: {ranks} ran {passes:.0f} passes {what} than micro-batches: {end}",
+                    "{step}: all ranks together ran {passes:.0f} passes {what} than micro-batches ({ranks}): {end}",
                     step=step,
                     ranks=self._ranks(state, "passes"),
                     passes=abs(passes),
@@ -277,9 +280,9 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
     `width`: the bytes of a weight plus those of its gradient.
 
     >>> (
-    ...     window_count(1 << 20, 100, 8, "cpu"),
-    ...     window_count(1 << 30, 100, 8, "cpu"),
-    ...     window_count(1 << 30, 8000, 8, "cpu"),
+    ...     window_count(1 << 20, 100, 8, "cpu"),  # SMALL_MODEL_PARAMETERS
+    ...     window_count(1 << 30, 100, 8, "cpu"),  # MAX_WINDOWS
+    ...     window_count(1 << 30, 8000, 8, "cpu"),  # reading is cheap: many tokens per step
     ...     window_count(1 << 30, 30000, 6, "cuda"),
     ... )
     (1, 16, 1, 7)
@@ -290,7 +293,8 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
 
 def _replica_checksums(state: TrainState, labels: int, elements: int) -> torch.Tensor:
     """Returns this rank's checksums, float64 of shape (2, 2) on the device: a row for the weights and a row for the
-    reduced gradients. A row has the sum of checksums with their cancelling factors, and their plain sum.
+    reduced gradients. Each row has two values: the sum of the checksums times their cancelling factors, and the plain
+    sum of the checksums.
 
     All checksums are weighted in one matrix product, since many small operations would cost more than reading the
     windows. `labels`: the number of valid labels in the global batch. `elements`: the number of the model's parameters.

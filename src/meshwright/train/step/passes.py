@@ -3,7 +3,8 @@ the gradients. The trainer and proof runs (proof/) use it.
 
 Guarantees: the loss and the gradient equal those of one device on the global batch, up to the order of floating-point
 sums. The loss is the sum over all valid labels of the global batch, divided by their number. It does not depend on how
-the labels are distributed over the ranks. A user's own loss is a mean over rows; it is averaged over all rows instead.
+the labels are distributed over the ranks. If the user passes a loss function (a mean over rows), the loss is instead
+the mean over all rows of the global batch.
 """
 
 from __future__ import annotations

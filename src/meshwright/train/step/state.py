@@ -4,7 +4,7 @@ derives from it.
 Dynamic loss scaling for fp16: the loss is multiplied by a factor, so that small gradients do not become zero. The
 factor starts at 2^16. If a gradient overflows, the update is skipped and the factor is halved, but not below 1. After
 GROWTH_INTERVAL_STEPS steps without an overflow, the factor is doubled (Micikevicius et al., Mixed Precision Training,
-2018). The gradient norm is equal on all ranks, so all ranks make one decision.
+2018). The gradient norm is equal on all ranks, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TrainState:
         self.scale = LossScale.start(engine.recipe.loss_scaling)
         self.steps = self.samples = 0
         self.on_phase: Callable[[RankPhase], None] = lambda phase: None
-        """The trainer calls it when a phase begins: backward, reduce, agree, update, and data or prove with a proof.
-        The phase `agree` ends when all ranks have begun it."""
+        """The trainer calls it when a phase begins: backward, reduce, agree or update, and around a proof also prove
+        and data. The phase `agree` ends when all ranks have begun it."""
         self.mend: Callable[[], bool] = lambda: False
         """Repairs replicas that differ from the majority (silent_corruption.py). Returns whether any was repaired."""
 
