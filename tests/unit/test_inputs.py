@@ -356,7 +356,7 @@ def test_a_cluster_in_words_has_those_devices_and_that_network(text: str, device
         ("8x8:h100@-5Gb", "carries nothing"),
         ("8x8:h100@fastx200Gb", "link 'fastx200Gb' is neither a rate"),
         ("8x8:h100@1e300Gb", "link '1e300Gb'.bandwidth: input should be less than"),
-        ("2x8:h100@200Gb+2x8:a100@100Gb", "two networks, '200Gb' and '100Gb'; one network joins all nodes"),
+        ("2x8:h100@200Gb+2x8:a100@100Gb", "two networks, '200Gb' and '100Gb', but all nodes use one network"),
         ("local:0", "the number of ranks after 'local:' must be at least 1"),
         ("local:two", "the number of ranks after 'local:' must be at least 1"),
         ("mine.yaml", "cluster 'mine.yaml' does not exist"),
@@ -431,7 +431,7 @@ def test_local_is_the_devices_that_cuda_shows_for_its_variable(
     [
         (
             ["NVIDIA Quadro 6000"],
-            "the device 'NVIDIA Quadro 6000' is not in the catalog; name one that is like it, such as --cluster "
+            "the device 'NVIDIA Quadro 6000' is not in the catalog; name a similar device, such as --cluster "
             "1x1:a100-80gb",
         ),
         (
@@ -515,7 +515,7 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
     path.write_text(
         "model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8"
     )
-    with pytest.raises(InputError, match=r"^\$\.cluster: no link between its nodes: name `network`, such as"):
+    with pytest.raises(InputError, match=r"^\$\.cluster: the link between nodes is missing: set `network`, such as"):
         load_job(path)
 
 

@@ -531,7 +531,7 @@ def test_replicas_with_unlike_work_or_states_are_not_played_as_if_they_were_alik
     with pytest.raises(InputError) as error:
         simulate(small_job(), plan)
     assert (
-        f"{part} makes replicas heterogeneous" in str(error.value)
+        f"{part} makes replicas different" in str(error.value)
         and "meshwright estimate" in str(error.value)
         and "\n" not in str(error.value)
     )

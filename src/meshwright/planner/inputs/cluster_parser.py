@@ -118,8 +118,8 @@ def local_cluster(word: str) -> Cluster:
     if row is None:
         raise InputError(
             Message(
-                "cluster {word!r}: the device {cards!r} is not in the catalog; name one that is like it, such as "
-                "--cluster 1x{count}:a100-80gb, or describe it in a file, --cluster cluster.yaml",
+                "cluster {word!r}: the device {cards!r} is not in the catalog; name a similar device, such as "
+                "--cluster 1x{count}:a100-80gb, or describe the device in a file, --cluster cluster.yaml",
                 word=word,
                 cards=cards[0],
                 count=len(cards),
@@ -143,8 +143,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(
                 Message(
-                    "{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, "
-                    "latency: 5 us}}",
+                    "{where}: the link between nodes is missing: set `network`, such as {{name: ib, bandwidth: 25 "
+                    "GB/s, latency: 5 us}}",
                     where=where,
                 )
             )
@@ -216,7 +216,7 @@ def _split_network(text: str) -> tuple[str, str]:
     if len(set(found)) > 1:
         raise InputError(
             Message(
-                "cluster {text!r}: two networks, {found!r} and {found_2!r}; one network joins all nodes",
+                "cluster {text!r} names two networks, {found!r} and {found_2!r}, but all nodes use one network",
                 text=text,
                 found=found[0],
                 found_2=found[1],

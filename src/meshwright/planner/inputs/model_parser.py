@@ -99,7 +99,7 @@ def read_architecture(path: Path) -> ArchitectureSizes:
     `config.json`."""
     data = parse_text(read_text_file(path, "architecture"), str(path))
     if not isinstance(data, dict):
-        raise InputError(Message("{path}: expected sizes such as 'layers: 32'", path=path))
+        raise InputError(Message("{path}: expected a mapping of model dimensions, such as 'layers: 32'", path=path))
     if "model_type" in data:
         return sizes_from_hf_config(data, str(path))
     return validate_data(ArchitectureSizes, data, str(path))

@@ -161,9 +161,9 @@ def _size_message(job: Job) -> Message:
         for choice in (Recompute.none, Recompute.full)
     ]
     return Message(
-        "1. How large is my model? {parameters:parameters} parameters; {each} bytes each for weights, gradients and "
-        "optimizer make {states:bytes} before the first token. One sequence of {sequence} tokens saves "
-        "{activations:bytes} of activations, {recomputed:bytes} with full recompute.",
+        "1. How large is my model? {parameters:parameters} parameters. Weights, gradients and optimizer states take "
+        "{each} bytes per parameter, {states:bytes} in total. One sequence of {sequence} tokens saves "
+        "{activations:bytes} of activations, or {recomputed:bytes} with full recompute.",
         parameters=job.model.parameters,
         each=f"{each:g}",
         states=job.model.parameters * each,
@@ -179,21 +179,21 @@ def _one_device_message(job: Job) -> Message:
     whole, again = (estimate(one, Plan(recompute=choice)) for choice in (Recompute.none, Recompute.full))
     if whole.fits:
         return Message(
-            "2. Does it fit on one device? Yes: {reserved:bytes} with one sequence, of {limit:bytes}.",
+            "2. Does it fit on one device? Yes: one sequence needs {reserved:bytes} of {limit:bytes}.",
             reserved=whole.memory.reserved,
             limit=whole.limit,
         )
     if again.fits:
         return Message(
-            "2. Does it fit on one device? With full recompute: {reserved:bytes} with one sequence, of {limit:bytes}; "
-            "{whole:bytes} without.",
+            "2. Does it fit on one device? Only with full recompute: one sequence then needs {reserved:bytes} of "
+            "{limit:bytes}, and {whole:bytes} without recompute.",
             reserved=again.memory.reserved,
             limit=again.limit,
             whole=whole.memory.reserved,
         )
     return Message(
-        "2. Does it fit on one device? No: {reserved:bytes} with one sequence and full recompute, of {limit:bytes}; "
-        "that is {times:times} times as much.",
+        "2. Does it fit on one device? No: one sequence with full recompute needs {reserved:bytes}, "
+        "{times:times} times the {limit:bytes} of a device.",
         reserved=again.memory.reserved,
         limit=again.limit,
         times=again.memory.reserved / again.limit,
@@ -345,7 +345,7 @@ def _improvement_messages(job: Job, answer: SearchResult, runnable: bool) -> Ite
     """Yields one message with the effect of each improvement on the tokens per second."""
     found = rank_improvements(job, answer.chosen.estimate.time.step, runnable, answer.chosen.plan)
     yield Message(
-        "What would change that? Tokens per second with {changes}.",
+        "Effect of improvements on tokens per second: {changes}.",
         changes=tuple(
             Message(
                 "{what} {share} ({plan})" if abs(it.speed - 1.0) >= MIN_SPEED_CHANGE else "{what} no change",

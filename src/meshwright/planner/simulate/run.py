@@ -237,8 +237,8 @@ def check_equal_replicas(plan: Plan) -> None:
         if numbers := getattr(plan, field):
             raise InputError(
                 Message(
-                    "plan {plan}: {code}{numbers} makes replicas heterogeneous, and only identical ones can be "
-                    "simulated: leave it out, or price the plan with `meshwright estimate`",
+                    "plan {plan}: {code}{numbers} makes replicas different, and only identical replicas can be "
+                    "simulated: leave it out, or use `meshwright estimate`, which accepts this plan",
                     plan=plan.name,
                     code=code,
                     numbers="-".join(map(str, numbers)),
