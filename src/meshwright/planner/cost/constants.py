@@ -42,8 +42,8 @@ A100 steps (arXiv 2104.04473 table 1, 2205.05198 table 5). Single steps have val
 
 MATMUL_RAMP_SECONDS = 3e-6
 """Seconds that a matrix product loses at its start and end. calculon's A100 efficiencies are 0.95 for products of at
-least 128 GFLOP, 0.90 from 16 GFLOP on, and 0.60 from 1 GFLOP on. They correspond to the time at the peak rate plus 2 us
-to 3 us per product."""
+least 128 GFLOP, 0.90 from 16 GFLOP on, and 0.60 from 1 GFLOP on. These efficiencies correspond to the time at the peak
+rate plus 2 us to 3 us per product."""
 
 MATMUL_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
 """The tiles of a matrix product: rows, columns, and the fraction of the best rate that the tile reaches (NVIDIA, Matrix
@@ -71,9 +71,9 @@ CPU_KERNELS_PER_MATRIX = 3
 
 CPU_OPS_PER_STAGE_PASS = 300
 """Number of operations of one micro-batch on a stage outside its layers, on a CPU, in forward and backward together.
-They belong to masks and positions, hooks, flat buffers, the Python code of the schedule, and messages. The measurements
-had between 1 and 16 micro-batches, 2, 4 and 8 blocks, and 1 and 2 stages. Each micro-batch added between 1.4 ms and 3
-ms of processor time, at 4.5 us per operation."""
+They belong to masks and positions, hooks, flat buffers, the Python code of the schedule, and messages. The value was
+measured with 1 to 16 micro-batches, 2 to 8 blocks, and 1 and 2 stages: each micro-batch added between 1.4 ms and 3 ms
+of processor time, at 4.5 us per operation."""
 
 ATTENTION_EFFICIENCY = 0.75
 """Rate of fused attention divided by the rate of plain matrix products. On an A100 with a peak of 312 TFLOP/s,

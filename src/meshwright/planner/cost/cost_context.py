@@ -79,9 +79,9 @@ EXACT_GRAD_BYTES = 8
 class LayerRun(NamedTuple):
     """A layer run: equal layers that follow each other. A rank stores some or all layers of a run.
 
-    `own` is the parameters of one layer, without a tied weight that another layer run has. `first_block` is the number
-    of blocks before the run. `copy` marks the replica of a tied vocabulary on the last stage. `own_bucket` marks a
-    layer with a separate parameter group.
+    `own` is the parameters of one layer, except a tied weight that belongs to another layer run. `first_block` is the
+    number of blocks before the run. `copy`: whether the run is the replica of a tied vocabulary on the last stage.
+    `own_bucket`: whether the layer has a separate parameter group.
     """
 
     layer: LayerSpec

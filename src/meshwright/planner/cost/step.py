@@ -433,7 +433,7 @@ def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) ->
     touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
         COMPARE_BYTES_PER_ELEMENT * run.is_compared + SKETCH_BYTES_PER_ELEMENT * run.has_sketches
     )
-    # The other ranks only send: the reference has a whole processor.
+    # While rank 0 computes the reference, the other ranks only send their parts, so rank 0 has a whole processor.
     return reduce + (computed + touched / shared.device.bandwidth) * shared.device.share
 
 

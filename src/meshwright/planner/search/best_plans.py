@@ -162,7 +162,8 @@ class PlanCandidate:
 
     @property
     def key(self) -> tuple[float, PlanCandidate]:
-        """Returns the sort key. Its second item compares the plans, which are built only if scores are equal."""
+        """Returns the sort key. The second item of the key compares the plans, which are built only if scores are
+        equal."""
         return round_score(self.score), self
 
     def __lt__(self, other: PlanCandidate) -> bool:

@@ -407,7 +407,7 @@ def search_top_plans(
     ceiling: float = np.inf,
 ) -> PlanSearch:
     """Searches the plan space of `job` for the `top` best plans and the best plan of each family. Plans with a score
-    above `ceiling` are ignored. `runnable` restricts the space to plans that this version runs."""
+    above `ceiling` are ignored. `runnable`: whether to search only plans that this version can run."""
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 

@@ -94,8 +94,8 @@ def _chosen_message(answer: SearchResult) -> Message:
 
 
 def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
-    """Returns a sentence about the fastest plan that fits, if the risk margin ranks it behind the chosen plan.
-    Otherwise returns an empty list."""
+    """Returns a sentence about the fastest plan that fits, if this plan ranks after the chosen plan because of the risk
+    margin. Otherwise returns an empty list."""
     chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
