@@ -1,10 +1,10 @@
 """Computes the cost of a grid of plans: the bytes on each class of equal pipeline ranks and the seconds of a step, for
 all plans at once. The search, `estimate` (step.py) and the simulation use it.
 
-    step = m x (micro-batch of the slowest rank) + bubble + messages + exposed reductions + update
+    step = m x (micro-batch of the slowest rank) + bubble + messages + exposed reductions + update + terms
 
-m is the number of micro-batches of a step. Arrays are over GRID_AXES (plan_grid.py) and over layer runs
-(cost_context.py).
+m is the number of micro-batches of a step, and the terms are those of step_terms.py. Arrays are over GRID_AXES
+(plan_grid.py) and over layer runs (cost_context.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class StepTime(NamedTuple):
 
     The first PER_MICRO_BATCH_FIELDS fields are seconds per micro-batch on each rank class, and `each` is the sum of
     them. The other fields are seconds per step: `once` is exposed reductions and gathers, `update` the update on the
-    device, `on_host` the update on the host. `terms` are those of step_terms.py (term, GRID_AXES), `step` is the whole
-    step.
+    device, `on_host` the update on the host. `terms` is the seconds of the terms of step_terms.py (term, GRID_AXES),
+    `step` the seconds of the whole step.
     """
 
     compute: Array

@@ -5,11 +5,11 @@ devices.
 The cost of the plan is computed once for each group, as if all devices of the cluster were devices of this group. Each
 rank then has the cost that was computed for its group. The step time is
 
-    step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
+    step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update + terms
 
-with m micro-batches. Messages, exposed reductions and update are each the maximum over the groups. Tensor, data and
-context ranks of a stage are on one group, so they communicate over the links of this group. Stages communicate over the
-network.
+with m micro-batches and the terms of step_terms.py. Messages, exposed reductions, update and each term are maxima over
+the groups. Tensor, data and context ranks of a stage are on one group, so they communicate over the links of this
+group. Stages communicate over the network.
 """
 
 from __future__ import annotations

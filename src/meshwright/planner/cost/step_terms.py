@@ -1,8 +1,9 @@
-"""Lists the terms that add to a step once and overlap with nothing, each with the item of `TimeBreakdown` that reports
-it.
+"""Lists the terms of the step time that are added once per step and overlap with nothing. For each term, `STEP_TERMS`
+names the field of `TimeBreakdown` that reports its seconds.
 
-A new term is a function in this file and a row of `STEP_TERMS`. The step time, heterogeneous groups and the estimate
-read the table. The simulation (planner/simulate/op_times.py) plays only the terms that it names.
+A new term is a function in this file and an entry of `STEP_TERMS`. The step time, plans over heterogeneous groups and
+the estimate use all entries of this table. The simulation (planner/simulate/op_times.py) includes only the terms whose
+functions it calls.
 """
 
 from __future__ import annotations
