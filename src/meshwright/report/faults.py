@@ -1,16 +1,22 @@
 """Computes and formats the faults of a training run and their cost (from RUN/events.jsonl), and the goodput with every
 kind of lost time. `meshwright report` shows them.
 
-Goodput = useful seconds / all seconds that are accounted for. Useful seconds are the seconds of the last execution of
-each step, without the wait for data. Lost seconds are the wait for data, skipped steps, the time between steps
-(validation, replica checks, in-memory checkpoints), repeated steps, saves for which training waited, the time until a
-hang was noticed, and recoveries. A recovery lasts from the decision to the end of the next new step. This step and the
-repeated steps before it count as steps, so only the remaining time of the recovery is lost. The detection of further
-faults during the recovery counts as detection. The part of the interrupted step before the detection is lost too. The
-table of faults shows both the whole duration and the lost seconds of a recovery.
+Goodput = useful seconds / (useful seconds + lost seconds). Useful seconds are the seconds of the last execution of each
+step, without the wait for data. Lost seconds are:
+- waits for data, skipped steps, and repeated steps.
+- the time between steps (validation, replica checks, in-memory checkpoints).
+- saves for which training waited.
+- the time until a hang was noticed.
+- recoveries.
 
-Guarantees: no second counts twice. From the beginning of the first step to the end of the last one, the terms add up
-to the time on the clock, except for the time between two commands and for a start of ranks that no fault caused.
+A recovery lasts from the decision to recover to the end of the next new step. Its new step and its repeated steps count
+as steps, and the detection of further faults counts as detection. The remaining time of the recovery is lost. The part
+of the interrupted step before the detection of the fault is lost too. The table of faults shows both the whole duration
+and the lost seconds of a recovery.
+
+Guarantees: no second counts twice. From the beginning of the first step to the end of the last step, the useful and
+lost seconds add up to the elapsed time. Two times are excepted: between two commands, and for a start of ranks that no
+fault caused.
 
 Source of the definition: Jiang et al., MegaScale, NSDI 2024; ByteRobust (effective training time ratio).
 """
@@ -59,7 +65,7 @@ class Goodput(StrictModel):
 
 
 def read_events(path: Path) -> tuple[RunEvent, ...]:
-    """Returns the events in `path`; empty without a file. Incomplete lines are skipped."""
+    """Returns the events in `path`, or none if the file does not exist. Incomplete lines are skipped."""
     return tuple(parse_events(read_text(path) or ""))
 
 
@@ -84,12 +90,12 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
 
 
 def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
-    """Returns the seconds that a recovery has lost: its duration without its new step, the repeated steps and the
-    detection of further faults, and the part of the interrupted step before it.
+    """Returns the seconds that a recovery has lost. These are its duration, minus its new step, its repeated steps and
+    the detection of further faults, plus the part of the interrupted step before the recovery.
 
     >>> step = StepRecord(step=1, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0)
     >>> steps = [step.but(step=number) for number in (1, 2, 3, 4)]
-    >>> lost_seconds(RunEvent(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
+    >>> lost_seconds(RunEvent(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)  # 9 s - 2 steps
     5.0
     """
     ran = sum(
@@ -126,8 +132,8 @@ def _short_cause(event: RunEvent) -> str:
 
 
 class FaultRow(NamedTuple):
-    """A fault and its recovery. It took `noticed` seconds to detect the fault. The recovery took `seconds`; in `lost`
-    of these seconds no step ran. `again` is the number of repeated steps."""
+    """A fault and its recovery. It took `noticed` seconds to detect the fault. The recovery took `seconds` and lost
+    `lost` seconds (`lost_seconds`). `again` is the number of repeated steps."""
 
     step: int
     ranks: str
@@ -170,7 +176,7 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
 
 
 def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), language: str = "en") -> str:
-    """Returns the table of faults and recoveries; empty without faults."""
+    """Returns the table of faults and recoveries, or '' if there are no faults."""
     rows = fault_rows(events, records)
     if not rows:
         return ""

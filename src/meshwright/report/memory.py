@@ -54,7 +54,7 @@ def read_timelines(folder: Path) -> list[MemoryTimeline]:
 
 
 def _rank_files(folder: Path, ending: str) -> list[Path]:
-    """Returns the files RUN/memory/rank-N of all ranks whose name ends in `ending`.
+    """Returns the files rank-N of all ranks in RUN/memory that have the extension `ending`.
 
     Raises: StorageFailed if the folder cannot be read.
     """

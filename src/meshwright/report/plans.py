@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.best_plans import SearchResult
 
 MIN_NAME_COLUMNS = 20
-"""Minimum columns of a plan's name, even on a narrow terminal."""
+"""The minimum number of columns for a plan's name, even on a narrow terminal."""
 
 
 def job_text(job: Job, language: str = "en") -> str:
@@ -125,8 +125,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
 
 
 def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
-    """Returns the rows with long plan names in column `at` broken over several lines. So the table fits on the terminal
-    without shortened names."""
+    """Breaks long plan names in column `at` over several rows, so that the table fits on the terminal without shortened
+    names. Returns the new rows."""
     rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
@@ -284,10 +284,11 @@ LAYER_COLUMNS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "
 
 
 def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
-    """Returns a table with a line for each group of equal layers, their weights, and notes on the model.
+    """Returns a table with a line for each group of identical layers, then the names of their weights, and notes on the
+    model.
 
     FLOPs are per token in forward, with attention over `sequence` tokens. Activations are the bytes saved per token at
-    `precision`, with the percentage that tensor parallelism divides.
+    `precision`, with the percentage of these bytes that tensor parallelism shards.
     """
     size = RECIPES[precision].size
     rows: list[tuple[str, ...]] = [tuple(table_heading(head, language) for head in LAYER_COLUMNS)]

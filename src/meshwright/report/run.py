@@ -1,7 +1,7 @@
 """Reads a run folder for `meshwright report`, and compares predicted with measured values.
 
 RUN/records.jsonl has one `StepRecord` per line. RUN/plan.json, job.json, estimate.json and launch.json were written at
-the start of the training run, or at its last change of plan. Without them the report has only measured values.
+the start of the training run, or at its last change of plan. Without these files, the report has only measured values.
 RUN/checkpoints has a folder for each checkpoint. A step that was repeated after a restart counts once, with its last
 record. A record without tokens has only the validation loss before the first step. Incomplete lines are skipped and
 counted. Times are medians over all steps after the first, which is a warm-up.
@@ -53,7 +53,7 @@ class SampleBalance(StrictModel):
 def check_sample_balance(
     records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0
 ) -> SampleBalance | None:
-    """Returns the sample accounting of a training run, or None if no record has a batch number.
+    """Returns the sample accounting of a training run, or None if no record has a batch index.
 
     `records` has the last record of each step. `rows` is the batch size of the job. `last` is the last step that is
     known to have ended.
@@ -198,9 +198,10 @@ class LossCurve(StrictModel):
 
 
 class PredictedMeasured(StrictModel):
-    """The predicted and the measured value of one quantity in SI units. `within` is the row whose measured value
-    includes this quantity. `contained` is the sum of the predictions of all rows that this row includes. The ratio adds
-    `contained` to the prediction, so that both sides cover the same quantities."""
+    """The predicted and the measured value of one quantity in SI units. `within`: the name of the row whose measured
+    value includes this quantity, or ''. `contained`: the sum of the predictions of the quantities that this measured
+    value includes in addition to its own. The ratio adds `contained` to the prediction, so that prediction and
+    measurement cover the same quantities."""
 
     name: str
     predicted: float | None = None
@@ -253,7 +254,7 @@ class RunSummary(StrictModel):
 def read_run(folder: Path | str) -> RunFolder:
     """Reads the run folder `folder`.
 
-    Raises: InputError if it is not a run folder or has an invalid file; StorageFailed if its disk fails.
+    Raises: InputError if `folder` is not a run folder or has an invalid file; StorageFailed if its disk fails.
     """
     path = Path(folder)
     try:
@@ -303,8 +304,8 @@ def _spent(record: StepRecord) -> float:
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:
-    """Returns the records in `path`, and the number of incomplete lines. Returns no records without a file. Raises
-    InputError for a file that does not contain records."""
+    """Returns the records in `path`, and the number of incomplete lines. Returns no records if there is no file. Raises
+    InputError if the file contains something other than records."""
     return parse_records(storage.read_text(path) or "", path)
 
 
@@ -442,8 +443,8 @@ _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 
 def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
-    """Returns for each kind of memory the largest predicted bytes of any rank, because records also have the largest
-    value."""
+    """Returns for each kind of memory the largest predicted bytes of any rank, because step records also have the
+    largest value of any rank."""
     return {
         kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage))
         for kind in MemoryBreakdown.model_fields

@@ -3,14 +3,14 @@
 `run_text` formats a training run as text: the plan, the losses, predicted and measured figures by kind, and stragglers
 with the decisions about them.
 
-In the table of decisions, a measured speed-up is in the row of the last change with an equal predicted speed-up. If
-another change follows within a few steps, there is no measured speed-up.
+In the table of decisions, a measured speed-up is in the row of the last change with the same predicted speed-up. If
+another change of plan follows within a few steps, the speed-up of the first change is not measured.
 
 `compare_text` compares several training runs, one column for each, and their losses at equal steps.
 
-The workload determines the result; the plan must not change it. So runs of one workload under several plans must have
-equal loss curves. The reported difference is the largest relative difference from the loss of the first run, over all
-steps that both runs have.
+Only the workload may determine the losses, not the plan. Therefore, runs of the same workload under different plans
+must have equal loss curves. The reported difference is the largest relative difference from the loss of the first run,
+over all steps that both runs have.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ MAX_DECISIONS_SHOWN = 20
 
 
 class RebalanceDecision(NamedTuple):
-    """A decision about stragglers. `predicted` and `measured` are the speed-up of a step as a factor; 0 means
-    unknown."""
+    """A decision about stragglers. `predicted` and `measured`: by which factor steps become faster; 0 means unknown."""
 
     step: int
     ranks: str
@@ -86,7 +85,7 @@ def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
 
 
 def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
-    """Returns the table of decisions; empty without stragglers."""
+    """Returns the table of decisions, or '' if there were none."""
     rows = list_decisions(events)
     if not rows:
         return ""
@@ -238,7 +237,7 @@ def _format_pair(row: PredictedMeasured, show: Callable[[float], str], said: Cal
 
 class RunComparison(StrictModel):
     """The runs, and for each run the difference between its losses and those of the first run. `report --json` prints
-    it for several runs."""
+    this comparison if several runs are given."""
 
     runs: tuple[RunSummary, ...]
     shared_steps: tuple[int, ...]

@@ -107,7 +107,8 @@ def estimate_comparison(simulation: SimulationResult) -> str:
 
 
 def waiting_line(simulation: SimulationResult) -> str:
-    """Returns a line with the fraction of device time that ranks wait: in total, and by reason in descending order."""
+    """Returns a line with the fraction of device time in which ranks wait: in total, and by reason in descending
+    order."""
     total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
     shares = {
         reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total
@@ -158,7 +159,7 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
 
 def rank_table(simulation: SimulationResult, language: str = "en") -> str:
     """Returns a table with one pipeline rank per line. Lanes (sets of identical replicas) with faults come first. All
-    times are in seconds, or all are in milliseconds."""
+    times are in the same unit, seconds or milliseconds."""
     say = lambda message: translate(message, language)
     unit, factor = (Message("seconds"), 1.0) if simulation.seconds >= 1.0 else (Message("milliseconds"), 1e3)
     shown = shown_ranks(simulation)
@@ -192,9 +193,9 @@ def rank_table(simulation: SimulationResult, language: str = "en") -> str:
 
 
 def shown_ranks(simulation: SimulationResult) -> list[SimulatedRankTime]:
-    """Returns the ranks that the table shows. A lane (a set of identical replicas) gets at most MAX_RANK_ROWS divided
-    by the number of lanes, rounded down, or two rows if that is more. In each lane, ranks with faults have priority,
-    then the last rank, then the first ranks."""
+    """Returns the ranks that the table shows. Each lane (a set of identical replicas) gets an equal number of the
+    MAX_RANK_ROWS rows, but at least two. In each lane, ranks with faults have priority, then the last rank, then the
+    first ranks."""
     width = simulation.plan.pp
     lanes = [simulation.ranks[at : at + width] for at in range(0, len(simulation.ranks), width)]
     room = max(MAX_RANK_ROWS // len(lanes), 2)
@@ -337,8 +338,8 @@ def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
 
 
 def fleet_table_text(cells: Sequence[FleetTableCell], language: str = "en") -> str:
-    """Returns a table by policy and number of devices: progress in percent of the wall time, simulated, and by formula
-    in parentheses."""
+    """Returns a table with a row for each policy and a column for each number of devices. A cell has the simulated
+    progress in percent of the wall time, and in parentheses the progress by formula."""
     policies, sizes = (
         list(dict.fromkeys(cell.policy for cell in cells)),
         list(dict.fromkeys(cell.devices for cell in cells)),

@@ -1,5 +1,6 @@
 """Formats plain text for all reports: aligned columns, a curve as one line of characters, and data as strict JSON. The
-text is equal on a terminal, in a pipe and in a file. Only a terminal of less than 100 columns gets shorter lines.
+text is identical on a terminal, in a pipe and in a file, except that a terminal of less than 100 columns gets shorter
+lines.
 
 >>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
@@ -69,7 +70,7 @@ def terminal_width() -> int:
 
 
 def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
-    """Wraps `text` to lines of at most `width` columns, by default those of the terminal. All lines after the first are
+    """Wraps `text` to lines of at most `width` columns (default: `terminal_width`). All lines after the first are
     indented. Lines break at spaces and between Chinese characters, but not before closing punctuation.
 
     >>> print(wrap_text("plan 放得下，余量 3 GiB", 12, ""))

@@ -1,7 +1,7 @@
-"""Formats the comparison of the chosen plan with other plans as text and as data. The other plan is one that the user
-names (`plan --why-not`), or the best plan of every family (`plan --why`).
+"""Formats the comparison of the chosen plan with other plans as text and as data. The other plans are a plan that the
+user names (`plan --why-not`), or the best plans of all other families (`plan --why`).
 
-Guarantees: the differences in the table add up to the difference of the step times.
+Guarantees: the differences in the table of times add up to the difference of the step times.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
 
 
 def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
-    """Returns the unit for the step times of both plans, the seconds of this unit, and the number of decimals."""
+    """Returns the unit for the step times of both plans, the length of this unit in seconds, and the number of
+    decimals."""
     longest = max(chosen.time.step, other.time.step)
     unit, factor = next(
         (unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us"
@@ -146,7 +147,7 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
 
 
 def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Returns a table with the bytes by kind of both plans, each on its rank with the highest peak."""
+    """Returns a table with the bytes of both plans by kind, for each plan on its peak-memory rank."""
     rows = [
         [
             table_heading("memory a device", language),
@@ -162,7 +163,7 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
 
 def families_text(answer: SearchResult, families: Sequence[PlanComparison], language: str = "en") -> str:
     """Returns the best plan of every other family, with its additional time compared to the chosen plan, and the kind
-    of time that adds most."""
+    of time that contributes most to it."""
     from meshwright.planner.search.explain import family_name
 
     if not families:
@@ -190,7 +191,8 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
 
 
 def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
-    """Returns the data of a plan that was not chosen. `terms` add up to `gap`."""
+    """Returns the data of a plan that was not chosen. `terms` are the differences by kind of time; they add up to
+    `gap`."""
     return {
         "asked": found.name,
         "outcome": str(found.outcome),

@@ -1,4 +1,4 @@
-// Elements from nothing: text never becomes markup. Bars and charts are drawn from shares of what the data says.
+// Creates HTML and SVG elements. Text is never interpreted as markup. The lengths of bars and charts are fractions of values in the data.
 function make(tag, properties = {}, ...inside) {
   const spaced = tag === "svg" || ["rect", "text", "line", "path", "circle", "title"].includes(tag)
   const element = spaced ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag)
@@ -14,19 +14,19 @@ const fill = (id, ...inside) => document.getElementById(id).replaceChildren(...i
 
 const table = (id, heads, rows) => fill(id, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))
 
-// A bar of parts [kind, value, words], as long as `whole`; `mark` is where a line stands across it.
+// Returns a bar of parts [kind, value, tooltip]. The full width is `whole`. If `mark` is given, a line crosses the bar at this value.
 function bar(parts, whole, mark) {
   const drawn = parts.filter(([, value]) => value > 0).map(([kind, value, words]) => make("i", { class: `k-${kind}`, style: `width:${100 * value / whole}%`, title: words }))
   if (mark !== undefined) drawn.push(make("u", { style: `left:${100 * mark / whole}%` }))
   return make("div", { class: "bar" }, ...drawn)
 }
 
-// Of each [kind, words] its colour; what is false is left out.
+// Returns the colour and the text of each pair [kind, text]. False values are skipped.
 const legend = (...pairs) => make("div", { class: "key" }, ...pairs.filter(Boolean).map(([kind, words]) => make("span", { class: `k-${kind}` }, words)))
 
 const fact = (label, value, kind = "") => make("div", { class: kind }, make("small", {}, label), make("strong", {}, value))
 
-// Idle units before an action and units that it takes are 10,000ths of the chart's time.
+// Draws a pipeline chart. An action has the idle time before it and its duration, in 1/10,000 of the chart's time.
 function gantt(chart, words) {
   const width = 1120, label = 58, high = 24, gap = 5
   const scale = (width - label) / 10000

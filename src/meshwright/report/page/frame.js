@@ -1,5 +1,5 @@
-// What every page has: its data, a language and a theme, which stand in the address, and the hands on them. A page begins with what is its own:
-// `read` takes its part of the state out of the address and `tell` puts it there, `draw` shows it, `keys` are its deeds by key.
+// The part that all pages share: the data, and the language and the theme, which the URL fragment stores. A page passes its own functions to `begin`:
+// `read` returns its state from the URL fragment, `tell` adds its state to the fragment, `draw` shows it, `keys` maps keys to actions.
 const DATA = JSON.parse(document.getElementById("data").textContent)
 const THEMES = { auto: "dark", dark: "light", light: "auto" }
 const DARK = matchMedia("(prefers-color-scheme: dark)")

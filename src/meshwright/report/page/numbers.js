@@ -1,4 +1,4 @@
-// Numbers as people read them: the rules of the terminal, in bytes and seconds.
+// Formats bytes, counts and seconds by the same rules as the text output.
 function shown(value, step, units) {
   let index = 0
   while (Math.abs(value) >= step * 0.9995 && index < units.length - 1) { value /= step; index += 1 }
@@ -22,10 +22,10 @@ function seconds(value) {
   }
 }
 
-// A step beside others: in seconds as long as that has a digit behind the point.
+// Formats the time of a step for a table. From 60 s to less than 1000 s, it is in seconds with one decimal.
 const stepOf = value => value >= 60 && value < 1000 ? `${value.toFixed(1)} s` : seconds(value)
 
-// A share of something, with a sign where it is a difference; small ones keep a digit.
+// Formats a fraction as a percentage. `signed`: whether it is a difference; it then has a sign, and one decimal below 10 %.
 function percent(value, signed = false) {
   const digits = signed && Math.abs(value) < 0.0995 ? 1 : 0
   return `${signed && value >= 0 ? "+" : ""}${(100 * value).toFixed(digits)}%`

@@ -1,10 +1,10 @@
-"""Searches plans for all settings that the page of `plan --page` can show. These are a few values of devices, batch,
-sequence, and memory per device around the job's values. If the cluster has a budget, the page varies the budget instead
-of the memory.
+"""Searches plans for all settings that the page of `plan --page` can show. A setting combines a number of devices, a
+batch size, a sequence length and a memory size per device. Each of these takes a few values around the job's own value.
+If the cluster has a budget, the page varies the budget instead of the memory size.
 
-Neighbouring values of devices, batch and sequence differ by a factor of 2, and memory has common sizes. A value is
-omitted if it is not an integer, or if the sequence exceeds the positions of the model. The number of devices varies
-only if the cluster is written as `NODESxDEVICES:device`.
+Neighbouring values of devices, batch and sequence differ by a factor of 2. The memory sizes are those of common
+devices. A value is omitted if it is not an integer, or if the sequence is longer than the number of positions of the
+model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
 
 Each setting is a separate search, so that the page shows the plans that `plan` prints for this setting.
 """
@@ -49,8 +49,8 @@ GridShape = tuple[int, int, int, int]
 
 
 class PageAxes(NamedTuple):
-    """The values of each slider in ascending order, and in `here` the indices of the job's values. `clusters` have the
-    job's memory limit; a value of `memories` replaces it."""
+    """The values of each slider in ascending order, and in `here` the indices of the job's values. `clusters` differ in
+    the number of devices. All have the job's memory limit, which a search replaces by a value of `memories`."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -85,7 +85,7 @@ def cluster_memory_limit(cluster: Cluster) -> float:
 
 
 def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
-    """Returns the cluster with another budget, or with another memory per device if it has no budget."""
+    """Returns the cluster with `limit` as its budget, or as its memory per device if it has no budget."""
     return (
         cluster
         if limit == cluster_memory_limit(cluster)
@@ -96,8 +96,8 @@ def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
 
 
 def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
-    """Returns up to `count` memory limits around the limit of `cluster`. No budget exceeds the memory. If devices have
-    unequal memory, only the cluster's own limit is returned."""
+    """Returns up to `count` memory limits around the limit of `cluster`. Budgets above the memory of a device are
+    omitted. If devices have unequal memory, only the cluster's own limit is returned."""
     own = cluster_memory_limit(cluster)
     around = (
         neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
@@ -116,7 +116,8 @@ def grid_shape_for(seconds: float) -> GridShape:
 
 
 def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
-    """Returns `count` values around `value`, each twice the previous value. Values that are not integers are omitted.
+    """Returns up to `count` values around `value`, each twice the previous value. Values that are not integers are
+    omitted.
 
     >>> halves_and_doubles(12, 5), halves_and_doubles(7, 3), halves_and_doubles(8, 2)
     ((3, 6, 12, 24, 48), (7, 14), (8, 16))
@@ -169,12 +170,13 @@ def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
 
 
 MAX_PLANS_PER_POINT = 8
-"""Maximum number of plans of one setting."""
+"""The maximum number of plans for one setting."""
 
 
 class PricedPlan(NamedTuple):
-    """A plan with its price. `safe` is the bytes of the peak rank with a safety margin. `limits` is the usable memory
-    of each pipeline rank if ranks differ, and otherwise empty. Only plans with `limits` depend on the memory limit."""
+    """A plan with its estimate. `safe`: the bytes that the peak rank needs, with a safety margin. `limits`: the usable
+    memory of each pipeline rank if ranks differ, otherwise empty. Only the estimates of plans with `limits` depend on
+    the memory limit."""
 
     plan: Plan
     estimate: Estimate
@@ -184,8 +186,8 @@ class PricedPlan(NamedTuple):
 
 class GridResult(NamedTuple):
     """The result for one memory limit. `limit` is the bytes that a rank may use, `ample` the usable bytes of its
-    device. `ranked` has the plans that fit, best first. `families` has the best or nearest plan of each family, and
-    `rejected` for each reason the number of rejected plans and an example."""
+    device. `ranked` has the plans that fit, best first. `families` has the best plan of each family, or the nearest if
+    none fits. `rejected`: for each reason, the number of rejected plans and an example."""
 
     limit: float
     ample: float
@@ -197,7 +199,7 @@ class GridResult(NamedTuple):
         """Returns the fit status of a plan. `limit` applies to the expected bytes, `ample` to the bytes with a safety
         margin.
 
-        If the ranks of the plan differ, each rank has its own limit, and the status is that of the estimate.
+        If the ranks of the plan differ, each rank has its own limit, and the status is taken from the estimate.
         """
         if priced.limits:
             return priced.estimate.verdict
@@ -207,8 +209,8 @@ class GridResult(NamedTuple):
 
 
 class GridPoint(NamedTuple):
-    """The results for one cluster, batch and sequence: `standings` has one for each memory value. If there are no
-    results, `error` is the reason."""
+    """The search results for one cluster, batch size and sequence length. `standings`: one result per memory limit. If
+    there are no results, `error` is the reason."""
 
     job: Job
     standings: tuple[GridResult, ...]
@@ -250,7 +252,7 @@ def search_page_grid(
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
         try:
-            # at exit, `map` would cancel pending futures, which fails if processes of the pool have died
+            # `map` would cancel pending futures when it exits, which fails if processes of the pool have died
             with blocked_stop_signals():
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
@@ -264,7 +266,7 @@ def search_page_grid(
 def search_point(
     job: Job, memories: tuple[float, ...], objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> GridPoint:
-    """Searches one job for every memory value."""
+    """Searches plans for `job` with each memory limit in `memories`."""
     prices: dict[Plan, PricedPlan] = {}
     standings, considered = [], 0
     for memory in memories:
@@ -289,7 +291,7 @@ def grid_result(
     """Converts the result of one search to a `GridResult`. `prices` caches the estimates of plans between searches."""
 
     def price(plan: Plan, known: Estimate | None = None) -> PricedPlan:
-        # the limits of unequal ranks, and with them the fit status of the estimate, belong to one memory value
+        # the limits of unequal ranks, and so the fit status of the estimate, depend on the memory limit
         if plan not in prices or prices[plan].limits:
             priced = known or estimate(job, plan)
             _, safe = reserved_bytes(found.pricer.setting, np.array(priced.memory.total))

@@ -2,13 +2,13 @@
 training run uses the same frame.
 
 The pipeline chart shows when each forward and backward of a stage begins and ends. `spec/schedules` orders and
-simulates these actions, with the seconds of the cost model. A chart has only as many micro-batches as fill the
-pipeline. If there are many ranks, it shows only the first and the last ranks. Work after the last backward (gradient
-reduction, optimizer update) is not in the chart.
+simulates these actions, with the seconds of the cost model. A chart shows only as many micro-batches as are needed to
+fill and drain the pipeline. If there are many ranks, it shows only the first and the last ranks. Work after the last
+backward (gradient reduction, optimizer update) is not in the chart.
 
 The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in English and
-Chinese. The field `keys` names the columns of a plan, of its seconds and of its bytes. The page computes only fractions
-and differences of these numbers.
+Chinese. The field `keys` lists the names of a plan's fields, of the kinds of time and of the kinds of memory, in the
+order of their values. The page computes only fractions and differences of these numbers.
 
 Every page fills one HTML frame with its body, texts, script and data. The HTML file refers to no other file, and its
 content security policy forbids any request.
@@ -46,7 +46,7 @@ from meshwright.spec.schedules.schedule import schedule_orders
 CHART_UNITS = 10_000
 """The width of a chart in chart units. The start and the end of an action are whole numbers of chart units."""
 MAX_CHART_ACTIONS = 1280
-"""Maximum number of actions in one chart."""
+"""The maximum number of actions in one chart."""
 MAX_CHART_RANKS = 8
 ACTION_KINDS = "FBW"
 
@@ -84,8 +84,9 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
 
 
 def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
-    """Returns the data of the chart. It has the number of micro-batches of the step and of the chart, the seconds of
-    the chart, and a row for each shown rank."""
+    """Returns the data of the chart. `of` and `count` are the numbers of micro-batches in the step and in the chart.
+    `turns` is the number of virtual stages per rank, `seconds` the duration of the chart. `rows` has one row for each
+    rank in `ranks`."""
     whole = plan.micro_batches(pricer.setting.job.workload.batch)
     count = min(whole, chart_micro_batches(plan))
     shown = chart_ranks(plan.pp, MAX_CHART_ACTIONS // (2 * plan.virtual_stages * count))
@@ -115,7 +116,8 @@ def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
 
 
 def chart_micro_batches(plan: Plan) -> int:
-    """Returns the number of micro-batches of a chart: enough to fill and drain the pipeline, in whole rounds."""
+    """Returns the number of micro-batches of a chart, which is enough to fill and drain the pipeline. If the schedule
+    runs in rounds of `pp` micro-batches, the chart has one round."""
     rules = plan.schedule_rules
     if rules.in_rounds:
         return plan.pp
@@ -135,17 +137,17 @@ def chart_ranks(pp: int, most: int) -> Sequence[int]:
 SIGNIFICANT_DIGITS = 10
 MAX_RANKS_SHOWN = 8
 MAX_DATA_CHARACTERS = 900_000
-"""Maximum characters of the data, so that a page stays smaller than a megabyte."""
+"""The maximum number of characters of the data. It keeps a page smaller than a megabyte."""
 MAX_CHART_CHARACTERS = 300_000
-"""Maximum characters of all charts together. The charts of the job have priority, then the best plan of each setting,
-then the best plan of each family."""
+"""The maximum number of characters of all charts together. The charts of the job have priority, then the best plan of
+each setting, then the best plan of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
 """The fields of a plan. `time` has the seconds by kind and `of` is the number of pipeline ranks. `ranks` are the shown
-ranks, and `memory` has the bytes by kind of each. The field after `ranks` is the index of the peak-memory rank among
-them. `missing` has the unsupported parts of the plan's name. `limits` has the usable memory of each shown rank if ranks
-differ."""
+ranks, and `memory` has the bytes by kind for each of these ranks. The field between these two is the index in `ranks`
+of the peak-memory rank. `missing` has the unsupported parts of the plan's name. `limits` has the usable memory of each
+shown rank if ranks differ."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
@@ -202,8 +204,8 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
 
 
 def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
-    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index. The
-    best plan of each result has the memory of several ranks. With `whole`, every plan has it."""
+    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index.
+    `whole`: whether every plan has the memory of several ranks; otherwise only the best plan of each result has it."""
     shown = [
         priced
         for standing in point.standings
@@ -247,8 +249,8 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
     """Returns one plan with its estimate, in the order of PLAN_FIELDS.
 
-    Without `whole`, the data contains only the memory of the rank with the highest peak. Empty fields at the end are
-    omitted.
+    `whole`: whether the data contains the memory of several ranks; otherwise it contains only that of the peak-memory
+    rank. Empty fields at the end are omitted.
     """
     estimate = priced.estimate
     ranks, peak_rank = ranks_with_memory(estimate)
@@ -306,7 +308,8 @@ def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
 
 
 def localized_names(language: str, families: Sequence[str], reasons: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns the names of kinds, families and reasons in `language`, as in the text output."""
+    """Returns the names of memory kinds, time kinds, plan families and rejection reasons in `language`, as in the text
+    output."""
     groups = {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "reason": reasons}
     said = {group: {word: translate(term(group, word), language) for word in found} for group, found in groups.items()}
     return {**said, "family": {family: translate(family_name(family), language) for family in families}}
@@ -340,7 +343,7 @@ FRAME_FILE, STYLE_FILE = "frame.html", "style.css"
 
 
 def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
-    """Returns the HTML page of a plan. It opens in `language`."""
+    """Returns the HTML page of a plan. `language`: the language in which the page opens."""
     job = found.job
     title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
     return fill_frame("plans", title, plan_page_data(found, command, cluster), language)

@@ -1,4 +1,4 @@
-// Its part of the state is four stops, a plan and an order.
+// The state of this page: the positions of four sliders, the selected plan, and the sort order.
 for (const point of DATA.points) point.plans = point.plans.map(row => Object.fromEntries(DATA.keys.entry.map((key, index) => [key, row[index]])))
 const SLIDERS = ["devices", "batch", "sequence", "memory"]
 const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
@@ -8,14 +8,14 @@ const at = (entry, kind) => entry.time[TIME.indexOf(kind)]
 const size = (entry, kind, row = entry.fullest) => entry.memory[row][MEMORY.indexOf(kind)]
 const exposed = entry => WAITING.reduce((sum, kind) => sum + at(entry, kind), 0)
 
-// Columns of the table of plans: what they sort by; where that is missing they cannot.
+// The columns of the table of plans, each with its sort key. A column without a key cannot be sorted.
 const COLUMNS = {
   plan: row => row.entry.name, step: row => at(row.entry, "step"), timeShares: undefined, speed: row => -row.entry.speed, mfu: row => -row.entry.mfu,
   reserved: row => size(row.entry, "reserved"), memoryShares: undefined, verdict: undefined, spare: row => size(row.entry, "reserved"),
   bubble: row => at(row.entry, "bubble") / at(row.entry, "step"), exposed: row => exposed(row.entry) / at(row.entry, "step"),
 }
 
-// --- the address ------------------------------------------------------------------------------------------------------------------
+// --- URL fragment ----------------------------------------------------------------------------------------------------------------
 
 function heard(given) {
   const stops = SLIDERS.map((name, axis) => {
@@ -31,13 +31,13 @@ function tell(told) {
   if (state.sort) told.set("sort", state.sort)
 }
 
-// What a hand was on is drawn anew: it stays on it.
+// Redraws the page after a change, and restores the focus, since the focused element was replaced.
 function again(changes, where) {
   write(changes)
   document.querySelector(where).focus()
 }
 
-// --- what the state points at -----------------------------------------------------------------------------------------------------
+// --- the selected setting and plan -----------------------------------------------------------------------------------------------
 
 function look() {
   const [devices, batch, sequence, memory] = state.stops
@@ -52,7 +52,7 @@ function look() {
   return { place, point, standing, rows, sorted, kin, selected, cluster: DATA.clusters[devices] }
 }
 
-// What a shell takes as it is stays; all else is quoted.
+// Quotes a word for a shell if necessary.
 const quoted = word => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`
 
 function command(view) {
@@ -66,7 +66,7 @@ function command(view) {
   return [...words, "--batch", String(batch), "--seq", String(sequence)].map(quoted).join(" ")
 }
 
-// --- drawing ----------------------------------------------------------------------------------------------------------------------
+// --- drawing ---------------------------------------------------------------------------------------------------------------------
 
 function drawAnswer() {
   const view = look()
@@ -143,7 +143,7 @@ function drawPlans(view) {
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
-// Over unlike groups each rank has a limit of its own; unless one is asked for, that of the fullest.
+// Returns the usable memory of a rank, by default of the peak-memory rank. On heterogeneous devices, ranks have different limits.
 const limitOf = (entry, view, row = entry.fullest) => entry.limits ? entry.limits[row] : view.standing.limit
 
 const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${nameOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
@@ -206,7 +206,7 @@ function drawRejected(view) {
   fill("notes", view.selected ? (view.selected.entry.notes || []).map(lineOf).join(" ") : "")
 }
 
-// --- hands ------------------------------------------------------------------------------------------------------------------------
+// --- input -----------------------------------------------------------------------------------------------------------------------
 
 async function copy() {
   const text = document.getElementById("words").textContent, button = document.getElementById("copy")

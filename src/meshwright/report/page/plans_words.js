@@ -1,4 +1,4 @@
-// Labels of the page of plans. Names of kinds, families and reasons come with the data and equal those of the terminal.
+// Labels of the page of plans. The data contain the names of kinds, families and reasons, which equal those of the text output.
 const WORDS = {
   en: {
     devices: "devices", batch: "batch, sequences a step", sequence: "sequence, tokens", memorySlider: "memory a device", budgetSlider: "budget of a rank",
@@ -6,19 +6,19 @@ const WORDS = {
     verdict: "", spare: "headroom", bubble: "bubble", exposed: "exposed comm",
     fastest: "Best first: fastest, but a tight plan only when it is more than 5 % faster.", headroom: "Best first: least memory.",
     plansNote: "Bubble: idle by schedule; exposed comm: communication that is not overlapped; headroom: fraction of usable memory.",
-    missing: (parts) => `plan-only: this version does not run ${parts}`, missingNote: "\u25cb plan-only: this version does not run it yet.",
+    missing: (parts) => `plan-only: this version does not run ${parts}`, missingNote: "\u25cb plan-only: this version does not run this plan yet.",
     fits: "fits", tight: "tight", no: "does not fit",
     memory: "Memory a device", limit: "usable memory", ranks: "Memory by pipeline rank", rank: "rank", ranksNote: (shown, all) => shown < all ? `${shown} of ${all} pipeline ranks.` : "", reservedKey: "reserved", total: "allocated",
     time: "Time a step", share: "share", pipeline: "Pipeline", F: "forward", B: "backward", W: "weight gradient", idle: "idle",
     chartCaption: (shown, all, seconds) => `${shown < all ? `The first ${shown} of ${all} micro-batches` : `The whole step, micro-batches: ${all}`}, simulated: ${seconds}.`,
     chartRanks: (shown, all) => shown < all ? ` ${shown} of ${all} pipeline ranks.` : "",
-    noChart: "Not drawn for this plan, to keep the page small: choose it in the question's own setting, or the first plan of this one.",
+    noChart: "Not drawn for this plan, to keep the page small: choose it in the job's own setting, or choose the first plan of this setting.",
     families: "Why other families are slower", family: "family", bestPlan: "its best plan", loss: "slower by", most: "most of all by", needs: "memory",
     rejected: "Rejected", reason: "reason", count: "plans", example: "for example",
-    command: "This answer, by command", copy: "copy", copied: "copied",
+    command: "Command for this setting", copy: "copy", copied: "copied",
     chosen: "best plan", of: "of",
     none: "No plan fits.", nearest: (name, needs, limit) => `The nearest, ${name}, needs ${needs} of ${limit} usable memory.`,
-    keys: "Keys: <kbd>\u2191</kbd> <kbd>\u2193</kbd> plans, <kbd>Tab</kbd> and <kbd>\u2190</kbd> <kbd>\u2192</kbd> sliders, <kbd>0</kbd> back to the question, <kbd>c</kbd> copy, <kbd>l</kbd> language, <kbd>t</kbd> theme",
+    keys: "Keys: <kbd>\u2191</kbd> <kbd>\u2193</kbd> plans, <kbd>Tab</kbd> and <kbd>\u2190</kbd> <kbd>\u2192</kbd> sliders, <kbd>0</kbd> back to the job, <kbd>c</kbd> copy, <kbd>l</kbd> language, <kbd>t</kbd> theme",
     made: (version, plans) => `meshwright ${version}; ${plans} plans considered for this setting; all numbers are estimates`,
     subtitle: (model, precision, optimizer) => `${model.parameters} parameters, ${model.blocks} blocks, hidden ${model.hidden}; ${precision}, ${optimizer}`,
     light: "light", dark: "dark", auto: "auto", other: "中文",

@@ -1,4 +1,4 @@
-// It has no state of its own: what is drawn was computed before.
+// This page has no state of its own, and computes no values.
 const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22
 const called = (group, kind) => nameOf(group, kind) || say.kinds[kind] || kind
 const since = value => value ? seconds(value) : "0 s"
@@ -6,7 +6,7 @@ const finite = points => points.filter(([, value]) => value !== null)
 
 // --- charts -----------------------------------------------------------------------------------------------------------------------
 
-// Five lines across between the ends of the values, or from zero.
+// Draws the axes of a chart, with five horizontal grid lines from `low` to `high`. Returns functions from values to coordinates.
 function axes(low, high, last, show, unit) {
   const svg = make("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HIGH + BELOW}`, role: "img" })
   const x = value => LEFT + (WIDTH - LEFT) * (last[1] > last[0] ? (value - last[0]) / (last[1] - last[0]) : 0.5)
@@ -62,7 +62,7 @@ function drawSeconds() {
   fill("secondsChart", make("div", { class: "scroll" }, plot.svg), key)
 }
 
-// Kinds lie on each other, each column of the time as high as the most that was held in it.
+// Draws the kinds of memory as stacked areas. The height of a time interval is the largest number of bytes allocated in it.
 function drawTimeline() {
   const found = DATA.timeline
   document.getElementById("timeline").hidden = !found

@@ -23,13 +23,13 @@ from meshwright.report.text import strict_json_data
 from meshwright.spec.record import MemoryTimeline
 
 MAX_CURVE_POINTS = 500
-"""Maximum number of points of a curve."""
+"""The maximum number of points of a curve."""
 MEMORY_COLUMNS = 240
 """The page shows the memory of a step in this number of time intervals."""
 
 
 def run_page_text(run: RunFolder, language: str = "en") -> str:
-    """Returns the HTML page. It opens in `language`."""
+    """Returns the HTML page. `language`: the language in which the page opens."""
     title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
     return fill_frame("run", title, run_page_data(run), language)
 
@@ -74,8 +74,8 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
 
 
 def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS) -> list[tuple[int, float | None]]:
-    """Divides a curve into at most `most` intervals. Returns the last step and the mean of each interval; None if an
-    interval has no finite value.
+    """Divides a curve into at most `most` intervals. Returns for each interval its last step and the mean of its finite
+    values, or None if there are none.
 
     >>> thin_curve([(1, 4.0), (2, 2.0), (3, math.nan), (4, math.inf)], 2)
     [(2, 3), (4, None)]

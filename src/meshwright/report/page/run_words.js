@@ -1,4 +1,4 @@
-// Labels of the page of a run. Names of kinds come with the data and equal those of the terminal.
+// Labels of the page of a run. The data contain the names of kinds, which equal those of the text output.
 const WORDS = {
   en: {
     plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "val loss", speed: "tokens/s, median", saved: "checkpoints", peakRank: "peak rank", of: "of", steps: "steps", tokens: "tokens",
