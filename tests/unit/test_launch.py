@@ -156,11 +156,11 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
         (
             BIG,
             {"nodes": NodeOptions(interface="eth0 ens5")},
-            "--interface 'eth0 ens5': is not the name of one network device",
+            "--interface 'eth0 ens5' is not the name of one network interface",
         ),
         (BIG, {"on": "kubernetes"}, "--image"),
-        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan: must be at least 0"),
-        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=-3.0)}, "--hours -3: must be at least 0"),
+        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan must be at least 0"),
+        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=-3.0)}, "--hours -3 must be at least 0"),
     ],
 )
 def test_what_cannot_be_launched_is_one_line(

@@ -198,28 +198,32 @@ fp32: 60 TFLOP/s}}, link: {name: nv, bandwidth: 450 GB/s}}]
 @pytest.mark.parametrize(
     ("cluster", "more", "words"),
     [
-        ("2x8:gaudi3", {}, "is supported by the planner but not for training"),
+        ("2x8:gaudi3", {}, "is supported for planning but not for training"),
         *(
-            pytest.param(f"2x8:{name}", {}, "is supported by the planner but not for training", marks=pytest.mark.soak)
+            pytest.param(f"2x8:{name}", {}, "is supported for planning but not for training", marks=pytest.mark.soak)
             for name in ("tpu-v5p", "ascend-910b", "trainium2")
         ),
         ("1x8:h100+1x8:mi300x", {}, "devices of several vendors"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm"}, r"--select h100\+a100"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm", "nodes": NodeOptions(select="h100")}, "2 sets of equal nodes"),
-        ("2x8:h100", {"on": "slurm", "nodes": NodeOptions(select="a=b")}, "Slurm selects device types"),
-        ("2x8:h100", {"on": "kubernetes", "nodes": NodeOptions(select="h100")}, "labels, KEY=VALUE"),
-        ("2x8:h100", {"nodes": NodeOptions(select="$(x)")}, "neither a word nor a label"),
+        ("2x8:h100", {"on": "slurm", "nodes": NodeOptions(select="a=b")}, "Slurm selects nodes by the name"),
+        ("2x8:h100", {"on": "kubernetes", "nodes": NodeOptions(select="h100")}, "labels of the form KEY=VALUE"),
+        ("2x8:h100", {"nodes": NodeOptions(select="$(x)")}, "neither a name nor a label"),
         ("2x8:h100", {"nodes": NodeOptions(memory="much")}, "--memory: expected a quantity"),
         ("2x8:h100", {"nodes": NodeOptions(memory="-1GiB")}, "at least 1 MiB"),
         ("mine", {"on": "kubernetes"}, "--resource nvidia.com/gpu"),
-        ("2x8:h100", {"on": "kubernetes", "pods": {"rdma": "rdma/hca"}}, "--rdma 'rdma/hca': is not NAME=COUNT"),
+        (
+            "2x8:h100",
+            {"on": "kubernetes", "pods": {"rdma": "rdma/hca"}},
+            "--rdma 'rdma/hca' is not of the form NAME=COUNT",
+        ),
         ("2x8:h100", {"on": "kubernetes", "pods": {"tolerate": ("a b",)}}, "--tolerate 'a b'"),
         ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(account="a b")}, "--account 'a b'"),
         ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(qos="a;b")}, "--qos 'a;b'"),
         (
             "2x8:h100",
             {"on": "slurm", "pods": {"image": ""}, "queue": SlurmOptions(mounts="/a:/b")},
-            "there is no container",
+            "needs a container",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
-"""The rank number in messages of the process that measures an excluded device."""
+"""The process that measures an excluded device sends messages under this rank number."""
 KILL_SECONDS = 5.0  # the supervisor waits at most this long for killed ranks to end
 
 
@@ -55,9 +55,9 @@ class RankJob:
 
 @dataclass
 class Attempt:
-    """The state of generation `number`. `living` has the process id of each living rank (0: not started yet),
-    `failures` the exit of each failed rank. `stopped` contains the ranks that ended after a stop request. `hear`
-    receives the messages of ranks. `begun`: whether a rank has begun to train."""
+    """The state of generation `number`. `living`: by rank, the process id of each living rank, or 0 if its process has
+    not started yet. `failures`: by rank, how each failed rank ended. `stopped` contains the ranks that ended after a
+    stop request. `hear` receives the messages of ranks. `begun`: whether a rank has begun to train."""
 
     work: RankJob
     number: int
@@ -88,7 +88,7 @@ class Attempt:
     def write(self, agent: LocalAgent, holdings: SharedFileStore, request: IpcMessage) -> None:
         """Starts the checkpoint writer for `request`, the message `write` of rank 0. It reads the snapshots in
         `holdings`."""
-        assert self.work.scribe, "nobody writes for this work"
+        assert self.work.scribe, "this job has no checkpoint writer"
         payload = {"launch": self.work.payload, "step": request["step"]}
         memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
         here = {
@@ -155,8 +155,8 @@ class Attempt:
             agent.command("tell", rank, message=message)
 
     def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills the remaining ranks and waits for their end, at most KILL_SECONDS, so that none of them writes any
-        more. Passes all events meanwhile to `other`."""
+        """Kills the remaining ranks and waits at most KILL_SECONDS for their end, since no rank may write afterwards.
+        Passes the events that arrive in this time to `other`."""
         for rank in self.living:
             agent.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS

@@ -40,7 +40,7 @@ REFUSAL_LOG_SECONDS = 60.0
 
 
 class RefusalLog:
-    """Reports connections that the listener for nodes has refused, with at most one line per reason in
+    """Reports connections that the listener for nodes has refused, with at most one line per reason every
     REFUSAL_LOG_SECONDS. Any thread may call it, with the reason and the address. `say` receives the lines."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,8 @@ class RefusalLog:
 
 
 LEADER_PLANNING_SECONDS = 300.0
-"""While the leader plans, it handles no messages. It may do so for this time before nodes count it as lost."""
+"""The leader handles no messages while it plans. If planning takes longer than this, the leader's keepalive messages
+stop, and nodes then count the leader as lost."""
 
 MAX_HEARTBEATS_PER_SECOND = 800.0
 """All nodes together send at most this number of heartbeat messages per second. With more than 40 nodes, each node
@@ -125,7 +126,8 @@ class EventInbox:
         self._waker.send(b"1")
 
     def take(self) -> Iterator[tuple[socket.socket | None, IpcMessage]]:
-        """Yields the messages queued since the last call. Each has the socket of a new node or None."""
+        """Yields the messages queued since the last call, as pairs (socket, message). The socket is that of a node that
+        has just connected, otherwise None."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         while not self._queue.empty():
@@ -152,7 +154,8 @@ class RemoteRanks:
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
     def hear(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Records the process statistics that a node has sent. A row has the rank and the fields of ProcStats."""
+        """Records the process statistics that a node has sent. `rows`: for each process, the rank and the fields of
+        ProcStats."""
         self._stats |= {_remote_process_id(rank): ProcStats(*stats) for rank, *stats in rows}
 
     def stats(self, process: int) -> ProcStats:

@@ -12,8 +12,8 @@ without the excluded devices. The expected step time after the exclusion is
 
     without x then / now
 
-The stragglers are excluded if two conditions hold. Steps become at least MIN_SPEEDUP times as fast. The time saved
-until the end of the run is at least `starts` times (default 2) the duration of the last start of the ranks.
+The stragglers are excluded if the exclusion makes steps at least MIN_SPEEDUP times as fast, and if the time saved until
+the end of the run is at least `starts` (default 2) times the duration of the last start of the ranks.
 
 A probe regularly measures a matrix product on an excluded device. If the device were healthy, the product would take
 the time of the first measurement divided by the slowdown. The device counts as healthy if the product takes at most
@@ -22,8 +22,8 @@ seconds in any case. Each further exclusion of the device doubles this time.
 
 [Note: ranks and slots] Each generation (start of all ranks) numbers its ranks anew. A rank gets its device id as
 LOCAL_RANK, so that a plan of three ranks can exclude any one of four devices. Only the first machine decides which
-devices are used, and at least one of its own always is. The nodes receive the ids of the devices to use, and measure on
-request.
+devices are used, and it always uses at least one of its own devices. The nodes receive the ids of the devices to use,
+and measure a device on request.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
 WARMUP_STEPS = 3
-"""The number of first steps after a change that are left out when its speedup is measured."""
+"""After a change, this number of steps does not count towards the measured speedup."""
 
 GAIN_STEPS = 10
-"""The number of steps over which the speedup of a change is measured."""
+"""The speedup of a change is measured over this number of steps, which follow WARMUP_STEPS."""
 READMISSION_PROBES = 2
 """An excluded device is readmitted after this number of good measurements in a row."""
 
@@ -240,8 +240,8 @@ class DeviceExclusion:
         return wanted
 
     def hear(self, message: IpcMessage, slots: Sequence[int], generation: int) -> bool:
-        """Handles a message from rank 0. `slots`: the device ids of the ranks. Returns whether no other receiver needs
-        the message."""
+        """Handles a message from rank 0. `slots`: the device ids of the ranks. Returns whether the message concerns
+        only this class."""
         kind = message["kind"]
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)

@@ -38,9 +38,9 @@ class EventLog:
     last: int = 0
     _decided: float | None = None
     _heard: float | None = None
-    """When the last message of a completed step, or of the begin of training, arrived."""
+    """The time when the last report of a completed step, or of the start of training, arrived."""
     _unfinished: float = 0.0
-    """Seconds of the step that the fault interrupted, before its detection."""
+    """The seconds for which the interrupted step had run before the fault was detected."""
     _begun: float = 0.0
     _parts: dict[str, float] = field(default_factory=dict)
     _source: str = ""
@@ -49,7 +49,7 @@ class EventLog:
     _saved: int = 0
     """The step of the last checkpoint on disk."""
     _unsaved: int = 0
-    """The number of saves that have failed since `_saved`."""
+    """The number of saves that have failed since the last checkpoint on disk."""
 
     def __post_init__(self) -> None:
         self._lines = AppendOnlyFile(self.folder / EVENTS_FILE_NAME)
@@ -158,7 +158,7 @@ class EventLog:
             if self._decided is not None and step > self._from and step > self.last:
                 self._recovered(now)
             elif self._decided is not None and step == self._from:
-                # the interrupted step had ended, and was not reported before: its seconds are those of its record
+                # The last step had ended, but its record arrives only now. So its time was not lost.
                 spent = message["record"]["seconds"] + message["record"].get("between_seconds", 0.0)
                 self._unfinished = max(0.0, self._unfinished - spent)
             self.last = max(self.last, step)

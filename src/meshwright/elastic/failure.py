@@ -1,9 +1,9 @@
 """Finds the rank that caused a failure (the culprit), and reports it in at most MAX_REPORT_LINES lines. The supervisor
 uses it. The report begins with the rank and the cause.
 
-If a rank fails, the other ranks lose their connections to it and fail too. The report has only their number. The
-culprit is the first rank that was killed by a signal or raised an error other than a lost connection. Signals from the
-supervisor do not count. If there is no such rank, the culprit is the first rank that lost a connection.
+If a rank fails, the other ranks lose their connections to it and fail too. The report only states how many they are.
+The culprit is the first rank that was killed by a signal or raised an error other than a lost connection. Signals from
+the supervisor do not count. If there is no such rank, the culprit is the first rank that lost a connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.core.messages import Message, join_messages, mark_msgid
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
-"""A stack trace is searched in this number of bytes at the end of a log."""
+"""The search for a stack trace reads only this number of bytes at the end of a log."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """The signals on which Python writes a stack trace."""
 SIGNAL_CAUSES = {
@@ -71,7 +71,7 @@ class RankExit:
     oom: bool = False
     """Whether `words` describes an OOM kill that the rank's node has detected."""
     raised_by: int | None = None
-    """The rank that raised the error, if this rank only received it from there. Otherwise None."""
+    """The rank that raised the error, if this rank has only received the error from that rank; otherwise None."""
 
     @property
     def innocent(self) -> bool:
@@ -249,7 +249,7 @@ def _fork_server_cause(status: int | None) -> str:
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
     """Returns the end of a fork server as the exit of rank -1, which denotes all ranks. Arguments as for
-    `fork_server_error`. An end by a signal may be transient, so it does not count as the same error twice."""
+    `fork_server_error`. An end by a signal may be transient, so two such ends do not count as the same error."""
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 

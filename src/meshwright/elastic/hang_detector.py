@@ -144,8 +144,8 @@ class HangReport:
 
 @dataclass
 class StepPace:
-    """The duration of steps under one plan, over all generations, in seconds. `steps`: the last steps after warm-up.
-    `first`: the longest warm-up step. `early`: the number of observed warm-up steps."""
+    """The duration of steps under one plan, over all generations, in seconds. `steps`: the durations of the last steps
+    after warm-up. `first`: the longest warm-up step. `early`: the number of observed warm-up steps."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
@@ -166,8 +166,8 @@ class StepPace:
 
     @property
     def typical(self) -> float:
-        """Returns the duration of TIMEOUT_STEPS steps in seconds: median steps, or the longest warm-up step if there
-        are no others."""
+        """Returns TIMEOUT_STEPS times the median duration of a step in seconds. If only warm-up steps have been
+        observed, the longest of them replaces the median."""
         return TIMEOUT_STEPS * (median(self.steps) if self.steps else self.first)
 
 
@@ -202,7 +202,7 @@ class HangDetector:
     _work: dict[int, ProcStats] = field(default_factory=dict)
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
     """For each rank outside of training: the bytes that it had moved when its last wait for a disk began, and the time
-    of this beginning."""
+    when that wait began."""
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
@@ -377,8 +377,8 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, rank: int, process: int) -> bool:
-        """Returns whether `rank` has not checked for the data that it awaits for longer than half of its limit. Time in
-        the run queue does not count."""
+        """Returns whether more than half of the limit of `rank` has passed since it last checked for the data that it
+        awaits. Time in the run queue does not count."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

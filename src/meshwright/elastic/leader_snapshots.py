@@ -24,8 +24,9 @@ MIRRORED_FIELDS = ("number", "whole", "seconds", "why")
 
 
 class LeaderSnapshots:
-    """The snapshots on the leader's machine. `shared`: by the key of their set. `server`: serves them to other nodes.
-    `rounds`: coordinates the replication between nodes. `job`: the digest that identifies job and run to nodes."""
+    """The snapshots on the leader's machine. `shared`: the memory files, by the key of their set. `server`: serves them
+    to other nodes. `rounds`: coordinates the replication between nodes. `job`: the digest that identifies job and run
+    to nodes."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class LeaderSnapshots:
     def adopt(
         self, policy: AdoptionPolicy | None, inventories: Mapping[str, Any]
     ) -> tuple[AdoptedSnapshots | None, list[str]]:
-        """Adopts the newest complete set of snapshots that this node and other nodes have retained, or None. Also
-        returns the reasons why other snapshots are not adopted. `inventories`: the messages of other nodes, by address.
-        All other sets of this node are closed."""
+        """Adopts the newest complete set of snapshots that this node and other nodes have retained. Returns it, or None
+        if there is none, and the reasons why other snapshots are not adopted. `inventories`: the messages of other
+        nodes, by address. All other sets of this node are closed."""
         if policy is None:
             return None, []
         self.job, retained = policy.job, policy.retained

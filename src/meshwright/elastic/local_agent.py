@@ -1,8 +1,9 @@
 """Manages the ranks of one machine: starts the fork server that forks them, sends commands, receives events and cleans
 up. The supervisor uses it. The agents of several machines (cluster_agent.py, node.py) build on it.
 
-`SystemInterface` has a supervisor's access to the system: connections to other machines, waits for events, and the
-clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by an interface with virtual time.
+`SystemInterface` contains the functions through which a supervisor connects to other machines, waits for events and
+reads the clock. The simulated cluster of the tests (tests/unit/virtual_cluster.py) replaces it by an interface with
+virtual time.
 
 The fork server (meshwright.train.forkserver) belongs to the execution packages, which meshwright.elastic must not
 import. So this module starts the fork server by the name of its module.
@@ -327,8 +328,8 @@ class LocalAgent:
             self._open()
 
     def status(self) -> int | None:
-        """Returns the exit code of a fork server that has closed its pipe, the negative number of a signal, or None if
-        it still runs."""
+        """Returns how a fork server that has closed its pipe ended: its exit code, the negative number of the signal
+        that killed it, or None if it still runs."""
         return self._server.status()
 
     def close(self) -> None:

@@ -85,8 +85,9 @@ class NodeAgent:
     ) -> None:
         """Starts the fork server, the snapshot server and the replicator of this node.
 
-        `link`: the connection to the leader. `host`: the address of this node. `number`: its index. `environment`: of
-        its ranks. `warm`: the agent from a lost leader, whose fork server may be reused.
+        `link`: the connection to the leader. `host`: the address of this node. `number`: its index. `environment`:
+        additional environment variables of its ranks. `warm`: the agent from a lost leader, whose fork server may be
+        reused.
         """
         raise_open_file_limit(0)
         self.every = TICK_SECONDS
@@ -101,8 +102,8 @@ class NodeAgent:
         self.holdings: dict[str, SharedFileStore] = {}
         self.generation, self.key, self._job = -1, "", ""
         self.retained: RetainedSnapshots | None = None
-        """The snapshots from a lost leader, until the current leader starts ranks. After `end`, the snapshots of this
-        node if the current leader was lost."""
+        """The snapshots retained from an earlier, lost leader, until the current leader starts ranks. If the current
+        leader is lost, `end` stores the snapshots for the next leader here."""
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""

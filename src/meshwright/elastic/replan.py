@@ -45,10 +45,10 @@ PLANNING_SECONDS = 60.0
 """Planning is aborted after this time, even during a search. Then the run continues as before."""
 
 POSTPONE_SECONDS = 0.01
-"""If an exception would do harm now, the next attempt to interrupt the search is made after this time."""
+"""If the time limit expires during an import or in a destructor, the search is interrupted this time later."""
 
 MAX_CANDIDATE_PLANS = 1000
-"""A lower-memory plan is searched among this number of fastest plans."""
+"""A lower-memory plan is searched among this many of the fastest plans."""
 
 
 def plan_for_devices(
@@ -101,8 +101,8 @@ class PlanningTimeout(BaseException):
 def limit_planning_time(seconds: float) -> Iterator[None]:
     """A context that raises PlanningTimeout in its block after `seconds` seconds, by the signal SIGALRM.
 
-    There is no limit outside of the main thread (a supervisor plans in the main thread), if the process already uses
-    the timer, or if a C library handles SIGALRM. The previous signal handler is restored at the end.
+    The limit does not apply in three cases: outside of the main thread (in which a supervisor plans), if the process
+    already uses the timer, or if a C library handles SIGALRM. The previous signal handler is restored at the end.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -113,7 +113,7 @@ def limit_planning_time(seconds: float) -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # An exception during an import would leave a half-imported module, and one in a destructor would be lost.
+        # An exception during an import would leave a half-imported module. Python ignores an exception in a destructor.
         while frame is not None:
             if frame.f_code.co_name == "__del__" or frame.f_code.co_filename.startswith("<frozen importlib"):
                 signal.setitimer(signal.ITIMER_REAL, POSTPONE_SECONDS)
@@ -216,7 +216,7 @@ class RankCountRequest:
         if not 1 <= wanted <= most:
             self._say(
                 Message(
-                    "{path} requests {text!r} ranks, but expected is a number from 1 to {most}; the run goes on as "
+                    "{path} requests {text!r} ranks, but the number must be from 1 to {most}; the run goes on as "
                     "before",
                     path=path,
                     text=text,

@@ -1,9 +1,10 @@
 """Decides whether the supervisor retries a failed run, and defines the settings of fault handling (`FaultPolicy`).
 
-[Note: giving up] An error that occurs twice in one step counts as deterministic and ends the run. Errors of two ranks
-that ended without a message do not count as equal. Neither do exits by a signal, which may be transient, unless they
-are OOM kills. Other errors end the run if more than `retries` failures occur in a row without a completed step between
-them. From the second failure on, the pause before a retry doubles each time, with random variation.
+[Note: giving up] An error that occurs twice in one step counts as deterministic and ends the run. Two exits without a
+message count as the same error only if they are of one rank. Two exits by a signal, which may be transient, count as
+the same error only if both are OOM kills. Other errors end the run if more than `retries` failures occur in a row
+without a completed step between them. From the second failure on, the pause before a retry doubles each time, with
+random variation.
 
 [Note: lower memory] Two OOM errors in one step count as equal, even if their messages differ. Then the supervisor
 requests a plan that takes less memory. It does so after each further OOM until no such plan is left.

@@ -8,7 +8,8 @@ has no in-memory snapshots.
 
 Only the ranks of this machine, and the ranks whose snapshots this machine replicates, have a file here. So the number
 of open files does not grow with the world size. Another file, the location table, has a line for each rank with the
-location of its snapshots. So the size of a start message does not depend on the world size.
+location of its snapshots. A start message contains only the path of this table, so its size does not depend on the
+world size.
 
 `SnapshotLocations` is the leader's record of the nodes that have each rank's snapshots and replicas. The snapshots of a
 rank are read from the node where the rank ran. If this node is lost, they are read from a complete replica, or they are
@@ -92,7 +93,7 @@ class SharedFileStore:
         """Returns the descriptor of the file with a rank's snapshots. Creates the file if it does not exist. Raises
         OSError if this store is closed."""
         if not self.is_open:
-            raise OSError("these copies are closed")
+            raise OSError("these snapshots are closed")
         if rank not in self._files:
             self._files[rank] = self.system.memfd_create(f"meshwright-copies-{self.key}-{rank}")
         return self._files[rank]
@@ -106,7 +107,7 @@ class SharedFileStore:
         """Returns a duplicate of the descriptor of a rank's snapshots, which the caller must close. Raises OSError if
         this machine does not have the file."""
         if rank not in self._files:
-            raise OSError("these copies are not here")
+            raise OSError("these snapshots are not on this machine")
         return self.system.dup(self._files[rank])
 
     def mirrored(self, rank: int) -> int:

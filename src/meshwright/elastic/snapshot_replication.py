@@ -131,9 +131,9 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """Copies snapshots of another node in a background thread. After each request it calls `done`. The arguments are
-    the request number, whether the copy is complete, the seconds of copying, and an error text. The text is '' if the
-    step was overwritten before it was copied."""
+    """Copies snapshots of another node in a background thread. After each request it calls `done` with the request
+    number, whether the copy is complete, the seconds of copying, and an error text. The text is '' if the step was
+    overwritten before it was copied."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float, str], None]) -> None:
         self._token, self._done = token, done

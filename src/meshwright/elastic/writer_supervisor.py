@@ -2,14 +2,14 @@
 supervisor (supervisor.py) owns it.
 
 There is at most one writer at a time. If a save is requested during another save, it begins when that save has ended.
-Ranks learn that no save is in progress only after the last requested save. The writer may outlive the ranks that
-requested the save, and their plan: the snapshots stay in memory until the writer has read them. If the fork server
-ends, the writer ends.
+Only when the last requested save has ended are ranks informed that no save is in progress. The writer may outlive the
+ranks that requested the save, and their plan: the snapshots stay in memory until the writer has read them. If the fork
+server ends, the writer ends.
 
 Guarantees: training continues whatever happens to the writer. If the writer raises an exception, is killed or waits for
 a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. A writer without
-progress for `limit` seconds is killed. If its disk call cannot be interrupted, so that it does not end, it is
-abandoned. An abandoned writer reads no more snapshots.
+progress for `limit` seconds is killed. If it cannot end because its disk call is not interruptible, it is abandoned. An
+abandoned writer reads no more snapshots.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WRITER_RANK = -1
 """The rank number of the writer in messages."""
 
 NO_PROGRESS_SECONDS = 10.0
-"""A line reports a writer that has made no progress for this time."""
+"""A writer that has made no progress for this time is reported to the user."""
 
 BLOCKED_SECONDS = 5.0
-"""A line reports a checkpoint that has blocked training for this time."""
+"""A checkpoint that has blocked training for this time is reported to the user."""
 
 KILL_SECONDS = 5.0
 """A killed writer that has not ended after this time is abandoned."""

@@ -68,21 +68,23 @@ class PodTemplate:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
                 Message(
-                    "--image {image!r}: is not the name of a container image; write it like "
-                    "registry.example/meshwright:1.0",
+                    "--image {image!r} is not a valid container image name; example: registry.example/meshwright:1.0",
                     image=self.image,
                 )
             )
         if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
             raise InputError(
                 Message(
-                    "--claim {claim!r}: is not the name of a volume claim; use only small letters, digits, '-' and '.'",
+                    "--claim {claim!r} is not a valid volume claim name; use only lower-case letters, digits, '-' "
+                    "and '.'",
                     claim=self.claim,
                 )
             )
         if not check_single_line("--mount", self.mount).startswith("/") or ":" in self.mount:
             raise InputError(
-                Message("--mount {mount!r}: is not an absolute path without ':'; write it like /data", mount=self.mount)
+                Message(
+                    "--mount {mount!r} must be an absolute path that contains no ':'; example: /data", mount=self.mount
+                )
             )
 
     def resources(self, nodes: NodeSet) -> dict[str, str]:
@@ -97,7 +99,7 @@ class PodTemplate:
             name, _, count = self.rdma.partition("=")
             if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
                 raise InputError(
-                    Message("--rdma {rdma!r}: is not NAME=COUNT; write it like rdma/hca=1", rdma=self.rdma)
+                    Message("--rdma {rdma!r} is not of the form NAME=COUNT; example: rdma/hca=1", rdma=self.rdma)
                 )
             found[check_resource_name("--rdma", name, "rdma/hca=1")] = count
         memory = nodes.memory or MEMORY_REQUEST_FRACTION * nodes.host_memory
@@ -113,7 +115,7 @@ class PodTemplate:
             raise InputError(
                 Message(
                     "device {device!r} is not in the catalogue, so the name of its Kubernetes resource is not known: "
-                    "name it, such as --resource nvidia.com/gpu",
+                    "name the resource with --resource, such as --resource nvidia.com/gpu",
                     device=nodes.device,
                 )
             )
@@ -132,7 +134,8 @@ class PodTemplate:
             if match is None:
                 raise InputError(
                     Message(
-                        "--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule",
+                        "--tolerate {text!r} is not of the form KEY[=VALUE][:EFFECT]; example: "
+                        "dedicated=training:NoSchedule",
                         text=text,
                     )
                 )
@@ -272,7 +275,7 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
     if match is None:
         raise InputError(
             Message(
-                "--select {select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like "
+                "--select {select!r}: Kubernetes selects nodes by labels of the form KEY=VALUE; example: "
                 "nvidia.com/gpu.product=H100",
                 select=nodes.select,
             )

@@ -27,8 +27,8 @@ SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
-"""The pattern of keys that need no quotes in YAML 1.1 and 1.2. Except "true", "null" and "false", they are strings in
-both versions."""
+"""The pattern of keys that need no quotes: YAML 1.1 and 1.2 both read them as strings, except "true", "null" and
+"false"."""
 
 
 def shell_word(text: str) -> str:
@@ -59,7 +59,8 @@ def check_token(option: str, text: str, example: str) -> str:
     if text and not TOKEN_PATTERN.fullmatch(text):
         raise InputError(
             Message(
-                "{option} {text!r}: holds a character other than letters, digits and _.,:@+-; write it like {example}",
+                "{option} {text!r} must begin with a letter, a digit or _ and have only letters, digits and _.,:@+-; "
+                "example: {example}",
                 option=option,
                 text=text,
                 example=example,
@@ -127,8 +128,8 @@ def _yaml_key(key: str) -> str:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns `value` as JSON, which is valid YAML. Only unprintable characters are escaped separately: beyond the
-    basic plane, JSON would use two escapes (a surrogate pair), but YAML has one."""
+    """Returns `value` as JSON, which is valid YAML. Unprintable characters are escaped separately: for one beyond
+    U+FFFF, JSON uses two escapes (a surrogate pair), but YAML one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

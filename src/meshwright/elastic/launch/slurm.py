@@ -26,7 +26,8 @@ from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmissio
 
 MAX_HOURS = 365 * 24
 GRACE_MARGIN_SECONDS = 30
-"""Slurm checks the time only at intervals of about this length, so the signal is requested earlier by this time."""
+"""Slurm may send the signal before the end of a job late by about this time, so the signal is requested earlier by
+it."""
 
 _IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
 """The pattern of a container image in the notation of enroot: REGISTRY#IMAGE:TAG, or a path."""
@@ -55,7 +56,7 @@ class SlurmRequest:
         if not 0.0 <= self.hours < MAX_HOURS:
             raise InputError(
                 Message(
-                    "--hours {hours:g}: must be at least 0 and below {max_hours:,.0f}, a year",
+                    "--hours {hours:g} must be at least 0 and below {max_hours:,.0f} (one year)",
                     hours=self.hours,
                     max_hours=MAX_HOURS,
                 )
@@ -63,14 +64,13 @@ class SlurmRequest:
         if self.image and not _IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
                 Message(
-                    "--image {image!r}: is not the name of a container image; write it like "
-                    "nvcr.io#nvidia/pytorch:25.10-py3",
+                    "--image {image!r} is not a valid container image name; example: nvcr.io#nvidia/pytorch:25.10-py3",
                     image=self.image,
                 )
             )
         if self.mounts and not self.image:
             raise InputError(
-                Message("--mounts {mounts!r}: there is no container; name its image with --image", mounts=self.mounts)
+                Message("--mounts {mounts!r} needs a container: name its image with --image", mounts=self.mounts)
             )
         check_single_line("--mounts", self.mounts)
 
@@ -111,7 +111,7 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
     if "=" in kind or "/" in kind:
         raise InputError(
             Message(
-                "--select {select!r}: Slurm selects device types and node features by words; write it like h100",
+                "--select {select!r}: Slurm selects nodes by the name of a device type or feature; example: h100",
                 select=each.select,
             )
         )

@@ -10,8 +10,9 @@ of ROCm).
 right network. Each variable has a reason. If a variable is left unset, the reason says what sets it instead.
 
 [Note: rate without kind] The link `@ethernet-100` is Ethernet with TCP, while `@100Gb` states only a rate. For both,
-variables that affect only sockets are set. NCCL_IB_DISABLE is set only for `@ethernet-100`: a link that is known only
-by its rate may be InfiniBand or RoCE, which would lose most of its rate. If it is neither, NCCL uses sockets anyway.
+variables that affect only sockets are set. NCCL_IB_DISABLE is set only for `@ethernet-100`. A link that is known only
+by its rate may be InfiniBand or RoCE, and NCCL_IB_DISABLE would cost most of this rate. On any other link, NCCL uses
+sockets by itself.
 
 Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads with 4 sockets each, from 100
 Gbit/s Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
@@ -88,8 +89,8 @@ def device_vendor(device: Device) -> str:
             if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
                 raise InputError(
                     Message(
-                        "device {device!r} is supported by the planner but not for training: training runs on NVIDIA "
-                        "and AMD GPUs and on CPUs; name such a device in --cluster",
+                        "device {device!r} is supported for planning but not for training: training runs on NVIDIA "
+                        "and AMD GPUs and on CPUs; name one of these in --cluster",
                         device=device.name,
                     )
                 )
@@ -152,7 +153,7 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
         if not _NODE_SELECTOR_PATTERN.fullmatch(each):
             raise InputError(
                 Message(
-                    "--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or "
+                    "--select {text!r}: {each!r} is neither a name nor a label KEY=VALUE; examples: h100, "
                     "gpu.product=H100",
                     text=text,
                     each=each,
@@ -161,8 +162,8 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
     if len(found) != len(sets):
         raise InputError(
             Message(
-                "--select {text!r}: the cluster has {count} sets of equal nodes ({sets}); give one name for each, "
-                "joined by +",
+                "--select {text!r}: the cluster has {count} sets of equal nodes ({sets}); give one selector for each "
+                "set, joined by +",
                 text=text,
                 count=len(sets),
                 sets=", ".join(sets),
@@ -177,7 +178,7 @@ def check_distinguishable(sets: Sequence[NodeSet]) -> None:
         kinds = ", ".join(each.words for each in sets)
         raise InputError(
             Message(
-                "nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for "
+                "the job has nodes of {kinds}, which the scheduler cannot distinguish: name a type or a label for "
                 "each, such as --select h100+a100",
                 kinds=kinds,
             )
@@ -192,7 +193,7 @@ def _parse_memory(text: str) -> float:
     except ValueError as error:
         raise InputError(Message("--memory: {error}", error=error)) from None
     if not 2**20 <= found < 2**60:
-        raise InputError(Message("--memory {text!r}: must be at least 1 MiB and below 1 EiB", text=text))
+        raise InputError(Message("--memory {text!r} must be at least 1 MiB and below 1 EiB", text=text))
     return found
 
 
@@ -202,7 +203,7 @@ def check_resource_name(option: str, text: str, example: str) -> str:
     if len(text) > 200 or not _RESOURCE_NAME_PATTERN.fullmatch(text):
         raise InputError(
             Message(
-                "{option} {text!r}: is not the name of a resource; write it like {example}",
+                "{option} {text!r} is not a valid resource name; example: {example}",
                 option=option,
                 text=text,
                 example=example,
@@ -246,7 +247,7 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
     if interface and not _INTERFACE_PATTERN.fullmatch(interface):
         raise InputError(
             Message(
-                "--interface {interface!r}: is not the name of one network device; write it like eth0 (`ip route get "
+                "--interface {interface!r} is not the name of one network interface; example: eth0 (`ip route get "
                 "ADDRESS` shows it)",
                 interface=interface,
             )
@@ -365,7 +366,8 @@ class JobSubmission:
             kinds = ", ".join(each.words for each in self.sets)
             raise InputError(
                 Message(
-                    "--min-nodes {min_nodes}: nodes of {kinds} differ, but only equal nodes can replace each other",
+                    "--min-nodes {min_nodes}: the job has nodes of {kinds}, but only equal nodes can replace each "
+                    "other",
                     min_nodes=self.min_nodes,
                     kinds=kinds,
                 )
