@@ -43,7 +43,7 @@ def plan(job: Job, top: int = 10) -> list[RankedPlan]:
 
 
 def estimate(job: Job, plan: Plan | str) -> Estimate:
-    """Returns the predicted memory (bytes) and time (seconds) of one step under a plan or a plan name.
+    """Returns the predicted memory (bytes) and time (seconds) of one step under `plan`, which is a plan or its name.
 
     Raises: InputError when the plan cannot run the job.
     """
@@ -68,9 +68,9 @@ def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> lis
 
 
 def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0) -> SimulationResult:
-    """Simulates one step under a plan or a plan name, with the slow ranks and links of `faults`. Also simulates a run
-    of `steps` steps, in which the killed ranks of `faults` die. If `steps` is 0, this run ends with the last step in
-    which a rank dies, or after one step if no rank dies.
+    """Simulates one step under `plan` (a plan or its name), with the slow ranks and links of `faults`. Also simulates a
+    run of `steps` steps, in which the killed ranks of `faults` die. If `steps` is 0, this run ends with the last step
+    in which a rank dies, or after one step if no rank dies.
 
     Raises: InputError when the plan cannot run, when its replicas differ in work or states, or when a fault names a
     rank or a step that does not exist.

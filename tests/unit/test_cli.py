@@ -57,7 +57,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
         ),
         (["plan", *SMALL, "--pin", "rc=full,recompute_layers=7"], "no plan is legal: "),
         (["plan", "--batch", "0"], "meshwright: $.workload.batch: input should be greater than or equal to 1, got 0"),
-        (["plan", "--top", "0"], "--top 0: must be at least 1"),
+        (["plan", "--top", "0"], "--top 0 must be at least 1"),
         (["plan", *SMALL, "--pin", "tp"], "pin 'tp' is not name=value; write pins like 'tp=2,pp=4'"),
         (["plan", "--set", "workload.stpes=3"], "Workload has no field 'stpes'; did you mean 'steps'?"),
         (["estimate", *SMALL, "--plan", "dp3"], "plan dp3: dp(3) * tp(1) * pp(1) = 3 but the cluster has 4 devices"),
@@ -139,14 +139,14 @@ def test_a_mistake_is_said_in_the_language_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(tokens: list[str]) -> int:
-        raise InputError(Message("--top {top}: must be at least 1", top=0))
+        raise InputError(Message("--top {top} must be at least 1", top=0))
 
     monkeypatch.setattr(command_line, "run_command", wrong)
     monkeypatch.setenv("LC_ALL", "C")
     for asked in (["--lang", "zh"], ["--lang=zh"], ["--lang=zh", "--", "--lang", "en"]):
         assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0：至少是 1\n")
     for asked in ([], ["--lang=en"], ["--", "--lang", "zh"]):
-        assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0: must be at least 1\n")
+        assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0 must be at least 1\n")
 
 
 def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(

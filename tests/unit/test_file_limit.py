@@ -69,7 +69,7 @@ def test_an_unlimited_hard_limit_lets_the_soft_one_rise_to_what_is_wanted(
 def test_a_limit_below_what_ranks_need_is_one_line_with_both_numbers() -> None:
     done = subprocess.run([sys.executable, "-c", CHECK, "64", "200", "64"], capture_output=True, text=True, check=True)
     assert done.stdout.count("\n") == 1
-    assert "may open 200 files here, and 64 ranks need 320: raise the limit (`ulimit -n 320`" in done.stdout
+    assert "may open 200 files here, but 64 ranks need 320: raise the limit (`ulimit -n 320`" in done.stdout
 
 
 def test_training_under_a_limit_that_is_too_low_ends_before_any_rank_is_started(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_training_under_a_limit_that_is_too_low_ends_before_any_rank_is_started(
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith(
-        "meshwright: a process may open 60 files here, and 2 ranks need 72: raise the limit"
+        "meshwright: a process may open 60 files here, but 2 ranks need 72: raise the limit"
     )
 
 

@@ -474,7 +474,7 @@ def test_a_page_is_of_one_run_in_a_place_that_can_be_written(
 ) -> None:
     one = write_run(tmp_path / "one", losses(3))
     assert main(["report", str(one), str(one), "--page", str(tmp_path / "out.html")]) == 2
-    assert "report --page shows one run: name one of the 2" in capsys.readouterr().err
+    assert "report --page shows one run, but 2 are given: name one" in capsys.readouterr().err
     assert main(["report", str(one), "--page", str(tmp_path / "no" / "out.html")]) == 2
     assert f"folder {tmp_path / 'no'} does not exist; name a file in an existing folder" in capsys.readouterr().err
 

@@ -160,8 +160,8 @@ def test_rates_are_read_as_names_numbers_and_times() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--days", "0"], "--days 0: must be above 0"),
-        (["--days", "nan"], "--days nan: must be above 0"),
+        (["--days", "0"], "--days 0 must be above 0"),
+        (["--days", "nan"], "--days nan must be above 0"),
         (["--days", "3", "--failures", "lama3"], "did you mean 'llama3'?"),
         (["--days", "3", "--failures", "0"], "failures '0': must be above 0"),
         (["--days", "3", "--failures", "-2"], "failures '-2': must be above 0"),
@@ -169,7 +169,7 @@ def test_rates_are_read_as_names_numbers_and_times() -> None:
         (["--days", "3", "--save", "0"], "Daly's optimum is undefined for saves that take 0 s"),
         (["--days", "3", "--interval", "0"], "the interval between saves must be above 0 s"),
         (["--days", "3", "--detect=-1 s"], "--detect '-1 s': a time must be at least 0"),
-        (["--days", "3", "--spares", "-1"], "--spares -1: must be at least 0"),
+        (["--days", "3", "--spares", "-1"], "--spares -1 must be at least 0"),
         (["--days", "3", "--slow", "1:2"], "--slow applies to one step: leave out --days"),
         (["--days", "3", "--failures", "100"], "no work is ever saved"),
     ],

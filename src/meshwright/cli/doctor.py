@@ -44,7 +44,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 
 
 class Remedy(NamedTuple):
-    """A recommended change. `must` means that training does not work without the change."""
+    """A recommended change. `must`: whether training does not work without the change."""
 
     what: str
     must: bool = False
@@ -277,7 +277,7 @@ def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> st
                 Message(
                     "training works here"
                     if facts["verdict"] == "works"
-                    else "training does not work before the lines marked 'must fix' are fixed"
+                    else "training does not work until the lines marked 'must fix' are fixed"
                 ),
                 language,
             ),

@@ -223,11 +223,10 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
 
 
 def _scale_to_world(question: Job, world: int) -> Job:
-    """Returns the job if its cluster has `world` devices. Otherwise returns the job with as many nodes like this
-    machine as `world` ranks need.
+    """Returns the job unchanged if its cluster has `world` devices. A cluster `local` whose number of devices divides
+    `world` is extended to as many nodes like this machine as `world` ranks need.
 
-    Raises: InputError if the cluster has another number of devices than `world`. A cluster `local` is accepted if its
-    number of devices divides `world`.
+    Raises: InputError for any other cluster.
     """
     from meshwright.core.errors import InputError
 
@@ -240,7 +239,7 @@ def _scale_to_world(question: Job, world: int) -> Job:
         return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
     raise InputError(
         Message(
-            "{world} of the {devices} ranks of cluster {cluster!r} were started; start as many as it has devices",
+            "{world} ranks were started, but cluster {cluster!r} has {devices} devices: start one rank per device",
             world=world,
             devices=cluster.devices,
             cluster=cluster.name,
@@ -249,8 +248,8 @@ def _scale_to_world(question: Job, world: int) -> Job:
 
 
 def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
-    """Returns the user's plan for a model that cannot be estimated, or data parallelism over all ranks without a user's
-    plan. `reason` says why there is no estimate.
+    """Returns the plan for a model that cannot be estimated: the user's plan, or else data parallelism over all ranks.
+    `reason` says why there is no estimate.
 
     Raises: InputError if the plan is for another number of ranks, or if the workload excludes it.
     """
@@ -342,7 +341,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 def cluster_mismatches(question: Job) -> list[str]:
     """Compares the cluster of a job with this machine, on which all ranks of the job will start. Returns a line if the
-    cluster has several nodes, and a line if only one of the two has GPUs."""
+    cluster has several nodes, and a line if either the cluster or this machine has GPUs, but not both."""
     from meshwright.planner.inputs.cluster_parser import cuda_device_names
 
     cluster = question.cluster

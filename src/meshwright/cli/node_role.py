@@ -10,11 +10,11 @@ The leader has the lock of the run folder (train/run_lock.py). The kernel or the
 process dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
 removed when the run ends, with or without an error; it remains if its writer is killed.
 
-The ranks of a node end when the node loses its leader. Then the first case that applies decides:
+When a node loses its leader, its ranks end. Then the node does the first of these that applies:
 
-1. It ends if RUN/leader does not exist, or if the run must not recover (`run.retries` 0).
-2. It leads if the lock is free, after `TURN_SECONDS` for each other node with a lower number.
-3. It joins the current leader, which may be the former one or a new one, until `JOIN_SECONDS` are over.
+1. It ends if RUN/leader does not exist, or if the run must not recover (`run.retries` is 0).
+2. It leads if the lock is still free after `TURN_SECONDS` for each other node with a lower number.
+3. It tries for `JOIN_SECONDS` to join the current leader, which may be the former leader or a new one.
 
 A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
 it. It waits for the remaining nodes as long as for a lost node. Meanwhile each node retains the in-memory snapshots of

@@ -174,7 +174,7 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
     from meshwright.core.errors import InputError
 
     if shown.top < 1:
-        raise InputError(Message("--top {top}: must be at least 1", top=shown.top))
+        raise InputError(Message("--top {top} must be at least 1", top=shown.top))
     check_output_path("--save", shown.save)
     check_output_path("--page", shown.page)
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):

@@ -123,7 +123,7 @@ def lower_memory_hint(question: Job | None, plan: Plan) -> str:
 
     try:
         other = lower_memory_plan(question, plan)
-        assert question is not None, "what is not priced has no leaner plan"
+        assert question is not None, "a plan that takes less memory requires a job with an estimate"
         before, then = (show_bytes(estimate(question, each).memory.reserved) for each in (plan, other))
     except MeshwrightError as error:
         return Message("{error}: use more ranks, or a smaller batch", error=error)

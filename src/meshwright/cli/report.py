@@ -53,9 +53,9 @@ def report(
     if not runs:
         raise InputError(Message("report needs a run: name one or several folders that `meshwright train` has written"))
     if page is not None and len(runs) > 1:
-        raise InputError(Message("report --page shows one run: name one of the {count}", count=len(runs)))
+        raise InputError(Message("report --page shows one run, but {count} are given: name one", count=len(runs)))
     if memory and len(runs) > 1:
-        raise InputError(Message("report --memory shows one run: name one of the {count}", count=len(runs)))
+        raise InputError(Message("report --memory shows one run, but {count} are given: name one", count=len(runs)))
     if page is not None:
         check_output_path("--page", page)
     with report_if_overdue(

@@ -152,7 +152,7 @@ def _simulate_step(
     from meshwright.spec.faults import Faults, KilledRank, SlowLink, SlowRank, parse_faults
 
     if wrong.steps < 0:
-        raise InputError(Message("--steps {steps}: must be at least 0", steps=wrong.steps))
+        raise InputError(Message("--steps {steps} must be at least 0", steps=wrong.steps))
     question = resolve_job(file)
     faults = Faults(
         kill=parse_faults(KilledRank, wrong.kill, "--kill"),
@@ -189,7 +189,7 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool, language: str
 
     assert long.days is not None
     if not 0 < long.days < 36525:
-        raise InputError(Message("--days {days:g}: must be above 0 and below 36,525, a hundred years", days=long.days))
+        raise InputError(Message("--days {days:g} must be above 0 and below 36,525 (a hundred years)", days=long.days))
     cluster = resolve_cluster(file.cluster)
     rate = parse_failure_rate(
         long.failures
@@ -197,7 +197,7 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool, language: str
     )
     repair = {"repair": _parse_seconds(long, "repair")} if long.repair is not None else {}
     if long.spares is not None and long.spares < 0:
-        raise InputError(Message("--spares {spares}: must be at least 0", spares=long.spares))
+        raise InputError(Message("--spares {spares} must be at least 0", spares=long.spares))
     fleet = FleetSpec(
         devices=cluster.devices,
         devices_per_node=cluster.devices_per_node,

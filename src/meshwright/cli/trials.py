@@ -30,9 +30,9 @@ INTERRUPTED_TEXT = Message("during trials, whose results are not saved")
 def run_trials(
     question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
-    """Runs up to `most` plans on this cluster, and passes a line for each to `note`. This process starts the ranks, or
-    it is one of the ranks that another launcher has started. In the second case `known` is the connection of the ranks
-    if they are already connected. Returns None on ranks other than 0.
+    """Runs up to `most` plans on this cluster, and passes a line about each plan to `note`. This process starts the
+    ranks, or it is one of the ranks that another launcher has started. In the second case `known` is the connection of
+    the ranks if they are already connected. Returns None on ranks other than 0.
 
     Raises: InputError if `most` is less than 1. If this process starts the ranks, also if the cluster has several
     nodes, or if the plan of `launch` does not use all of its devices.
@@ -41,7 +41,7 @@ def run_trials(
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 
     if most < 1:
-        raise InputError(Message("--trials {most}: must be at least 1", most=most))
+        raise InputError(Message("--trials {most} must be at least 1", most=most))
     me = read_external_launch(os.environ)
     if me is not None:
         with stop_together(me.rank, INTERRUPTED_TEXT):

@@ -42,8 +42,8 @@ def verify(
 ) -> int:
     """Run the job's plan with a small model on real ranks and compare it with one device.
 
-    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and
-    of labels.
+    It compares the loss of several steps, the gradients of the first step, the weights after the last step, and the
+    numbers of parameters and labels.
 
     The model keeps its structure but gets small sizes; the plan keeps its kinds of parallelism on at most 8 ranks.
 
@@ -107,8 +107,8 @@ COMPRESSION_ERROR_TEXTS = {
 
 
 def _lossy_notes(workload: Workload) -> tuple[str, ...]:
-    """Returns a line for each workload option that the verification leaves out, because the option makes the result
-    differ from that of one device."""
+    """Returns a line for each workload option that makes the result differ from that of one device. The verification
+    leaves such an option out."""
     found = []
     if workload.compression is not None:
         kind = workload.compression.kind

@@ -18,8 +18,8 @@ from meshwright.core.messages import Message
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
 """Numbers of open files that the supervisor and the fork server need: a base number, and a number for each rank. For
-each rank, the supervisor has two files, for in-memory checkpoints under two plans. The fork server has two pipes for
-each rank."""
+each rank, the supervisor opens two files, for in-memory checkpoints under two plans. The fork server opens two pipes
+for each rank."""
 
 MAX_OPEN_FILES = 2**16
 """Largest limit of open files that is requested, unless the ranks need more."""
@@ -45,7 +45,7 @@ def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 
 
 def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the lowest memory limit of this group and its parents in bytes, infinity without a limit."""
+    """Returns the lowest memory limit of this group and its parents in bytes, or infinity if there is no limit."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -55,8 +55,9 @@ def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FIL
 
 
 def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Returns the number of bytes that can be allocated before a memory limit is reached, infinity without a limit.
-    Inactive pages of the file cache do not count as used, because the kernel reclaims them when memory is short."""
+    """Returns the number of bytes that can be allocated before a memory limit is reached, or infinity if there is no
+    limit. Inactive pages of the file cache do not count as used, because the kernel reclaims them when memory is
+    short."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for limit, used, cached in (
@@ -106,8 +107,8 @@ def raise_open_file_limit(ranks: int, nodes: int = 0) -> None:
         more = Message(" and {nodes:,} other nodes", nodes=nodes) if nodes else ""
         raise InputError(
             Message(
-                "a process may open {soft:,} files here, and {ranks} ranks{more} need {needed:,}: raise the limit "
-                "(`ulimit -n {needed}`, or LimitNOFILE and limits.conf where it is set), then start again",
+                "a process may open {soft:,} files here, but {ranks} ranks{more} need {needed:,}: raise the limit "
+                "(`ulimit -n {needed}`, or LimitNOFILE or limits.conf if one of these sets it), then start again",
                 soft=soft,
                 ranks=ranks,
                 more=more,

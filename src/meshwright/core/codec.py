@@ -34,13 +34,13 @@ MAX_TEXT_DEPTH = 100
 """Maximum depth of nested lists and mappings."""
 
 MAX_INTEGER_DIGITS = 300
-"""Maximum number of digits of an integer. The largest float has 309."""
+"""Maximum number of digits of an integer. The largest float has 309 digits."""
 
 MAX_TEXT_VALUES = 10**6
 """Maximum number of values in one YAML text. Values that an alias repeats count each time."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""Numbers such as 1e-4, which YAML 1.1 reads as text."""
+"""Matches numbers such as 1e-4, which YAML 1.1 reads as text but `parse_text` reads as numbers."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -302,8 +302,8 @@ OneLine = Annotated[str, AfterValidator(check_one_line)]
 TranslatableText = Annotated[
     str, WrapValidator(lambda value, check: value if isinstance(value, Message) else check(value))
 ]
-"""A string field of a `StrictModel`. If its value is a `Message`, it stays a `Message`. JSON contains the English
-text.
+"""A string field of a `StrictModel` that may contain a `Message`, so that it can be translated later. JSON contains its
+English text.
 """
 
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
@@ -331,7 +331,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
     # For a union, pydantic reports the errors of each member type and appends the type to the path.
     if others and first["type"] not in fields:
         first["loc"] = first["loc"][:-1]
-        first.pop("ctx", None)  # its error is only that of the first member type
+        first.pop("ctx", None)  # `ctx` describes the error of the first member type only
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
     if first["type"] in fields:
@@ -373,14 +373,14 @@ def _validation_reason(error: Any) -> str:
 
 
 def without_place(error: InputError) -> str:
-    """Returns the message of an error of `validate_data` without the path at its beginning."""
+    """Returns the message of `error`, which `validate_data` has raised, without the path at its beginning."""
     message = error.args[0]
     is_placed = isinstance(message, Message) and {"place", "reason"} <= message.fields.keys()
     return message.fields["reason"] if is_placed else message
 
 
 def without_file(error: InputError, file: str) -> str:
-    """Returns the message of an error of `validate_data` about `file` without the name of the file."""
+    """Returns the message of `error`, which `validate_data` has raised, without the file name `file`."""
     message = error.args[0]
     if not isinstance(message, Message) or "place" not in message.fields:
         return str(message).replace(f"{file}: ", "")

@@ -8,8 +8,7 @@ Guarantees:
   lower if the process may open few files.
 - A connection that is not admitted within `HANDSHAKE_SECONDS` is closed, even if it still sends bytes. Before admission
   it may send at most `MAX_UNAUTHENTICATED_BYTES` bytes.
-- If too many connections are pending, the oldest pending connection of the address with the most pending connections is
-  closed.
+- If too many connections are pending, the address with the most pending connections loses its oldest pending one.
 - Connections do not block each other. An error in a connection ends only this connection.
 - `accept` continues after any system error, including a lack of file descriptors.
 
@@ -187,8 +186,8 @@ class ConnectionListener:
             end.close()
 
     def _drop_one(self, reason: str) -> bool:
-        """Closes the oldest pending connection of the address with the most pending connections. Returns False if there
-        is no pending connection."""
+        """Finds the address with the most pending connections and closes its oldest pending connection. Returns False
+        if there is no pending connection."""
         pending = [guest for guest in self._guests.values() if not guest.is_admitted]
         if not pending:
             return False
@@ -225,7 +224,7 @@ class ConnectionListener:
                 del guest.unsent[: guest.end.send(guest.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the peer has closed the connection; the sender does not need to know
+        except OSError:  # the peer has closed the connection, which the caller of `send` does not need to know
             self.drop(guest)
             return
         self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)

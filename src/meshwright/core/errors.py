@@ -108,8 +108,8 @@ STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
     """Returns the error of this package that corresponds to an error of the system, any other error unchanged.
 
-    The translated errors are Ctrl-C, a full disk, a failing disk, and too many open files. `words` are the arguments of
-    the command. An error for a path that begins with one of them is translated too.
+    The translated errors are Ctrl-C, a full disk, a failing disk, too many open files, and any error about a path that
+    begins with one of `words`, the arguments of the command.
 
     >>> error = FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json")
     >>> translate_system_error(error, ["--save", "/proc/out/plan.json"])
@@ -151,8 +151,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
 
 
 MAX_SIMILARITY_GAP = 0.05
-"""Maximum difference between the similarity of the nearest name and that of a further name that is suggested too.
-Similarities are between 0 and 1 (`difflib.SequenceMatcher.ratio`)."""
+"""A further name is suggested if its similarity is at most this much lower than that of the nearest name. Similarities
+are between 0 and 1 (`difflib.SequenceMatcher.ratio`)."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,5 +1,5 @@
 """Replaces files atomically: a process that reads the file gets either the complete old text or the complete new text.
-The command line and the data cache write files with it that a user names or that other processes read.
+The command line and the data cache use it for files that a user names or that other processes read.
 
 The text is written to a temporary file in the folder of the target, which is then renamed. If the path is a symbolic
 link, the target of the link is replaced. A path that is not a regular file (/dev/stdout, a shell's pipe) cannot be
@@ -26,8 +26,8 @@ MAX_FILE_NAME_BYTES = 255
 def path_from_text(text: str) -> Path:
     """Returns `text` as a path, with ~ expanded. The text may be something else, such as the name of a model.
 
-    Raises: InputError if no file can have this name, or if ~USER names an unknown user. So checking whether the path
-    exists cannot fail later.
+    Raises: InputError if no file can have this name, or if ~USER names an unknown user. After this check, testing
+    whether the path exists cannot fail.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
         raise InputError(

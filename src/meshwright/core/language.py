@@ -9,8 +9,8 @@ from meshwright.core.messages import LANGUAGES, Message
 
 
 def choose_language(requested: str | None, environment: Mapping[str, str]) -> str:
-    """Returns the language `requested`. If it is None, returns the language of the locale in `environment` if messages
-    are translated to it, otherwise 'en'.
+    """Returns the language `requested`. If `requested` is None, returns the language of the locale in `environment`, or
+    'en' if there are no translations to that language.
 
     Raises: InputError if `requested` is not one of LANGUAGES.
 

@@ -61,8 +61,8 @@ _TCP_USER_TIMEOUT = 18
 
 
 class AuthenticationError(MeshwrightError):
-    """Reports that the peer does not know the job's token, or is not a Meshwright process. `wrong_token`: the peer
-    rejected the token of this process."""
+    """Reports that the peer does not know the job's token, or is not a Meshwright process. `wrong_token`: whether the
+    peer rejected the token of this process."""
 
     def __init__(self, words: str, wrong_token: bool = False) -> None:
         super().__init__(words)
@@ -94,7 +94,7 @@ class SecureChannel:
         self.write(encode_message(message))
 
     def write(self, line: bytes) -> None:
-        """Sends the encoded message `line` from any thread. So a message is encoded once for several peers.
+        """Sends the encoded message `line` from any thread. A caller can so encode a message once for several peers.
 
         Raises: OSError as `send` does. The connection is then shut down.
         """
@@ -117,8 +117,8 @@ class SecureChannel:
         return rest
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """Returns the messages that have arrived since the last call, and whether the connection has ended. It also
-        counts as ended if a message is invalid."""
+        """Returns the messages that have arrived since the last call, and whether the connection has ended. An invalid
+        message counts as the end of the connection."""
         try:
             return self._reader.read()
         except (OSError, ValueError):

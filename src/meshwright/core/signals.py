@@ -71,7 +71,7 @@ def blocked_stop_signals() -> Iterator[None]:
 class StopRequest:
     """Records the stop signals that a training run has received, by name in `signals`. After the first signal, the run
     completes the step and saves everything. A second signal ends the run at once. `deadline` is the time when the run
-    ends in any case, None before a signal. `is_forced`: the run ends at once."""
+    ends in any case, or None before the first signal. `is_forced`: whether the run must end at once."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []

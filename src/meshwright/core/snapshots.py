@@ -5,8 +5,8 @@ Guarantees: a slot with a step number contains a complete checkpoint at any time
 matches.
 
 The header has these fields: magic number; size and digest of the index; bytes of a checkpoint; number of slots; and two
-steps that other nodes read, which are pinned. From field 16 on, each slot has five fields: step, digest, bytes of the
-run state, pinned, history.
+pinned steps, whose checkpoints other nodes read. From field 16 on, each slot has five fields: step, digest, bytes of
+the run state, pinned, history.
 
 [Note: history] Two checkpoints of one step may differ: ranks may have repeated the step after a fault, or on other
 batches after a rollback. The history is the number of the execution that wrote a checkpoint. The history rises with
@@ -236,7 +236,8 @@ class SnapshotClient:
                 part.close()
 
     def fetch(self, begin: int, size: int) -> bytes:
-        """Returns `size` bytes of the file from offset `begin`, fewer at its end, none if the file does not exist.
+        """Returns `size` bytes of the file from offset `begin`: fewer at the end of the file, and none if it does not
+        exist.
 
         Raises: OSError if the node does not answer.
         """

@@ -276,7 +276,7 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
 
 def replace_file(path: Path, text: str, private: bool = False) -> None:
     """Writes `text` to the file `path`. Another process reads either the complete new file or the previous file.
-    `private` makes the file readable only by this user; otherwise it has the default permissions for new files.
+    `private`: whether only this user may read the file; otherwise it has the default permissions for new files.
 
     A pipe, a device or a link with this name is also replaced; nothing is written through it.
 
@@ -352,7 +352,7 @@ def append_line(handle: int, line: bytes) -> None:
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:
-    """Returns a file descriptor for reading a regular file. `links` allows `path` to be a symbolic link.
+    """Returns a file descriptor for reading a regular file. `links`: whether `path` may be a symbolic link.
 
     Raises: OSError. If `path` is not a regular file, the message names the actual type.
     """
@@ -423,10 +423,10 @@ def read_into(handle: int, offset: int, target: memoryview) -> None:
 
 def read_file(path: Path, start: int = 0, most: int | None = None, links: bool = False) -> bytes:
     """Returns at most `most` bytes (None: all) of the text file `path` from offset `start`. A negative `start` counts
-    from the end. `links` follows symbolic links.
+    from the end. `links`: whether `path` may be a symbolic link.
 
-    Raises: OSError that names `path`. Also raises it if a chunk of READ_CHUNK_BYTES consists of zeros, which text files
-    do not have. So the function never uses much more memory than the file takes on disk.
+    Raises: OSError that names `path`. Also raises it for a chunk of READ_CHUNK_BYTES zeros, which a sparse file may
+    have but a text file does not. Therefore reading never uses much more memory than the file takes on disk.
     """
     try:
         handle = open_regular_file(path, links)
