@@ -8,8 +8,8 @@ result.
 
 Each rank compares the elements that it has: its rows of the batch, its features of a column-parallel layer, its slice
 of the sequence. An output that matches no such slice is skipped, for example the output of this rank's attention heads.
-A fault in a skipped module appears in the next row-parallel layer. So the result is the faulty module, or the first
-comparable module after it.
+A fault in a skipped module appears in the next row-parallel layer. The result is therefore the faulty module, or the
+first comparable module after it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def find_first_difference(
     tolerance: float,
 ) -> ModuleDifference | None:
     """Returns the first module or parameter whose output or gradient under the plan differs from that on one device, or
-    None. All ranks call it and return an equal result. `tolerance`: the largest accepted relative difference.
+    None. All ranks call it and return the same result. `tolerance`: the largest accepted relative difference.
 
     `batch` is the global batch. `one` is the recorded pass of this batch on one device. `gradients` has the parameter
     gradients on one device, by parameter name.

@@ -282,7 +282,7 @@ class ForkServer:
         if removed:
             self.store = 0
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            # Without the store no rank can join the process groups. The supervisor sees this exit and restarts all.
+            # Without the store no rank can join the process groups. The supervisor then restarts all ranks.
             self._end(-signal.SIGKILL if killed else 1)
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)

@@ -67,8 +67,8 @@ class StepMemoryTrace:
         # With an accelerator, staging buffers are in host memory and not among the traced allocations.
         left = self.remaining - (trainer.passing if backend_of(self.device).memory_is_host else 0)
         stored["passing"] = float(max(-left, 0))
-        # Only the first step creates optimizer states. A positive `left` in a later step was freed by another thread,
-        # which the profiler does not record.
+        # Only the first step creates optimizer states. If `left` is positive after a later step, another thread has
+        # freed these bytes, which the profiler does not record.
         if left > 0 and trainer.steps == 1:
             stored["optimizer"] = max(stored["optimizer"] - left, 0.0)
         return MemoryTimeline(
@@ -95,7 +95,7 @@ class StepMemoryTrace:
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
     """A context that traces the memory of `device`. It yields a trace, which is filled when the context ends. With
     `model`, the trace names the module at the peak."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print lines when it starts and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints lines when it starts and ends
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
@@ -171,7 +171,8 @@ def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
 
 def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
     """Yields the allocations and releases on `device` in the event trees `roots`. Trees are visited in the order of
-    their start times. So a forward operation, with its module, is visited before its operation of backward."""
+    their start times. A forward operation, which determines the module, is therefore visited before its backward
+    operation."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
     while waiting:

@@ -133,8 +133,8 @@ def double_buffered(
 
 
 MAX_FREE_MEMORY_FRACTION = 0.5
-"""The in-memory checkpoints of all ranks may take at most this fraction of the free memory. Free memory is that of the
-machine or of this run's cgroup, whichever is less."""
+"""The in-memory checkpoints of all ranks may take at most this fraction of the free memory. Free memory is the free
+memory of the machine or of this run's cgroup, whichever is less."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
 """The user is warned if training waits for overlapped copies for more than MAX_WAIT_FRACTION of its time. The waits are

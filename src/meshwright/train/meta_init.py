@@ -71,7 +71,7 @@ def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str])
 
 
 def _conversion_rules(model: nn.Module) -> list[Any]:
-    if "transformers" not in sys.modules:  # the model is not of this library, whose import takes seconds
+    if "transformers" not in sys.modules:  # the model does not use transformers, and importing it takes seconds
         return []
     try:
         from transformers import PreTrainedModel

@@ -1,8 +1,8 @@
 """Combines the metrics of all ranks into one record per training step and writes the records. The training loop
 (loop.py) calls it after each step.
 
-Each time in a record is that of the slowest rank. Each size is that of the rank with the largest value. One small
-all-reduce per step exchanges all values, including the request to stop, so all ranks stop after the same step.
+Each time and each size in a record is the maximum over all ranks. One small all-reduce per step exchanges all values,
+including the request to stop, so all ranks stop after the same step.
 
 Sample accounting: a record has a digest of the samples that all ranks together have read (spec/record.py). Its field
 `content` is the sum of the hashes of all rows, modulo 2^64. The hash of a row is xxh3 of its bytes, with the sample
@@ -101,7 +101,7 @@ def decode_account(numbers: Sequence[float]) -> SampleAccount:
 
 def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: int) -> SampleAccount:
     """Returns the sum of the accounts of all replicas after step `step`. `by_rank`: the encoded account of each rank.
-    If two ranks of one replica have read different bytes, it raises MeshwrightError on all ranks."""
+    Raises MeshwrightError on all ranks if two ranks of one replica have read different bytes."""
     lines = [decode_account(numbers) for numbers in by_rank]
     replicas: dict[int, list[int]] = {}
     for rank in range(len(lines)):

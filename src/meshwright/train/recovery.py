@@ -54,7 +54,7 @@ MAX_WRITER_WAIT_SECONDS = 10.0
 training continues, and the due save starts when the previous save has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
-"""If the save of the last checkpoint fails, it is retried after this time. The time doubles with each retry."""
+"""If a save that must succeed fails, it is retried after this time. The time doubles with each retry."""
 
 MAX_SAVE_FRACTION = 0.1
 """With `checkpoint_every: auto`, saves are in progress during at most this fraction of the training time."""
@@ -175,8 +175,8 @@ class Recovery:
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
-        """Rolls back to the newest valid checkpoint from before the loss spike (loss_spike.py). Returns the number of
-        completed steps, which is unchanged if no checkpoint is old enough. All ranks call it."""
+        """Rolls back to the newest valid checkpoint that was saved before the loss spike (loss_spike.py). Returns the
+        number of completed steps, which is unchanged if no checkpoint is old enough. All ranks call it."""
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
@@ -258,7 +258,7 @@ class Recovery:
         self._busy = busy > 0
 
     def due(self, step: int) -> bool:
-        """Returns whether a checkpoint on disk is due after `step`. All ranks return an equal result."""
+        """Returns whether a checkpoint on disk is due after `step`. All ranks return the same result."""
         if self._owed and not self._busy:
             return True
         every = self.launch.run.checkpoint_every
@@ -272,9 +272,10 @@ class Recovery:
     def save(self, must: bool) -> None:
         """Saves a checkpoint to disk. All ranks call it.
 
-        With `must`, the ranks write it and wait. A failed save is retried; if all retries fail, SaveFailed ends the
-        run. Without `must`, a writer process saves while training continues, if the in-memory checkpoints of all ranks
-        are on this machine (memory_checkpointer.py). Otherwise the ranks write, and a failure is only reported.
+        `must`: whether training waits until the save has succeeded. If so, the ranks write the checkpoint. A failed
+        save is retried; if all retries fail, SaveFailed ends the run. Otherwise, a writer process saves while training
+        continues, if the in-memory checkpoints of all ranks are on this machine (memory_checkpointer.py). If they are
+        not, the ranks write the checkpoint, and a failure is only reported.
         """
         step = self.trainer.steps
         if self.saved == step:

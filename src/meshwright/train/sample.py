@@ -87,8 +87,8 @@ def sample_of_run(
 ) -> dict[str, str] | None:
     """Returns the fields of the message `sample`: the generated text, or the reason (`why`) for its absence.
 
-    All ranks call it, since it gathers the weights. Ranks other than 0 get None unless there is a reason. `parameters`:
-    the number of parameters of the model.
+    All ranks call it, since it gathers the weights. If a sample is possible, ranks other than 0 return None.
+    `parameters`: the number of parameters of the model.
     """
     why = no_sample_reason(objective, tokenizer, 4.0 * parameters)
     if why:

@@ -26,7 +26,7 @@ Computing times are compared per sequence, since peers may have different number
 reported when it has been unchanged for CONFIRMATION_STEPS steps. When all ranks are healthy again, this is reported
 too. If the first plan has uneven gradient accumulation, the devices are assumed to be heterogeneous, and computing
 times are relative to the first window. If a stage has only one rank, the change of its time since the first window is
-compared with that of the other stages. All ranks have equal values, so they reach an equal diagnosis without an
+compared with that of the other stages. All ranks have the same values, so they reach the same diagnosis without an
 exchange.
 
 [Note: adjusted shares] Replicas synchronize once per step, so they may have different numbers of micro-batches. If the
@@ -425,7 +425,7 @@ class StragglerMonitor:
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
         """Returns whether all ranks wait longer for others than when all were healthy, by the conditions of stragglers
         (module docstring). `least`: the shortest wait, `step`: the step time, in seconds. `longer`: the factor by which
-        computing and so waits may grow. The spread is that of healthy waits, since waits on a slow link vary."""
+        computing and so waits may grow. The spread is taken from healthy waits, since waits on a slow link vary."""
         usual = (self._healthy.waiting or 0.0) * longer
         often = sum(
             min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window

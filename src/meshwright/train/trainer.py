@@ -95,7 +95,7 @@ def parallelize(
     `step` takes. It is needed to analyse a model whose inputs cannot be inferred.
 
     Raises:
-        InputError: The world size is not that of the plan, or a dimension is not divisible as the plan requires.
+        InputError: The world size differs from that of the plan, or a dimension is not divisible as the plan requires.
     """
     calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
@@ -170,7 +170,7 @@ class Trainer(TrainState):
 
     def prove(self, batch: Batch | LocalBatch) -> ProofResult:
         """Compares the loss and every gradient of a few rows of `batch` under the plan with those of one device. All
-        ranks call it and get an equal result.
+        ranks call it and get the same result.
 
         Guarantees: weights, optimizer, buffers, random states and counters do not change.
 

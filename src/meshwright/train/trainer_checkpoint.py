@@ -187,7 +187,7 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
     load_extra_states(engine.model, engine.extra_state.module_keys, saved.get("modules", {}))
     engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == state.plan.digest:
-        engine.preflight.skip()  # ranks with an equal plan have passed preflight before they made this checkpoint
+        engine.preflight.skip()  # the ranks that made this checkpoint have passed preflight under the same plan
     run = validate_data(RunState, saved["run"], str(path))
     state.steps, state.samples = run.step, run.samples
     state.scale.factor, state.scale.good_steps = run.loss_scale, run.good_steps

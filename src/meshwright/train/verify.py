@@ -136,9 +136,9 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
-    """Returns `source` with reduced sizes. It has as many blocks as the stages of `plan` need and an odd vocabulary
-    size. The ratio of query heads to key-value heads does not change, unless tensor parallelism needs more key-value
-    heads. A source without sizes is returned unchanged."""
+    """Returns `source` with reduced sizes. The reduced model has as many blocks as the stages of `plan` need, and an
+    odd vocabulary size. The ratio of query heads to key-value heads does not change, unless tensor parallelism needs
+    more key-value heads. A source without sizes is returned unchanged."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -346,7 +346,7 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
 
 def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
     """Returns a line that names the first module whose output or gradients under the plan differ from those on one
-    device. If there is none in the first step, the line says so. All ranks call it and get an equal line. `spoil`: as
+    device. If there is none in the first step, the line says so. All ranks call it and get the same line. `spoil`: as
     for `_run_under_plan`."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:

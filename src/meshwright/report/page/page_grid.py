@@ -41,7 +41,7 @@ DEVICE_MEMORY_SIZES = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 
 """The memory sizes of devices that the slider offers, in bytes."""
 
 GRID_SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3), (2, 2, 1, 1))
-"""The numbers of values of devices, batch, sequence and memory, in descending order of the number of settings."""
+"""How many values the sliders of devices, batch, sequence and memory have. Shapes with more settings come first."""
 GRID_BUDGET_SECONDS = 4.0
 """Seconds that the searches of a grid should take at most."""
 
@@ -65,8 +65,8 @@ class PageAxes(NamedTuple):
 
 
 def page_axes(question: Job, shape: GridShape) -> PageAxes:
-    """Returns the values around those of the job `question`. `shape` has the maximum number of values of each slider.
-    No sequence is longer than the number of positions of the model."""
+    """Returns the slider values around the values of the job `question`. `shape` has the maximum number of values of
+    each slider. No sequence is longer than the number of positions of the model."""
     work, memory, longest = question.workload, cluster_memory_limit(question.cluster), question.model.context
     clusters = cluster_sizes(question.cluster, shape[0])
     batches = halves_and_doubles(work.batch, shape[1])
@@ -150,8 +150,8 @@ def cluster_sizes(cluster: Cluster, count: int) -> tuple[Cluster, ...]:
 
 
 def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
-    """Yields the cluster with 2**step times its nodes. If this is less than one node, it yields one node with fewer
-    devices. It yields nothing if the cluster's notation cannot express the result."""
+    """Yields the cluster with 2**step times its nodes, or one node with fewer devices if that is less than one node.
+    Yields nothing if the cluster's notation cannot express the result."""
 
     def other(match: re.Match[str]) -> str:
         nodes, devices = int(match[1]), int(match[2])

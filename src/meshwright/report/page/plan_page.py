@@ -249,8 +249,8 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
     """Returns one plan with its estimate, in the order of PLAN_FIELDS.
 
-    `whole`: whether the data contains the memory of several ranks; otherwise it contains only that of the peak-memory
-    rank. Empty fields at the end are omitted.
+    `whole`: whether the data contains the memory of several ranks; otherwise it contains only the memory of the
+    peak-memory rank. Empty fields at the end are omitted.
     """
     estimate = priced.estimate
     ranks, peak_rank = ranks_with_memory(estimate)

@@ -17,11 +17,11 @@ there is no proof:
 All ranks make the same decision. If it depends on measured times, a proof runs only if every rank finds it cheap. If a
 plan differs from one device, all ranks raise PlanRefused before the update.
 
-If `parallelize` gets no `prove`, the environment variable `MESHWRIGHT_PROVE` (auto, start, never or a number of steps)
-sets the mode. Without this variable the mode is `auto`.
+If `parallelize` is called without `prove`, the environment variable `MESHWRIGHT_PROVE` (auto, start, never or a number
+of steps) sets the mode. Without this variable the mode is `auto`.
 
-The reference of a proof is a copy of the model from before sharding. The schedule updates the attributes of its modules
-that have changed since then, such as step counters.
+The reference of a proof uses a copy of the model that was made before sharding. The schedule updates the attributes of
+its modules that have changed since then, such as step counters.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class ProofSchedule:
             state.on_phase(RankPhase.data)
 
     def during(self, state: TrainState, batch: Batch | LocalBatch, reason: str) -> None:
-        """Runs a proof for `reason` after the backward of a step and before its update. It is due if no earlier proof
-        covers the conditions of the step. The gradients of the step are restored. Raises PlanRefused as `before`
+        """Runs a proof for `reason` after the backward of a step and before its update. This proof is due if no earlier
+        proof covers the conditions of the step. The gradients of the step are restored. Raises PlanRefused as `before`
         does."""
         stored = [(unit, unit.gradients.shard.to("cpu", copy=True)) for unit in state.engine.zero.trainable]
         state.on_phase(RankPhase.prove)

@@ -2,7 +2,7 @@
 (proof_run.py) use it under the plan and on one device.
 
 `isolate_pass` and `preserve_engine` restore the model, the random states and the engine. In between, dropout multiplies
-by a constant factor instead of a random mask. So a proof detects a dropout that is missing under the plan.
+by a constant factor instead of a random mask. This lets a proof detect dropout that is missing under the plan.
 
 `OutputDigests` locates the first module whose output under the plan differs from that on one device. It stores no
 output. A digest has the number of elements of a module's outputs, their sum and the sum of their squares. Under the

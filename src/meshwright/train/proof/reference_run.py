@@ -57,7 +57,7 @@ from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
 
 
 class Float64Mode(TorchFunctionMode):
-    """While this mode is active, torch functions get float64 in place of each argument float32."""
+    """While this mode is active, torch functions receive torch.float64 in place of each argument torch.float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "float":
@@ -104,8 +104,9 @@ treated as a block if it has at least this number of parameters."""
 
 
 class StreamingLevel(IntEnum):
-    """The weights that rank 0 stores only while their module runs: none, those of BLOCKS, or those of blocks and large
-    MODULES. With ROWS, large linear layers and embeddings store only a range of rows at a time."""
+    """The weights that rank 0 stores only while their module runs. NOTHING: none. BLOCKS: the weights of blocks.
+    MODULES: also the weights of large modules outside of blocks. ROWS: as MODULES, but for large linear layers and
+    embeddings only a range of rows at a time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
@@ -377,8 +378,8 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
     """Returns, by module path, the parameters that rank 0 needs only while the module runs. The modules are the blocks
     of the block lists and, from level MODULES on, large modules without children. Parameters that other modules also
-    use are excluded. So are blocks with hooks or parametrizations, which may read weights outside of the block's
-    forward."""
+    use are excluded. The parameters of blocks with hooks or parametrizations are excluded too, since a hook may read
+    weights outside of the block's forward."""
     if not streamed:
         return {}
     paths = [

@@ -19,7 +19,7 @@ The guards record these conditions of a checked step:
 The preflight checks test whether the rows of a batch are independent, and what a forward and backward writes to
 parameters and buffers (runtime/preflight/step_checks.py). A proof runs only if an earlier proof has passed. If a number
 changes repeatedly, MAX_CHECKED_VALUES further values are checked. After that, every value of this number counts as
-checked, much as torch.compile makes such a number dynamic. Sizes count as known only between the smallest and the
+checked, just as torch.compile makes a changing number dynamic. Sizes count as known only between the smallest and the
 largest checked size (`SizeRanges`). A parameter may be frozen at any time (runtime/zero/reducer.py).
 
 The guards also refuse five changes by the user's code between steps: another optimizer, other parameter groups, new
@@ -214,8 +214,8 @@ class Outside(NamedTuple):
         return self.changed or self.code or self.sizes
 
     def asks_for_proof(self, is_fresh: bool) -> str:
-        """Returns why a proof must run, or ''. `is_fresh`: whether a proof ran directly before this step. It has then
-        covered the changed values."""
+        """Returns why a proof must run, or ''. `is_fresh`: whether a proof ran directly before this step, since such a
+        proof has covered the changed values."""
         return self.code or self.unproven or ("" if is_fresh else self.changed)
 
 
@@ -266,8 +266,8 @@ class StepGuards:
         if name is not None:
             raise InputError(
                 Message(
-                    "{name} got a post-accumulate-grad hook after parallelize, but its gradient is no longer in "
-                    ".grad then: register it before parallelize, or use register_hook",
+                    "{name} got a post-accumulate-grad hook after parallelize, but when the hook runs, the gradient is "
+                    "no longer in .grad: register the hook before parallelize, or use register_hook",
                     name=name,
                 )
             )

@@ -77,7 +77,11 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
     first = found[0]
     for rank, other in enumerate(found):
         if other[:2] != first[:2]:
-            details = f"{first[0]} and {other[0]}" if first[0] != other[0] else f"two of the name {first[0]}"
+            details = (
+                f"{first[0]} and {other[0]}"
+                if first[0] != other[0]
+                else f"different plans with the same name {first[0]}"
+            )
             raise InputError(
                 Message(
                     "ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same",

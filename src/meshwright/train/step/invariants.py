@@ -105,7 +105,7 @@ def retry_after_repair(state: TrainState, compute: Callable[[], ResultT]) -> Res
 
 
 class StepInvariants:
-    """Checks the invariants on one rank. All ranks reach an equal result. `prover` runs a proof if a step differs from
+    """Checks the invariants on one rank. All ranks reach the same result. `prover` runs a proof if a step differs from
     the conditions of earlier checks (guards.py)."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
@@ -242,8 +242,8 @@ class StepInvariants:
         self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
     ) -> Batch | LocalBatch:
         """Returns the batch for a proof. Usually this is `given`. If a single micro-batch of a rank differs from the
-        checked conditions, it is this micro-batch, repeated to the number of rows of a proof. `said`: how the step of
-        each rank differs."""
+        checked conditions, the result is this micro-batch, with its rows repeated to the number of rows of a proof.
+        `said`: how the step of each rank differs."""
         rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
         if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
             return given
