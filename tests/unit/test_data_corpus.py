@@ -53,7 +53,7 @@ def test_the_data_section_takes_one_source_or_several() -> None:
     assert validate_data(DataConfig, {}).sources == ("stdlib",)
     assert validate_data(DataConfig, {"source": ["a.txt", "b.txt"]}).sources == ("a.txt", "b.txt")
     assert "did you mean 'source'?" in refusal(validate_data, DataConfig, {"sorce": "x"})
-    assert "names no file" in refusal(validate_data, DataConfig, {"source": []})
+    assert "no file is named" in refusal(validate_data, DataConfig, {"source": []})
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_equal_groups_are_one() -> None:
 
 
 def test_a_placement_that_leaves_part_of_a_group_is_explained() -> None:
-    with pytest.raises(InputError, match=r"1 pipeline ranks of 1 devices on group 0 = 1 but it has 2 devices"):
+    with pytest.raises(InputError, match=r"1 pipeline ranks of 1 devices need 1 devices of group 0, which has 2"):
         estimate(unlike_job(), parse_plan("pp2.ls2-2.place0-1"))
 
 

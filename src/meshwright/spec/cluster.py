@@ -67,7 +67,7 @@ class Device(StrictModel):
         gt=0,
         le=1,
         description=(
-            "fraction of a processor that a CPU rank gets while all ranks compute; alone it computes 1/share as fast"
+            "fraction of a processor that a CPU rank gets while all ranks compute; alone, it is 1/share times as fast"
         ),
     )
     price: float | None = Field(default=None, ge=0, description="price per device hour")
@@ -96,8 +96,8 @@ class Link(StrictModel):
         default=0.0,
         ge=0,
         description=(
-            "seconds of synchronization overhead per collective and doubling of the ranks, if ranks compute in "
-            "between; all-reduces take twice as long"
+            "seconds of synchronization overhead of a collective after computing, per doubling of the number of "
+            "ranks; all-reduces take twice as long"
         ),
     )
 
@@ -178,7 +178,7 @@ class Cluster(StrictModel):
 
 
 MAX_BUSY_PROCESSORS = 0.15
-"""Maximum number of processors that other programs may use before a measurement counts as disturbed."""
+"""If other programs use more processors than this during a measurement, it counts as disturbed."""
 
 
 class MatmulSample(StrictModel):

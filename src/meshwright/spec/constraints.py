@@ -83,7 +83,7 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             yield Violation(
                 "no such group",
                 Message(
-                    "placement names group {group}, the cluster has groups 0 to {count}",
+                    "placement names group {group}, but the cluster has only the groups 0 to {count}",
                     group=group,
                     count=len(cluster.groups) - 1,
                 ),
@@ -94,8 +94,8 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             yield Violation(
                 "ranks do not fill a group",
                 Message(
-                    "{ranks} pipeline ranks of {each} devices on group {group} = {ranks_2} but it has {devices} "
-                    "devices",
+                    "placement: {ranks} pipeline ranks of {each} devices need {ranks_2} devices of group {group}, "
+                    "which has {devices}",
                     ranks=ranks,
                     each=each,
                     group=group,
@@ -148,8 +148,8 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
-    """Checks for Ulysses that the number of heads is a multiple of Ulysses ranks x tp. If there are too few key-value
-    heads, they are replicated."""
+    """Checks for Ulysses that (number of Ulysses ranks) x tp divides the number of heads. If there are too few
+    key-value heads, they are replicated."""
     heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
@@ -308,8 +308,8 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
 
 
 def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Violation]:
-    """Checks that a batch is not divided if its rows depend on each other. `against` is the reason for the dependence,
-    or empty if rows are independent."""
+    """Checks that the plan does not divide a batch whose rows depend on each other. `against` is the reason for the
+    dependence, or empty if rows are independent."""
     if against and (plan.dp > 1 or plan.micro_batch < batch):
         yield Violation(
             "rows of a batch depend on each other",
@@ -318,14 +318,14 @@ def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Vio
 
 
 def check_batch_size(plan: Plan) -> int:
-    """Returns the number of rows for a comparison with one device. This is 2 x pp micro-batches for every replica. A
-    custom schedule or unequal numbers of micro-batches determine the number of rows instead."""
+    """Returns the number of rows (sequences) of the batch in a comparison with one device: 2 x pp micro-batches for
+    every replica, or the number that a custom schedule or unequal numbers of micro-batches prescribe."""
     return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
 def half_sequence_length(plan: Plan, length: int) -> int:
-    """Returns half of a row's `length` tokens, rounded down to a length that the plan can divide. Returns 0 if the
-    result is less than 8.
+    """Returns half of `length`, the tokens of a sequence, rounded down to a length that the plan can divide. Returns 0
+    if this is less than 8.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> half_sequence_length(parse_plan("tp4.sp"), 46), half_sequence_length(parse_plan("dp2"), 12)

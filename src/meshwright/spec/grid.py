@@ -133,8 +133,8 @@ def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
 
 def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
     """Returns the weight of the largest shard among the context ranks of `replica`, or among all ranks if `replica` is
-    None. Of several equally large shards, the one with the lowest index is used. Returns None if the plan has no shard
-    weights.
+    None. If several shards are equally large, the one with the lowest index counts. Returns None if the plan has no
+    shard weights.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)
@@ -179,10 +179,10 @@ def micro_batch_rows(plan: Plan, batch: int, replica: int) -> list[tuple[int, in
 
 
 def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
-    """Returns the number of micro-batches of each replica. The numbers add up to `count` and are at least 1, and the
-    last replica ends as early as possible.
+    """Returns the number of micro-batches of each replica. The numbers add up to `count` and are at least 1. They
+    minimize the time when the last replica ends.
 
-    Each micro-batch goes to the replica that would finish it first, which is optimal.
+    Each micro-batch in turn goes to the replica that would finish it first, which is optimal.
 
     >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8)
     ((8, 16), (3, 3, 2))

@@ -148,8 +148,8 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """The launch file of a training run. `parameters` is the number of parameters by the planner, or 0 without an
-    estimate. `predicted` is the estimated memory of each pipeline rank."""
+    """The launch file of a training run. `parameters` is the number of parameters that the planner counted, or 0
+    without an estimate. `predicted` is the estimated memory of each pipeline rank."""
 
     model: ModelSource
     workload: Workload

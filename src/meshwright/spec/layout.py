@@ -43,8 +43,8 @@ SWAP_BUFFERS = 4
 
 
 class ParamSlot(NamedTuple):
-    """One tensor of a layer on one tensor rank, with `numel` local elements. `split` says whether tensor parallelism
-    shards it."""
+    """One tensor of a layer on one tensor rank, with `numel` local elements. `split`: whether tensor parallelism shards
+    it."""
 
     name: str
     numel: int
@@ -52,8 +52,8 @@ class ParamSlot(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """The tensors of a layer on one tensor rank. `own_bucket` is set for a tied weight, which forms a separate
-    parameter group."""
+    """The tensors of a layer on one tensor rank. `own_bucket`: whether they form a separate parameter group, as a tied
+    weight does."""
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -130,8 +130,8 @@ class ShardWeight(NamedTuple):
 
 
 def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
-    """Returns the number of elements of the shard with weight `heft`, of a parameter group of `numel` elements and
-    `shards` shards. `numel` and `shards` may be arrays.
+    """Returns the number of elements of the shard with weight `heft`, in a parameter group of `numel` elements that is
+    divided into `shards` shards. `numel` and `shards` may be arrays.
 
     >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
@@ -166,8 +166,9 @@ class OffloadSplit(NamedTuple):
 
 
 def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
-    """Splits a shard of which `weights` percent of the weights and `states` percent of the states are offloaded. Both
-    percentages count from the end of the shard, so that the two offloaded ranges overlap as much as possible.
+    """Splits a shard. `weights` is the percentage of its weights that are offloaded, `states` that of its optimizer
+    states. Both percentages count from the end of the shard, so that the two offloaded ranges overlap as much as
+    possible.
 
     >>> [[part.stop for part in offload_splits(320, *percent)] for percent in ((0, 0), (40, 70), (100, 100))]
     [[320], [96, 192, 320], [320]]

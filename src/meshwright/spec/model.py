@@ -55,17 +55,17 @@ class ParameterSpec(StrictModel):
         return any(0 < way < tp for way in self.ways)
 
     def local_numel(self, tp: int) -> int:
-        """Returns the number of elements on the rank with the most elements, with `tp` tensor ranks.
+        """Returns the number of elements on one of `tp` tensor ranks. If ranks differ, returns the largest number.
 
-        >>> keys = ParameterSpec(name="k", shape=(256, 1024), split=0, ways=(2,))
+        >>> keys = ParameterSpec(name="k", shape=(256, 1024), split=0, ways=(2,))  # 2 key-value heads
         >>> [(keys.local_numel(tp), keys.used_numel(tp)) for tp in (2, 4)]
         [(131072, 131072), (262144, 131072)]
         """
         return self.numel if self.overlaps(tp) else self.used_numel(tp)
 
     def used_numel(self, tp: int) -> int:
-        """Returns the number of elements that a tensor rank uses to compute, on the rank with the most elements, with
-        `tp` tensor ranks."""
+        """Returns the number of elements with which one of `tp` tensor ranks computes. If ranks differ, returns the
+        largest number."""
         if self.split is None:
             return self.numel
         size = self.shape[self.split]
@@ -184,13 +184,13 @@ class LayerSpec(SavedActivations):
 
     @property
     def key_value_heads(self) -> int:
-        """Returns the largest number of tensor ranks that can all have different keys and values. Returns 0 if this is
-        the number of heads."""
+        """Returns the largest number of tensor ranks that can all have different keys and values. Returns 0 if the
+        number of key-value heads does not limit it."""
         return min((way for parameter in self.parameters for way in parameter.ways if way), default=0)
 
     @property
     def numel(self) -> int:
-        """Returns the number of parameters of one of the `repeat` layers, with its tied weight, if it has one."""
+        """Returns the number of parameters of one of the `repeat` layers. A tied weight counts."""
         return sum(parameter.numel for parameter in self.parameters)
 
 

@@ -12,7 +12,7 @@ If all n_r are equal, replicas can synchronize in every micro-batch, which ZeRO 
 Replicas with unequal n_r synchronize once per step.
 
 [Note: first blocks] A plan can limit recompute and activation offload to the first blocks of each virtual stage. If it
-limits both, the numbers of blocks are equal.
+limits both, it limits them to the same number of blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Plan(StrictModel):
     )
     recompute: Recompute = Recompute.none
     recompute_layers: int = Field(
-        default=0, ge=0, description="number of first blocks of each virtual stage that recompute; 0: all"
+        default=0, ge=0, description="number of blocks at the start of each virtual stage that recompute; 0: all"
     )
     recompute_rest: Recompute = Field(
         default=Recompute.none, description="recompute of the blocks after recompute_layers: none or sac"
@@ -84,7 +84,7 @@ class Plan(StrictModel):
     offload_layers: int = Field(
         default=0,
         ge=0,
-        description="number of first blocks of each virtual stage whose activations are offloaded; 0: all",
+        description="number of blocks at the start of each virtual stage whose activations are offloaded; 0: all",
     )
     schedule: ScheduleName = DEFAULT_SCHEDULE
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
@@ -178,7 +178,7 @@ class Plan(StrictModel):
 
     @property
     def rows_per_round(self) -> int:
-        """Returns the number of sequences in one micro-batch of every replica."""
+        """Returns the number of sequences in one micro-batch of each replica, summed over the replicas."""
         return sum(self.micro_batch_sizes) or self.dp * self.micro_batch
 
     @property
@@ -215,7 +215,7 @@ class Plan(StrictModel):
 
     @property
     def ulysses_ranks(self) -> int:
-        """Returns the number of context ranks that exchange heads by Ulysses, 1 without Ulysses. Each ring has cp /
+        """Returns the number of context ranks that exchange heads by Ulysses, or 1 without Ulysses. Each ring has cp /
         ulysses_ranks ranks."""
         return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
@@ -296,7 +296,7 @@ def parse_plan(name: str) -> Plan:
 
 
 def round_equation(plan: Plan) -> str:
-    """Returns the equation for `rows_per_round`. A batch must be a multiple of this number.
+    """Returns an equation with the value of `rows_per_round`. A batch must be a multiple of this value.
 
     >>> round_equation(parse_plan("dp2.mb4-2")), round_equation(parse_plan("dp2.mb4"))
     ('4+2 = 6', 'dp(2) * micro_batch(4) = 8')

@@ -169,8 +169,8 @@ def _check_stages(plan: Any) -> None:
     if rules.listed != bool(plan.actions) or (plan.actions and len(plan.actions) != plan.pp):
         raise ValueError(
             Message(
-                "schedule {schedule} has actions for {count} of pp({pp}) ranks: only schedule actions takes them, for "
-                "all ranks",
+                "schedule {schedule} with actions for {count} of pp({pp}) ranks: schedule actions needs actions for "
+                "all ranks, other schedules accept none",
                 schedule=plan.schedule,
                 count=len(plan.actions),
                 pp=plan.pp,

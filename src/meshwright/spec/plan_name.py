@@ -14,13 +14,13 @@ A name is a list of parts joined by dots. A part is omitted if its field has the
     off-optimizer off-gradients off-parameters off-activations      offload to CPU; `-disk` to files
     off-optimizer-disk60 off-parameters50       60 % of the optimizer states of each rank; half of its weights
     off-activations8                the activations of the first 8 blocks of each virtual stage
-    ulysses ulysses2                context ranks exchange heads: all of them; only in pairs, with rings between pairs
+    ulysses ulysses2                context ranks exchange heads: among all; within pairs, with rings between pairs
     place0-0-1      the group of nodes of each pipeline rank
     ga6-2           micro-batches per step of each data replica
     zw3-1           weights of unequal ZeRO shards
     lc8             chunks of the loss
     compile         torch.compile for each block
-    order-dp-pp-tp  another order of axes
+    order-dp-pp-tp  the order of axes
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class GradientCompression(StrictModel):
 
     @property
     def bytes_per_element(self) -> float:
-        """Returns the bytes per element of a large vector. For low-rank, this is the value for tensors that are not
-        matrices: 4, without compression."""
+        """Returns the bytes per element of a large vector. For low-rank, returns 4, because only matrices are
+        compressed."""
         return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
 
 

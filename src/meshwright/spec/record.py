@@ -39,7 +39,7 @@ from meshwright.core.quantities import Bytes, Seconds
 RECORDS_FILE_NAME = "records.jsonl"
 
 RECORD_TAIL_BYTES = 1 << 16
-"""The last record is searched in this number of bytes at the end of the record file."""
+"""The search for the last record reads only this number of bytes at the end of the record file."""
 
 
 class MoeStats(StrictModel):
@@ -47,7 +47,7 @@ class MoeStats(StrictModel):
 
     loads: tuple[tuple[float, ...], ...] = Field(
         description=(
-            "(token, expert) pairs of each expert of each MoE layer over the mean; minimum and "
+            "(token, expert) pairs of each expert of each MoE layer, divided by the mean; only minimum and "
             "maximum above 1,024 experts"
         )
     )
@@ -74,7 +74,7 @@ class StepRecord(StrictModel):
         default=0.0,
         description=(
             "seconds from the end of the previous step to the beginning of this step, without waits for saves: "
-            "validation loss, replica checks, in-memory checkpoints, agreement; 0 of the first step after a start"
+            "validation loss, replica checks, in-memory checkpoints, agreement; 0 for the first step after a start"
         ),
     )
     exposed: dict[str, float] = Field(
@@ -97,7 +97,7 @@ class StepRecord(StrictModel):
     expert_load: float | None = Field(
         default=None,
         description=(
-            "(token, expert) pairs of the busiest expert over the mean, in the MoE layer with the largest ratio"
+            "(token, expert) pairs of the busiest expert, divided by the mean, in the layer with the largest ratio"
         ),
     )
     experts: MoeStats | None = Field(default=None, description="expert statistics; null if the model has no experts")
@@ -249,7 +249,7 @@ class RunEvent(StrictModel):
         default_factory=dict,
         description=(
             "seconds of each part of `seconds`: end, start, join, build, restore, step, and the detection of further "
-            "faults; beside them `unfinished`, the seconds of the interrupted step before `seconds` began"
+            "faults; also `unfinished`, the seconds of the interrupted step before `seconds` began"
         ),
     )
     plan: str = ""
@@ -372,8 +372,9 @@ class ProofResult(StrictModel):
 
 class RecordedProof(NamedTuple):
     """A proof as a training run records it, in one line of JSON. A run that resumes under the same plan reads this
-    line. If the proof found the plan equal, the run does not repeat the proof before its first update. For each tensor
-    of a batch, `sizes` has the smallest and the largest size of each dimension over all proofs of the run."""
+    line. If the proof found the plan equal to one device, the run does not repeat the proof before its first update.
+    For each tensor of a batch, `sizes` has the smallest and the largest size of each dimension over all proofs of the
+    run."""
 
     result: ProofResult
     sizes: dict[str, tuple[tuple[int, int], ...]]

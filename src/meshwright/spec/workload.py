@@ -215,8 +215,8 @@ class Workload(StrictModel):
         default=None,
         gt=0,
         description=(
-            "capacity factor: maximum (token, expert) pairs of an expert per sequence over the "
-            "mean; excess pairs are dropped; null: unlimited"
+            "capacity factor: maximum number of (token, expert) pairs of an expert per sequence, divided by "
+            "the mean; excess pairs are dropped; null: unlimited"
         ),
     )
     expert_bias_rate: float | None = Field(
@@ -349,7 +349,7 @@ class DataConfig(StrictModel):
     @classmethod
     def _named(cls, source: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not source or not all(source):
-            raise ValueError(Message("names no file: write 'stdlib', a path, or a list of paths"))
+            raise ValueError(Message("no file is named: write 'stdlib', a path, or a list of paths"))
         return source
 
     @property

@@ -71,7 +71,7 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
     ]
     if other:
         yield Violation(
-            "local SGD excludes it",
+            "not possible with local SGD",
             Message("workload.local cannot be combined with {other}: remove one of them", other=", ".join(other)),
         )
 
@@ -88,7 +88,7 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 class UpdateProperties(NamedTuple):
     """The properties of the optimizer update: the precision recipe, whether the optimizer updates some tensors as a
-    whole, and the expert tensors among them. `on_cores` says whether the devices are CPU cores, whose memory is host
+    whole, and the expert tensors among them. `on_cores`: whether the devices are CPU cores, whose memory is host
     memory."""
 
     recipe: Recipe

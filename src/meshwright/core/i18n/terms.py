@@ -143,7 +143,7 @@ TERMS: dict[str, dict[str, str]] = {
         "no such group": "no such group",
         "ranks do not fill a group": "ranks do not fill a group",
         "number of replicas differs": "number of replicas differs",
-        "local SGD excludes it": "local SGD excludes it",
+        "not possible with local SGD": "not possible with local SGD",
         "schedule needs more micro-batches": "schedule needs more micro-batches",
         "sequence parallelism would be wrong": "sequence parallelism would be wrong",
         "shares do not sum to the batch": "shares do not sum to the batch",

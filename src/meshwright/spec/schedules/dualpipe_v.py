@@ -101,8 +101,8 @@ class DualPipeV(Schedule):
 
 
 def _drain_backwards(writer: ActionWriter, rank: int) -> list[int]:
-    """Writes the last backwards of both stages. The first of them are whole backwards, the others only B, with a
-    deferred W.
+    """Writes the last backwards of both stages. The first of these are whole backwards. The later ones are only B, and
+    their W is deferred.
 
     Returns the side (0 or 1, the first or second stage) of each deferred W, in order.
     """

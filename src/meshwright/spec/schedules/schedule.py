@@ -29,7 +29,7 @@ from meshwright.spec.schedules.action import Action
 class InFlight(NamedTuple):
     """The activations that a rank stores just before one of its backward passes.
 
-    `turn` is the position of the stage that runs backward among the stages of the rank. `alive` counts, for each stage
+    `turn` is the index, among the stages of the rank, of the stage that runs backward. `alive` counts, for each stage
     of the rank, the micro-batches whose B has not run. `deferred` counts the micro-batches of the running stage whose B
     has run and whose W has not.
     """
@@ -154,12 +154,13 @@ class Schedule:
         return (f + b + w) / virtual_stages
 
     def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
-        """Returns a second lower bound of the bubble, or None if the schedule has none. The bound is a pair: the
-        seconds that each rank except the slowest adds, and the seconds that the slowest rank adds."""
+        """Returns another lower bound of the bubble, or None if there is only the bound of `bubble`. It is the sum of
+        two parts: the seconds that each rank except the slowest adds, and the seconds that the slowest rank adds."""
         return None
 
     def idle_micro_batches(self, virtual_stages: int) -> float:
-        """Returns the idle time that the order itself adds to the bubble, in micro-batches of the slowest rank."""
+        """Returns the idle time that the order itself adds to the bubble. The unit is the time of one micro-batch on
+        the slowest rank."""
         return 0.0
 
     def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
