@@ -157,7 +157,8 @@ class RunFolder:
     cut: int
     events: tuple[RunEvent, ...] = ()
     again: float = 0.0
-    """The total seconds of the records of steps that were repeated later, with the time between steps."""
+    """The total seconds of the records of steps that were repeated later, including the time before each of these
+    steps."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:

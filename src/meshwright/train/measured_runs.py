@@ -99,8 +99,8 @@ class TrialRunner:
         )
 
     def try_plan(self, plan: Plan) -> TrialResult:
-        """Builds the job under `plan` and times its steps. All ranks call it. A refused plan is a result, not an
-        exception."""
+        """Builds the job under `plan` and times its steps. All ranks call it. If the runtime refuses the plan, returns
+        a result with the reason."""
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)

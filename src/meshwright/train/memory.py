@@ -8,8 +8,8 @@ step began. The trainer knows the bytes of the states that remain after the step
 
     peak = bytes after the step - bytes that the step has added permanently + the highest sum of events in the step
 
-Memory that ranks of one host share does not come from the allocator. The trainer counts the flat buffers in it, and
-`Trainer.passing` counts the staging buffers.
+The allocator does not know memory that the ranks of one host share. The trainer counts the flat buffers in this shared
+memory, and `Trainer.passing` counts the staging buffers.
 
 Categories: an allocation by an operation of forward or backward counts as activations until it is freed. All other
 allocations (gathered weights, temporary tensors of the update) count as buffers. The module at the memory peak is the

@@ -142,7 +142,8 @@ IGNORED_BUFFER_PATTERNS = (
     r"\.attn\.(masked_)?bias$",
     r"num_batches_tracked$",
 )
-"""Patterns of buffers that files of earlier `transformers` versions contain. Models compute these buffers."""
+"""Patterns of buffers that files of earlier `transformers` versions contain. If the model has no such buffer, its key
+in the file is ignored."""
 
 
 @contextmanager

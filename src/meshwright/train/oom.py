@@ -78,7 +78,7 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
 
 
 def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
-    """Returns the line about an OOM error. `doing`: when it occurred. `error`: torch's message."""
+    """Returns the line about an OOM error. `doing`: when the error occurred. `error`: torch's message."""
     try:
         return _memory_breakdown(holder, doing, error)
     except Exception:  # the explanation may run out of memory itself

@@ -63,7 +63,7 @@ def build_proof_batches(
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
     """Concatenates the first micro-batches of every replica on every rank. Micro-batches whose sizes differ from those
-    of the first one are left out. All ranks call it. `micro_batches`: those of this rank's replica."""
+    of the first one are left out. All ranks call it. `micro_batches`: the micro-batches of this rank's replica."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]

@@ -215,11 +215,11 @@ class ReferenceSide:
         return self.shared(found)
 
     def agreed(self, good: bool) -> bool:
-        """Returns rank 0's `good` on every rank."""
+        """Broadcasts rank 0's `good` to all ranks and returns it."""
         return bool(self.shared(good))
 
     def shared(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank."""
+        """Broadcasts rank 0's `value` to all ranks and returns it."""
         if self.engine.mesh.world is None:
             return value
         box = [value if self.is_rank_0 else None]
@@ -348,9 +348,9 @@ class ProofRun:
     ) -> None:
         """Measures the rounding ([Note: tolerance] in proof_tolerance.py) and stores it in `compared`.
 
-        It compares the plan with a reference in the next higher precision, unless `compared` already has these values.
-        Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`: sketches of
-        the gradients in the higher precision, filled here if `compared` does not have these values yet.
+        It compares the plan with a reference in the next higher precision, unless `compared` is already such a
+        comparison. Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`:
+        sketches of the gradients in the higher precision, filled here if this function makes that comparison.
         """
         if not self.side.measures_rounding:
             high, (loss, _, problem) = self.side.forward(

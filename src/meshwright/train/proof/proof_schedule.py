@@ -313,8 +313,8 @@ class ProofSchedule:
         return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
-        """Accepts `earlier`, a proof of this plan before the run was resumed, so that the proof before the first update
-        is skipped. `updates`: the number of completed steps."""
+        """Accepts `earlier`, a proof that this plan passed before the run was resumed, so that the proof before the
+        first update is skipped. `updates`: the number of completed steps."""
         self.last, self._seconds, self._updates = earlier.result, max(earlier.result.seconds, 1e-3), max(updates, 1)
         self.sizes = SizeRanges(earlier.sizes)
 

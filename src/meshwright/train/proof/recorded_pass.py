@@ -41,7 +41,7 @@ wrong rate."""
 
 class ConstantDropout(TorchFunctionMode):
     """While this mode is active, dropout of rate p > 0 in training mode multiplies by MIN_DROPOUT_FACTOR + p / 8.
-    Dropout of attention weights scales the output of the attention instead."""
+    Dropout of attention weights is replaced by this factor on the attention output."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")

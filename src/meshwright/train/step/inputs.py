@@ -121,8 +121,9 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
 
 
 def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:
-    """Raises InputError on all ranks if batches differ between ranks that must read equal batches: all ranks if `whole`
-    (the global batch), else the ranks of one replica. All ranks call it."""
+    """Raises InputError on all ranks if batches differ between ranks that must read equal batches. `whole`: whether
+    these are all ranks, since each gets the global batch; otherwise they are the ranks of one replica. All ranks call
+    it."""
     group = mesh.world
     if group is None:
         return
