@@ -252,7 +252,7 @@ def test_a_node_with_a_wrong_token_ends_with_one_line_on_both_sides(tmp_path: Pa
     door.close()
     [line] = said
     assert line.startswith(
-        "a node at 127.0.0.1 has another token and was refused (1 since the last such line): start that node with"
+        "a node at 127.0.0.1 was refused, because its token differs (1 since the last such line): start that node with"
     )
 
 
@@ -279,7 +279,7 @@ def test_refused_connections_are_reported_once_a_minute_by_reason_and_count() ->
     assert len(said) == 4
     assert said[2] == "connections refused at the port for nodes: 60, the last one from 10.0.0.9: too many connections"
     assert said[3].startswith(
-        "a node at 10.0.0.3 has another token and was refused (60 since the last such line): start that node"
+        "a node at 10.0.0.3 was refused, because its token differs (60 since the last such line): start that node"
     )
 
 

@@ -6,9 +6,9 @@ It is also a node if the number of started processes is the number of nodes, and
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or Slurm's variables) give the number of the node and the address of the
 first node.
 
-The leader has the lock of the run folder (train/run_lock.py). The kernel or the file server releases the lock when its
-process dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
-removed when the run ends, with or without an error; it remains if its writer is killed.
+The leader has the lock of the run folder (train/run_lock.py). The kernel or the file server releases the lock when the
+leader's process dies. So there are never two leaders. The leader writes its number and address to RUN/leader. The file
+is removed when the run ends, with or without an error; it remains if its writer is killed.
 
 When a node loses its leader, its ranks end. Then the node does the first of these that applies:
 
@@ -16,11 +16,11 @@ When a node loses its leader, its ranks end. Then the node does the first of the
 2. It leads if the lock is still free after `TURN_SECONDS` for each other node with a lower number.
 3. It tries for `JOIN_SECONDS` to join the current leader, which may be the former leader or a new one.
 
-A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
-it. It waits for the remaining nodes as long as for a lost node. Meanwhile each node retains the in-memory snapshots of
-its ranks, and its replicas of other nodes' snapshots. A new leader starts from the newest step for which the nodes have
-a snapshot of every rank (elastic/snapshot_inventory.py). Without such a step it starts from the newest checkpoint on
-disk.
+A restarted first node joins another leader if there is one. Otherwise it leads again, and nodes that have lost their
+leader join it. It waits for the remaining nodes as long as for a lost node. While nodes have no leader, each node
+retains the in-memory snapshots of its ranks, and its replicas of other nodes' snapshots. A new leader starts from the
+newest step for which the nodes have a snapshot of every rank (elastic/snapshot_inventory.py). Without such a step it
+starts from the newest checkpoint on disk.
 """
 
 from __future__ import annotations

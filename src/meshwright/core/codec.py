@@ -310,7 +310,8 @@ StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
 
 def validate_data(kind: type[StrictModelType], data: Any, where: str = "$") -> StrictModelType:
-    """Returns `data` (parsed JSON or YAML) as an instance of `kind`. `where` begins the path of a value in messages.
+    """Returns `data` (parsed JSON or YAML) as an instance of `kind`. `where` is the beginning of the path by which
+    messages name a value.
 
     Raises: InputError with the path of the first wrong value, the reason and the nearest known name.
     """

@@ -48,8 +48,8 @@ may contain Latin letters."""
 class Message(str):
     """English text with the template (`msgid`) and the fields from which it was formatted.
 
-    `context` is the gettext context of a term that has several translations. `str(message)`, and the text of an
-    exception with a message, return the message itself, so that the template is not lost.
+    `context` is the gettext context of a term that has several translations. `str(message)` returns the message itself,
+    so that the template is not lost. The same holds for `str` of an exception with a message.
     """
 
     msgid: str

@@ -120,8 +120,8 @@ class SnapshotHeader:
         return self._slot(self._at(step))[_DIGEST_FIELD]
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Returns whether both recorded digests match: `digest` equals that of the checkpoint of `step` with its run
-        state, and the digest of `index` equals that of the index."""
+        """Returns whether `digest` equals the recorded digest of the checkpoint of `step` (including its run state),
+        and the digest of `index` equals the recorded digest of the index."""
         return (
             digest == self._slot(self._at(step))[_DIGEST_FIELD]
             and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]

@@ -59,7 +59,8 @@ class RefusalLog:
             remedy = Message("start that node with the MESHWRIGHT_TOKEN of this run, or let it share the run folder")
             self._say(
                 Message(
-                    "a node at {host} has another token and was refused ({count} since the last such line): {remedy}",
+                    "a node at {host} was refused, because its token differs ({count} since the last such line): "
+                    "{remedy}",
                     host=host,
                     count=count,
                     remedy=remedy,

@@ -6,9 +6,9 @@ several machines (cluster_agent.py) call it.
 name and device count gets its former device ids.
 
 `DeviceExclusion` excludes the devices of stragglers, and readmits a device when it is healthy again. Ranks report two
-times (train/straggler.py): the current step time, and `without`, the step time if the stragglers were as fast as their
-peers. The planner predicts two step times on healthy devices: `now` of the current plan, and `then` of the best plan
-without the excluded devices. The expected step time after the exclusion is
+durations (train/straggler.py): the current step time, and `without`, the step time if the stragglers were as fast as
+their peers. The planner predicts two step times on healthy devices: `now` of the current plan, and `then` of the best
+plan without the excluded devices. The expected step time after the exclusion is
 
     without x then / now
 
@@ -203,8 +203,8 @@ class DeviceExclusion:
         return min(self.full, sum(slot not in self.out for slot in there))
 
     def free(self, there: tuple[int, ...] | None) -> int | None:
-        """Sets the connected devices of a run on several machines and returns `room`. In a run on one machine, `there`
-        and the result are None."""
+        """Records `there`, the ids of the connected devices, and returns `room`. In a run on one machine, `there` and
+        the result are None."""
         self.there = there
         return None if there is None else self.room
 
@@ -292,8 +292,8 @@ class DeviceExclusion:
             )
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
-        """Decides whether the devices of slow ranks are excluded. `message`: an ExclusionRequest of rank 0. A refusal
-        is not repeated while the slow ranks are the same."""
+        """Decides whether the devices of slow ranks are excluded. `message`: an ExclusionRequest of rank 0. A decision
+        against the exclusion is not reported again while the slow ranks are the same."""
         if self.leaving is None or self.wanted is not None or not slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
@@ -340,8 +340,8 @@ class DeviceExclusion:
             self.leave_out(here, message["times"])
 
     def _worth(self, before: float, after: float, least: float = 1.0) -> str:
-        """Returns why it is not worthwhile to change the step time from `before` to `after` seconds, or ''. `least`:
-        the minimum speedup."""
+        """Returns why a change of the step time from `before` to `after` seconds is not worthwhile, or '' if it is.
+        `least`: the minimum speedup."""
         left = self._last - self.journal.last
         if before < least * after:
             return Message("a step would take {after:.2f} times as long", after=after / before)

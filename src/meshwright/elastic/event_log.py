@@ -183,11 +183,11 @@ class EventLog:
                 generation=generation,
                 step=self.last + 1,
                 cause=message["line"],
-                decision=Message("other rows instead"),
+                decision=Message("reads other samples instead"),
             )
         if message["kind"] == "spike":
             step, to = message["step"], message["to"]
-            decision = Message("went back and left the batches out")
+            decision = Message("rolled back and skipped the batches")
             self.write(
                 kind="spike",
                 generation=generation,

@@ -137,20 +137,20 @@ def _kill_cause(kills: int, limit: float) -> str:
     in bytes, or infinity.
 
     >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
-    'killed by SIGKILL: by the system, which was out of memory: its control group has 1.00 GiB (2 killed so
-    far); rc-full and off-optimizer-disk take less of it'
+    'killed by SIGKILL: by the system, which was out of memory: its control group is limited to 1.00 GiB (2
+    killed so far); rc-full and off-optimizer-disk need less memory'
     """
     if not kills:
         return Message("killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory")
     if limit == float("inf"):
         return Message(
             "killed by SIGKILL: by the system, which was out of memory ({kills} killed so far); rc-full and "
-            "off-optimizer-disk take less of it",
+            "off-optimizer-disk need less memory",
             kills=kills,
         )
     return Message(
-        "killed by SIGKILL: by the system, which was out of memory: its control group has {limit:bytes} "
-        "({kills} killed so far); rc-full and off-optimizer-disk take less of it",
+        "killed by SIGKILL: by the system, which was out of memory: its control group is limited to {limit:bytes} "
+        "({kills} killed so far); rc-full and off-optimizer-disk need less memory",
         kills=kills,
         limit=limit,
     )

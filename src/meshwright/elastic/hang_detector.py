@@ -97,7 +97,7 @@ class HangLimits:
     last: RankPhase
     """Phases from `data` to this phase count as training."""
     tell: bool
-    """Whether ranks write to their heartbeat rows for which rank they wait."""
+    """Whether a rank that waits writes the index of the awaited rank to its heartbeat row."""
 
 
 CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True)

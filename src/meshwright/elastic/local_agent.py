@@ -322,7 +322,7 @@ class LocalAgent:
 
     def again(self) -> None:
         """Kills the fork server and every rank, and starts a new fork server, which sends `ready`. This also ends a
-        rank that a signal to it alone does not end. If the system cannot start a process, `ended` is True."""
+        rank that survives a signal sent to it alone. If the system cannot start a process, `ended` is True."""
         self.close()
         with contextlib.suppress(OSError, storage.StorageFailed):
             self._open()

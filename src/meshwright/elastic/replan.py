@@ -133,9 +133,9 @@ def limit_planning_time(seconds: float) -> Iterator[None]:
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
-    """Returns a group of `count` devices like those of `group`. If the devices fit in one node or fill several nodes,
-    that is the layout. Otherwise each device gets its own node, with one device's fraction of the resources of a node.
-    So no link is assumed to be faster than it is.
+    """Returns a group of `count` devices like those of `group`. If `count` devices fit in one node or exactly fill
+    several nodes, the result has these nodes. Otherwise each device gets its own node, with one device's fraction of
+    the resources of a node. So no link is assumed to be faster than it is.
 
     >>> from meshwright.planner.inputs.cluster_parser import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]

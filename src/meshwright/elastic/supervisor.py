@@ -330,7 +330,7 @@ class Supervisor:
 
     def _await_places(self) -> None:
         """If devices are missing, waits up to `rejoin_timeout` seconds for a node. Then it requests fewer ranks, but
-        waits on for at least `min_ranks` devices."""
+        continues to wait until there are at least `min_ranks` devices."""
         began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
         if places is None or places >= self.work.world:
             return

@@ -307,8 +307,8 @@ def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None)
     """Returns the peak of the activations that a rank stores for backward.
 
     `sizes` is the size of the activations of one micro-batch on each stage, for example in bytes. Without `sizes` the
-    result is a number of micro-batches: each stage counts 1 / number of stages of the rank. W frees the activations if
-    the stage has W, otherwise B frees them.
+    result is a number of micro-batches: a micro-batch on one stage counts as 1 / (number of stages of the rank). W
+    frees the activations if the stage has W, otherwise B frees them.
 
     >>> from meshwright.spec.schedules.schedule import schedule_orders
     >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]

@@ -4,9 +4,9 @@ reports need.
 A schedule is one file of this folder with one subclass of `Schedule`. `find_schedule` finds it by name; there is no
 list of schedules. Other files do not compare names of schedules; they use the properties of this class.
 
-Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r. f, b and w are the seconds of
-forward, of the gradients of inputs and of the gradients of weights, for one micro-batch on all stages of a rank.
-Formulas accept numbers and NumPy arrays, although this package does not import NumPy.
+Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r. f is the time of forward in seconds,
+b that of the gradients of inputs, and w that of the gradients of weights, each for one micro-batch on all stages of a
+rank. Formulas accept numbers and NumPy arrays, although this package does not import NumPy.
 
 >>> schedule_names()[:2]
 ('1f1b', 'gpipe')
