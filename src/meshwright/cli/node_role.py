@@ -17,10 +17,10 @@ When a node loses its leader, its ranks end. Then the node does the first of the
 3. It tries for `JOIN_SECONDS` to join the current leader, which may be the former leader or a new one.
 
 A restarted first node joins another leader if there is one. Otherwise it leads again, and nodes that have lost their
-leader join it. It waits for the remaining nodes as long as for a lost node. While nodes have no leader, each node
-retains the in-memory snapshots of its ranks, and its replicas of other nodes' snapshots. A new leader starts from the
-newest step for which the nodes have a snapshot of every rank (elastic/snapshot_inventory.py). Without such a step it
-starts from the newest checkpoint on disk.
+leader join it. The leader waits for the remaining nodes as long as for a lost node. While nodes have no leader, each
+node retains the in-memory snapshots of its ranks, and its replicas of other nodes' snapshots. A new leader starts from
+the newest step for which the nodes have a snapshot of every rank (elastic/snapshot_inventory.py). Without such a step
+it starts from the newest checkpoint on disk.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ families that the formulas do not support. The model is traced on the meta devic
 the module.
 
 Guarantees: torch is imported only to trace a model. The description of a folder is cached for the user. The key is a
-digest of its configuration, the sequence, the precision and the tensor-parallel rules. It also covers the code in
-`analysis/` and the versions of torch and transformers. User code is traced each time, because changes of the code
+digest of its configuration, the sequence, the precision and the tensor-parallel rules. The digest also covers the code
+in `analysis/` and the versions of torch and transformers. User code is traced each time, because changes of the code
 cannot be detected.
 """
 

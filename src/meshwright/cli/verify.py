@@ -42,8 +42,8 @@ def verify(
 ) -> int:
     """Run the job's plan with a small model on real ranks and compare it with one device.
 
-    It compares the loss of several steps, the gradients of the first step, the weights after the last step, and the
-    numbers of parameters and labels.
+    The comparison covers the loss of several steps, the gradients of the first step, the weights after the last step,
+    and the numbers of parameters and labels.
 
     The model keeps its structure but gets small sizes; the plan keeps its kinds of parallelism on at most 8 ranks.
 

@@ -14,8 +14,8 @@ writes the whole line or raises OSError.
 
 `Heartbeat` reports the progress of a rank to its supervisor through shared memory, without messages. Each rank writes
 only its own row of 64-bit fields, and the supervisor reads all rows. The supervisor owns the memory (an anonymous
-file). So it can read the last phase of a dead rank and the step of the rank's in-memory checkpoint. Without a
-supervisor the row is private memory of the rank.
+file). So the supervisor can read the last phase of a dead rank and the step of the rank's in-memory checkpoint. Without
+a supervisor the row is private memory of the rank.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)

@@ -263,7 +263,7 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
                         flushed = total
             if durable:
                 os.fsync(handle)
-                with contextlib.suppress(OSError):  # a later read must come from the disk and not from the cache
+                with contextlib.suppress(OSError):  # drops cached pages, so that a later read comes from the disk
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException:
             close_quietly(handle)

@@ -355,9 +355,9 @@ class DeviceExclusion:
     # --- excluded devices
 
     def due(self) -> int | None:
-        """Returns the id of the excluded device to measure now, or None. Only one device is measured at a time. It also
+        """Returns the id of the excluded device to measure now, or None. Only one device is measured at a time. Also
         readmits devices that were excluded for long enough. Devices that were not excluded for slowness are neither
-        measured nor readmitted here. Until the speedup of the last change has been measured, it does nothing."""
+        measured nor readmitted here. Does nothing until the speedup of the last change has been measured."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None

@@ -219,7 +219,7 @@ class HangDetector:
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
-        if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted from later on
+        if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted anew
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -244,7 +244,7 @@ class HangDetector:
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
         ):
-            return None  # without any heartbeat in this generation, ranks may run code that sends none
+            return None  # no rank has sent a heartbeat in this generation, so ranks may run code that sends none
         _, *running = self._limits
         shortest = min(running)
         delayed = {

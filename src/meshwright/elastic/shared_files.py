@@ -6,7 +6,7 @@ So they survive a rank, because the supervisor's process keeps them open. Ranks 
 When the supervisor ends, the memory is freed, and only the checkpoint on disk remains. A system without anonymous files
 has no in-memory snapshots.
 
-Only the ranks of this machine, and the ranks whose snapshots this machine replicates, have a file here. So the number
+On this machine there are files only for its own ranks, and for the ranks whose snapshots it replicates. So the number
 of open files does not grow with the world size. Another file, the location table, has a line for each rank with the
 location of its snapshots. A start message contains only the path of this table, so its size does not depend on the
 world size.
@@ -228,7 +228,7 @@ def _fd_path(file: int) -> str:
 
 LocationRuns = Sequence[tuple[str, int]]
 """The location of the snapshots of all ranks, in order of rank. Each pair has a node's address ('' if the snapshots are
-lost) and the number of consecutive ranks whose snapshots are there."""
+lost) and the number of consecutive ranks whose snapshots are on that node."""
 
 
 class SnapshotLocations:

@@ -222,7 +222,7 @@ def defers_wgrad(plan: Plan, index: int) -> bool:
     """Returns whether the block at `index` computes its weight gradients in the action W. This applies if the schedule
     splits the backward of its stage into B (input gradients) and W (weight gradients).
 
-    A block with recompute `sac` or `full`, or with offload of activations, computes its weight gradients in B.
-    Otherwise its recomputed or fetched activations would be stored until W.
+    A block with recompute `sac` or `full`, or with offload of activations, computes its weight gradients in B, because
+    W would need its recomputed or fetched activations.
     """
     return recompute_at(plan, index) not in PER_BLOCK_RECOMPUTE and not offloads_block(plan, index)

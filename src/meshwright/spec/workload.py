@@ -44,8 +44,8 @@ OPTIMIZERS_BY_FIELD = {
 
 class OptimizerConfig(StrictModel):
     """The optimizer. Over `warmup` steps (at most half of all steps) the learning rate rises linearly to `lr`. Then it
-    is constant, or it falls to `final_lr` x `lr` at the last step. It falls by a cosine (cosine), linearly (linear), or
-    linearly over the last fraction `cooldown` of the steps (warmup-stable-decay)."""
+    is constant, or it falls to `final_lr` x `lr` at the last step. The fall is a cosine (schedule cosine), linear
+    (linear), or linear over only the last fraction `cooldown` of the steps (warmup-stable-decay)."""
 
     name: str = Field(
         default="adamw",
