@@ -170,7 +170,7 @@ def import_(
     *,
     json: AsJson = False,
 ) -> int:
-    """Make Hugging Face weights a checkpoint of step 0: weights alone, without optimizer states.
+    """Convert Hugging Face weights to a checkpoint of step 0, which has no optimizer states.
 
     Try: meshwright checkpoint import Llama-3.2-1B imported
     """

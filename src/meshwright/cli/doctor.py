@@ -44,7 +44,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 
 
 class Remedy(NamedTuple):
-    """A recommended change. `must`: whether training does not work without the change."""
+    """A recommended change. `must`: whether training needs the change."""
 
     what: str
     must: bool = False

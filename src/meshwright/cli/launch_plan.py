@@ -135,8 +135,8 @@ def choose_plan(
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the user's plan, or None. If the plan has no bucket size, it gets the bucket size of the run folder's
-    plan with the same name. Without such a plan, the planner chooses the bucket size."""
+    """Returns the user's plan, or None. If the plan sets no bucket size, it gets that of the run folder's plan,
+    provided that both plans have equal names. Otherwise the planner chooses the bucket size."""
     from meshwright.planner.cost.overlap import with_chosen_bucket
 
     plan = file.given_plan()
@@ -209,7 +209,7 @@ def _previous_plan(folder: Path, question: Job) -> Plan | None:
 
 
 def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
-    """Returns a note if the run folder was trained under a plan other than `plan`; otherwise no note."""
+    """Returns a note if the plan of the run folder differs from `plan`; otherwise no note."""
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.plan import Plan

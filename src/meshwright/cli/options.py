@@ -1,5 +1,5 @@
 """Defines the options that all planning commands use, and turns them into a job file. All output goes through this
-module, so that nothing else reaches `--json` output."""
+module, so that output with `--json` contains nothing but JSON."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Replanner:
         )
 
     def chosen(self, world: int) -> tuple[Job | None, Plan]:
-        """Returns the job on at most `world` ranks and its plan. The job is None for a model without an estimate.
+        """Returns the job for at most `world` ranks, and its plan. The job is None for a model without an estimate.
 
         Raises: NothingFits if there is no plan.
         """

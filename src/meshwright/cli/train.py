@@ -159,7 +159,7 @@ def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunO
 
 
 def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
-    """Adds the run options that are also entries of the job file."""
+    """Returns `shared` with the options of `wanted` that are also entries of the job file."""
     run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()

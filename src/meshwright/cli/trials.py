@@ -34,8 +34,8 @@ def run_trials(
     ranks, or it is one of the ranks that another launcher has started. In the second case `known` is the connection of
     the ranks if they are already connected. Returns None on ranks other than 0.
 
-    Raises: InputError if `most` is less than 1. If this process starts the ranks, also if the cluster has several
-    nodes, or if the plan of `launch` does not use all of its devices.
+    Raises: InputError if `most` is less than 1. A process that starts the ranks also raises it if the cluster has
+    several nodes, or if the plan of `launch` does not use all devices of the cluster.
     """
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch

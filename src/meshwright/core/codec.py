@@ -196,7 +196,8 @@ class _YamlReader:
         raise _TextError(what, line)
 
     def _value(self, depth: int) -> tuple[Any, int]:
-        """Returns the next value, and the number of values in it, including itself. `depth` is its nesting level."""
+        """Returns the next value, and how many values it consists of: itself and all values nested in it. `depth` is
+        its nesting level."""
         yaml, event = self._yaml, self._loader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):

@@ -96,8 +96,8 @@ class ConnectionListener:
     receives a reason and the address of the peer when a connection is refused or breaks the protocol. For an error of
     the listener itself the address is ''.
 
-    `expected` is the number of connections that may always be open at the same time. The caller must have checked that
-    the limit of open files allows so many (core/cgroup_limits.py)."""
+    `expected`: at least this number of connections can always be open at the same time. The caller must have checked
+    that the limit of open files allows so many (core/cgroup_limits.py)."""
 
     def __init__(
         self,

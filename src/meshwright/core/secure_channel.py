@@ -158,8 +158,8 @@ class SecureListener:
         expected: int = 0,
     ) -> None:
         """Opens the port, or a free one if `port` is 0. `me` is the greeting of this end. `refused` receives the reason
-        and the address when a connection is refused. `expected` is the number of connections that may always be open at
-        the same time.
+        and the address when a connection is refused. `expected`: at least this number of connections can always be open
+        at the same time.
 
         Raises: OSError if the address does not belong to this machine or the port is in use.
         """

@@ -261,6 +261,7 @@ class PendingChange:
         return True
 
     def has_room_changed(self, places: int | None) -> bool:
-        """Returns whether the number `places` of ranks for which there are devices has changed since the last check."""
+        """Returns whether `places`, the number of ranks for which there are devices, has changed since the last
+        check."""
         before, self.places = self.places, places
         return places not in (None, before)

@@ -283,7 +283,8 @@ class SnapshotLocations:
         self._written.add(key)
 
     def has(self, key: str) -> bool:
-        """Returns whether all ranks have a snapshot in the set `key`, and a connected node has it or its replica."""
+        """Returns whether every rank has a snapshot in the set `key`, and each of these snapshots, or its replica, is
+        on a connected node."""
         return key in self._written and all(self._found(key))
 
     def is_safe(self, key: str) -> bool:

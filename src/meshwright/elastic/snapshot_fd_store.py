@@ -40,8 +40,8 @@ SEND_SECONDS = 5.0
 
 
 class SnapshotFdStore:
-    """Keeps the files of the snapshots open. `name`: of the socket. `seconds`: how long it waits for a replacement.
-    `lifeline`: the read end of the lifeline pipe. The end of the process closes all files."""
+    """Keeps the files of the snapshots open, until its process ends. `name`: the name of the socket. `seconds`: how
+    long the process waits for a replacement. `lifeline`: the read end of the lifeline pipe."""
 
     def __init__(self, name: str, seconds: float, lifeline: int) -> None:
         self.seconds, self.lifeline = seconds, lifeline

@@ -215,8 +215,8 @@ class Supervisor:
         return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: IpcMessage) -> None:
-        """Handles events that do not belong to a rank: of nodes, of the device probe and of the checkpoint writer. The
-        latter two processes may outlive a generation."""
+        """Handles events that do not come from ranks: those of nodes, of the device probe and of the checkpoint writer.
+        The device probe and the checkpoint writer may outlive a generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
         elif self._journal.heed_node(event):

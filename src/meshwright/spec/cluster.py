@@ -190,8 +190,8 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """The measurements of the device of one rank. Rates apply to a device with a whole processor. `share` is the
-    fraction of a processor that the device gets while all ranks run."""
+    """The measurements of the device of one rank. For a CPU rank, the rates are those with a whole processor, and
+    `share` is the fraction of a processor that the rank gets while all ranks run."""
 
     rank: int
     host: str = Field(description="host ID; ranks with the same ID share memory, or use devices of the same machine")

@@ -4,7 +4,7 @@ offload. The planner and the runtime use it.
 `RankGrid` maps ranks to coordinates on a plan's axes, and to shards of the ZeRO states.
 
 By default the axes from outermost to innermost are pp, dp_replicate, dp_shard, cp and tp, so that tensor ranks are
-neighbours. A plan may name another order of axes.
+neighbours. `Plan.axes` can change this order.
 
 [Note: placed ranks] Ranks are numbered like their devices, group of nodes by group. If a plan places pipeline ranks on
 groups, the ranks of the first group have the lowest numbers, whatever stages they run. With `place1-0`, pipeline rank 0
@@ -18,8 +18,8 @@ Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0)
 >>> RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
 Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0)
 
-`micro_batch_rows` distributes a batch over the data replicas of a plan. `micro_batches_by_speed` chooses how many
-micro-batches replicas of unequal speed get.
+`micro_batch_rows` distributes a batch over the data replicas of a plan. `micro_batches_by_speed` chooses the numbers of
+micro-batches for replicas that differ in speed.
 
 `recompute_at` and `offloads_block` determine what a plan recomputes and offloads in each block of a virtual stage.
 
@@ -81,8 +81,8 @@ class RankGrid:
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
     def holding(self, rank: int) -> tuple[int, int]:
-        """Returns the index of the state replica of `rank`, and the index of its shard of the states. Both indices
-        count over data ranks and context ranks.
+        """Returns the index of the state replica of `rank`, and the index of its shard of the states. In both indices,
+        context ranks count like data ranks.
 
         >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5)
         (1, 1)

@@ -246,8 +246,8 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """The result of a simulation. `spans` lists the actions of each pipeline rank. `idle` is the fraction of the
-    makespan in which each rank is idle. `in_flight` is the result of `max_in_flight`."""
+    """The result of a simulation. `spans` lists the actions of each pipeline rank. `idle`: for each rank, the fraction
+    of the makespan in which it is idle. `in_flight` is the result of `max_in_flight`."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float

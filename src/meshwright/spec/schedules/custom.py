@@ -40,7 +40,7 @@ _ACTION_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def parse_table(text: str, where: str) -> tuple[str, ...]:
-    """Converts the text of the file `where` to the form of `Plan.actions`.
+    """Converts `text`, the contents of the file `where`, to the form of `Plan.actions`.
 
     Raises: InputError if the text has no actions or an invalid action.
 
