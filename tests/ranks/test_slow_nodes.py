@@ -123,7 +123,9 @@ def test_the_leader_keeps_a_device_and_a_returning_node_keeps_its_device_ids(tmp
     said: list[str] = []
     slots = slots_of(tmp_path, said.append)
     slots.hear(slow((0, 1)), (0, 1, 2, 3), 0)
-    assert slots.take() is None and "the first node, which leads the run, needs a device that takes part" in said[-1]
+    assert (
+        slots.take() is None and "the first node, which leads the run, must use at least one of its devices" in said[-1]
+    )
     slots.hear(slow((2,)), (0, 1, 2, 3), 0)
     assert slots.take() == 3 and "goes on without device 0 of b" in said[-1]
     assert slots.of(3) == (0, 1, 3) and slots.room == 3

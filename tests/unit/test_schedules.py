@@ -269,7 +269,7 @@ def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int,
     [
         (
             "0F0,0B0\n1F0,1X0",
-            "here, pipeline rank 1: action '1X0' is not a stage, then F, B, I or W, then a micro-batch, such as '2F5'",
+            "pipeline rank 1: action '1X0' must be a stage, then F, B, I or W, then a micro-batch; example: '2F5'",
         ),
         ("", "here: no actions found; write a row for each pipeline rank"),
         ("[1]", "here: a schedule is a list of rows, one for each pipeline rank"),

@@ -128,7 +128,7 @@ def lower_memory_hint(question: Job | None, plan: Plan) -> str:
     except MeshwrightError as error:
         return Message("{error}: use more ranks, or a smaller batch", error=error)
     return Message(
-        "plan {other} is estimated to take {then} on the peak rank, {plan} {before}: use --plan {other}",
+        "plan {other} is estimated to take {then} on the peak rank, plan {plan} takes {before}: use --plan {other}",
         other=other.name,
         then=then,
         plan=plan.name,

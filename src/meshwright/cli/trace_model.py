@@ -48,7 +48,8 @@ def trace_job_model(file: JobFile) -> JobFile:
         first = next(iter(file.model.sizes))
         raise InputError(
             Message(
-                "$.model.sizes: {first!r} cannot be set for {name!r}, which defines its own sizes; change it there",
+                "$.model.sizes: {first!r} cannot be set for {name!r}, which defines its own sizes; change that "
+                "definition",
                 first=first,
                 name=name,
             )

@@ -144,7 +144,7 @@ def _finite_float(value: float, literal: str, line: int) -> float:
 
 def _check_text(text: str, line: int) -> None:
     if _LONE_SURROGATE.search(text):
-        raise _TextError(Message("a text holds half a character (a lone surrogate)"), line)
+        raise _TextError(Message("a text contains a lone surrogate (half of a character)"), line)
 
 
 class _YamlReader:

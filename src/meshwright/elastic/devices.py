@@ -307,7 +307,7 @@ class DeviceExclusion:
             seconds = message["without"] * then / now
             gain, why = message["seconds"] / seconds, self._worth(message["seconds"], seconds, MIN_SPEEDUP)
         if self.leads(here):
-            why = Message("the first node, which leads the run, needs a device that takes part")
+            why = Message("the first node, which leads the run, must use at least one of its devices")
         out = not why
         if not out and ranks == self._said:
             return

@@ -117,7 +117,7 @@ class EventLog:
             else Message("less memory")
         )
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
-        less = Message("on the devices that are there") if same else Message("under a plan that takes less memory")
+        less = Message("on the devices that are connected") if same else Message("under a plan that takes less memory")
         how = less if before == after else Message("with {after} instead of {before} ranks", after=after, before=before)
         how = Message("{how}, plan {plan}", how=how, plan=plan) if plan else how
         self.note(Message("goes on {how}", how=how))

@@ -73,7 +73,8 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise InputError(
             Message(
-                "pipeline action {text!r} is not a stage, then F, B or W, then a micro-batch, such as '2F5'", text=text
+                "pipeline action {text!r} must be a stage, then F, B or W, then a micro-batch; example: '2F5'",
+                text=text,
             )
         )
     return Action(ActionKind(match[2]), int(match[1]), int(match[3]))

@@ -142,7 +142,7 @@ def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
     if match is None:
         raise InputError(
             Message(
-                "{where}: action {text!r} is not a stage, then F, B, I or W, then a micro-batch, such as '2F5'",
+                "{where}: action {text!r} must be a stage, then F, B, I or W, then a micro-batch; example: '2F5'",
                 where=where,
                 text=text.strip(),
             )
