@@ -298,8 +298,7 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
         yield Violation(
             "the actions are for another batch",
             Message(
-                "the listed actions are for {ordered_micro_batches} micro-batches, but batch {batch} / ({each}) is "
-                "{count}",
+                "the actions are for {ordered_micro_batches} micro-batches, but batch {batch} / ({each}) is {count}",
                 ordered_micro_batches=rules.ordered_micro_batches,
                 batch=batch,
                 each=each,
