@@ -178,7 +178,7 @@ def test_ranks_that_cannot_be_are_one_line_and_the_run_goes_on(tmp_path: Path, c
     assert [asked(4), asked(4)] == [None, None]
     assert (
         len(notes) == 1
-        and "expected is a number from 1 to 4; the run goes on as before" in notes[0]
+        and "the number must be from 1 to 4; the run goes on as before" in notes[0]
         and len(notes[0]) < 300
     )
     (tmp_path / "ranks").write_bytes(b"3\n")
