@@ -29,8 +29,8 @@ ANALYSIS_PACKAGES = ("analysis",)
 
 
 def trace_job_model(file: JobFile) -> JobFile:
-    """Returns `file` unchanged if a closed formula describes its model. Otherwise `described` is the traced
-    `ModelSpec`, or a text with the reason why the model cannot be traced.
+    """Returns `file` unchanged if a closed formula describes its model. Otherwise returns it with the traced
+    `ModelSpec` in the field `described`, or with a text that says why the model cannot be traced.
 
     Raises: InputError if the job sets sizes or rules that this model does not accept.
     """

@@ -219,9 +219,9 @@ class LocalAgent:
         """Starts a fork server, or reuses that of `before`.
 
         `warm`: the modules that the fork server imports. `environment`: additional variables of its environment.
-        `before`: an agent after `clear`, which this agent replaces. Its fork server is reused if `warm` and
-        `environment` are equal, and closed otherwise. `lifeline`: the write end of a pipe that all processes inherit,
-        so that the read end shows when all of them have ended.
+        `before`: the agent that this agent replaces, after its `clear`. Its fork server is reused if it was started
+        with equal `warm` and `environment`, and closed otherwise. `lifeline`: the write end of a pipe that all
+        processes inherit, so that the read end shows when all of them have ended.
         """
         self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})

@@ -12,9 +12,9 @@ description of the network.
 The bandwidths of all pairs are sorted. If the largest ratio between neighbouring values is at least TIER_GAP_RATIO,
 this gap divides the pairs into near and far pairs. Ranks that near pairs connect, directly or through other ranks, form
 a block. If all blocks have equal numbers of consecutive ranks, the links inside the blocks are one tier, and the links
-between blocks another. Otherwise the network is one tier with outliers. A pair is an outlier if its bandwidth is less
-than `SLOW_LINK_RATIO` times the upper tercile of the bandwidths of its tier. If all pairs of a rank are outliers, the
-rank is reported instead of the pairs.
+between the blocks are another. Otherwise the network is one tier with outliers. A pair is an outlier if its bandwidth
+is less than `SLOW_LINK_RATIO` times the upper tercile of the bandwidths of its tier. If all pairs of a rank are
+outliers, the rank is reported instead of the pairs.
 """
 
 from __future__ import annotations

@@ -303,7 +303,8 @@ CHEAP_PROOF_STEPS steps."""
 
 
 def is_proof_cheap(seconds: float, step: float) -> bool:
-    """Returns whether a proof of `seconds` seconds is cheap in a training run whose steps take `step` seconds.
+    """Returns whether a proof of `seconds` seconds is cheap in a training run whose steps take `step` seconds. In the
+    example, the first proof takes at most 5 s, the second at most 1 % of 1,000 steps, the third neither.
 
     >>> is_proof_cheap(4.0, 0.01), is_proof_cheap(60.0, 10.0), is_proof_cheap(60.0, 1.0)
     (True, True, False)

@@ -2,7 +2,7 @@
 command of each node. The generators for torchrun, Slurm and Kubernetes use it.
 
 Training runs on CPUs and on devices that torch exposes as CUDA: NVIDIA, and AMD with torch's ROCm build. Other devices
-are in the catalogue only for planning. A job for such devices is refused here, because its ranks would train on the
+are in the catalogue only for planning. This module refuses a job for such devices, because its ranks would train on the
 CPUs of those machines. Sources: the Kubernetes device plugins of NVIDIA (k8s-device-plugin) and AMD (k8s-device-plugin
 of ROCm).
 
