@@ -100,8 +100,9 @@ def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
 def open_token_arrays(
     files: list[Path], names: list[str], vocabulary: int
 ) -> tuple[list[TokenArray], DocumentIndex, int]:
-    """Opens `files` and checks them against `vocabulary` (0: unknown). `names` are the names of the cached scans.
-    Returns the arrays, their documents, and the largest token.
+    """Opens `files` and checks that their tokens are less than `vocabulary`, the number of tokens of the tokenizer (0:
+    unknown). `names`: for each file, the name under which the result of its scan (`inspect_array`) is cached. Returns
+    the arrays, their documents, and the largest token.
 
     Raises:
         InputError: an array is empty, incomplete, or has a token outside the vocabulary.

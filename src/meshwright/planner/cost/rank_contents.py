@@ -300,9 +300,10 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """Returns the layer runs of `content` in backward order. For each of them, the second item of the pair is the
-    number of layers with saved activations (by layer run) at the start of its backward. `load` is this number before
-    the first backward."""
+    """Returns one pair for each layer run of `content`, in backward order. The first item is the index of the layer
+    run. The second item is an array over all layer runs: the number of their layers that have saved activations when
+    the backward of this layer run starts. `load` is this array before the first backward. `content`: the number of
+    layers of each layer run whose backward runs."""
     steps = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():

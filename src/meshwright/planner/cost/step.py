@@ -407,7 +407,8 @@ class _ReferenceRun(NamedTuple):
 
 
 def _reference_runs(job: Job) -> tuple[_ReferenceRun, ...]:
-    """Returns the runs of the reference for each batch, without the measurement of the rounding of float32."""
+    """Returns the runs of a proof's reference for each batch. The extra runs that measure the rounding errors of
+    float32 are not included."""
     recipe = job.workload.recipe
     if recipe.size >= 4:
         return (_ReferenceRun(recipe.rate, recipe.size, True, False),)
