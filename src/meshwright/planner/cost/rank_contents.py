@@ -273,9 +273,13 @@ def _backward_moments(
         for entry in np.flatnonzero(kind.layers[turn]).tolist():
             passed = np.where(np.arange(len(waits)) > entry, kind.layers[turn], 0)
             running.append(np.full(len(micro_batches), entry))
-            rows.append(load - np.where(waits & (not rules.defers_weights), 0, passed))
-            until_w.append(np.where(waits & rules.defers_weights, done + passed, 0 * rows[-1]))
-    return np.stack(running, axis=1), np.stack(rows, axis=1), np.stack(until_w, axis=1)
+            if rules.defers_weights:
+                rows.append(load - passed)
+                until_w.append(np.where(waits, done + passed, 0 * load))
+            else:
+                rows.append(load - np.where(waits, 0, passed))
+    stored = np.stack(rows, axis=1)
+    return np.stack(running, axis=1), stored, np.stack(until_w, axis=1) if until_w else 0 * stored
 
 
 def select_rounds(found: BackwardMoments, pp: int, micro_batches: Array) -> BackwardMoments:
