@@ -399,7 +399,7 @@ def test_a_given_tokenizer_must_fit_the_model(books: Path, tmp_path: Path) -> No
     data = DataConfig(source=str(books), tokenizer=str(tmp_path))
     fits = open_dataset(data, SEQUENCE, 300)
     assert 258 < fits.vocabulary <= 280 and str(tmp_path) in fits.describe()
-    assert "the model's vocabulary 259" in refusal(data, vocabulary=259)
+    assert "the model's vocabulary has 259" in refusal(data, vocabulary=259)
     assert "at least 258 tokens, but the model's vocabulary is 100" in refusal(
         DataConfig(source=str(books), tokenizer="bpe"), vocabulary=100
     )

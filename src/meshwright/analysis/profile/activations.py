@@ -110,8 +110,8 @@ class LayerStats:
 
     `saved_*` count elements in the compute dtype. `fixed_*` count bytes of tensors whose dtype does not depend on it.
     `*_split` is sharded over tensor ranks, `*_whole` is not. `core_fixed` are the bytes of `fixed_split` that fused
-    attention saves. `moved` and `transient` are bytes. `routed`, `output` and the widths are elements (see
-    `LayerSpec`).
+    attention saves. `moved` and `transient` are bytes; `routed`, `output` and the widths are elements. `LayerSpec`
+    describes the fields of the same names.
     """
 
     flops: float = 0.0

@@ -106,8 +106,8 @@ class DegreeGroup:
         return every.legal_size + parts + self.box.legal_size * len(self.axes)
 
     def boxes(self) -> Iterator[PlanGrid]:
-        """Yields all grids of the group: first the grid with the default order of axes and all other choices, then one
-        grid for each other order of axes."""
+        """Yields all grids of the group. The first grid has the default order of axes and all choices of recompute and
+        offload. Then each other order of axes has one grid, with only the choices of `box`."""
         yield replace(self.box, offload=self.ways, recompute=(*self.box.recompute, *self.parts))
         for axes in self.axes:
             yield self.other(axes)
