@@ -104,7 +104,7 @@ def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
     """Returns the example inputs with which `model` is analysed. They have the model's floating-point dtype and a batch
-    size of EXAMPLE_BATCH. If the tensors of a user's example do not all have the same batch size, they keep their sizes.
+    size of EXAMPLE_BATCH. If the tensors of a user's example do not all have the same batch size, they keep them.
 
     `given` is the user's example. Its `labels` are left out unless forward requires them. Without an example, `length`
     is the number of token ids per sample. `side` is the width and height of images in pixels, if the model does not

@@ -219,7 +219,7 @@ def open_sharding_check(
     `needed(name)` returns whether the check needs the parameter or buffer `name`. `use_random_weights`: whether meta
     parameters get random values (in small models they always do). If a needed buffer is a meta tensor, nothing gets
     values, and only shapes are checked. `vocabulary` is the number of rows of the embedding table. Only the first rows
-    of this table and of the layer at path `head` get values.
+    of this table and of the layer at path `head` get values. Raises the error of the first run if no run succeeds.
     """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}

@@ -149,7 +149,7 @@ class StoreClient(InboundConnection):
         self._needed = next(self._commands)
 
     def receive(self, data: bytes) -> None:
-        """Feeds `data` to the request parser."""
+        """Feeds `data` to the request parser. Raises ConnectionRejected if a key is too long."""
         self._arrived += data
         while len(self._arrived) >= self._needed:
             part = bytes(self._arrived[: self._needed])

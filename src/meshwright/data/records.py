@@ -102,7 +102,8 @@ class LongJsonLine:
         self._text, self._at = "", 0
 
     def text_of(self, field: str) -> Iterator[str]:
-        """Yields the text of `field` in parts."""
+        """Yields the text of `field` in parts. Raises InputError if the field is missing, occurs twice or is not
+        text."""
         names = []
         for name in self._fields():
             if name != field:

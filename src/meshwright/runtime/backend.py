@@ -149,8 +149,8 @@ class Backend:
         return nullcontext()
 
     def event(self, timing: bool = False, blocking: bool = False) -> DeviceEvent:
-        """Returns a new event. Only devices with streams have events. `timing`: whether the event records a time.
-        `blocking`: whether the host thread sleeps during a wait for an event that records no time."""
+        """Returns a new event. `timing`: whether the event records a time. `blocking`: whether the host thread sleeps
+        during a wait for an event that records no time. Raises NotImplementedError if the device has no streams."""
         raise NotImplementedError(f"devices of type {self.device_type} have no events")
 
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:

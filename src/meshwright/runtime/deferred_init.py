@@ -207,8 +207,8 @@ class DeferredInit(TorchDispatchMode):
     # --- parameters
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the meta parameter that replaces the real `parameter` of `module`, or None if `parameter` is not
-        replaced. torch calls this hook. A shared parameter gets one meta parameter for all its names."""
+        """torch calls this hook. Returns the meta parameter that replaces `parameter`, or None if it is not replaced. A
+        shared parameter gets one for all its names. Raises InputError if two different parameters share memory."""
         if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
             return None
         key = _storage_key(parameter)

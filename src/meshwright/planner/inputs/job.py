@@ -108,7 +108,7 @@ def read_job(
 ) -> JobFile:
     """Reads the job file at `path`, or the default job if `path` is None. Then applies `overrides` (the values of
     `--set`) and `options` (the values of other command options, by dotted field name). If both set a field, the value
-    in `options` counts.
+    in `options` counts. Raises InputError if the file or an override is invalid.
 
     >>> read_job(None, ["workload.steps=50"]).workload.steps
     50

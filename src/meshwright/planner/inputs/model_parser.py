@@ -96,7 +96,7 @@ def read_sizes(name: str) -> ArchitectureSizes:
 
 def read_architecture(path: Path) -> ArchitectureSizes:
     """Reads an architecture file: the fields of `ArchitectureSizes` in YAML or JSON, or a Hugging Face
-    `config.json`."""
+    `config.json`. Raises InputError if the file does not contain one of these."""
     data = parse_text(read_text_file(path, "architecture"), str(path))
     if not isinstance(data, dict):
         raise InputError(Message("{path}: expected a mapping of model dimensions, such as 'layers: 32'", path=path))
