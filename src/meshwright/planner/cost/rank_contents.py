@@ -257,11 +257,9 @@ def peak_moments(
 def _backward_moments(
     order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, waits: Array
 ) -> BackwardMoments:
-    """Returns the moments of a schedule that does not run micro-batches in rounds.
-
-    B frees the activations layer by layer. In layers that `waits` marks, the inputs of matrix products and the
-    gradients of their outputs are stored until W.
-    """
+    """Returns the moments of a schedule that does not run micro-batches in rounds. B frees the activations layer by
+    layer. In layers that `waits` marks, the inputs of matrix products and the gradients of their outputs are stored
+    until W."""
     rules = order.rules
     waits = waits & rules.splits_backward
     running, rows, until_w = [], [], []
@@ -273,11 +271,9 @@ def _backward_moments(
         for entry in np.flatnonzero(kind.layers[turn]).tolist():
             passed = np.where(np.arange(len(waits)) > entry, kind.layers[turn], 0)
             running.append(np.full(len(micro_batches), entry))
+            rows.append(load - (passed if rules.defers_weights else np.where(waits, 0, passed)))
             if rules.defers_weights:
-                rows.append(load - passed)
                 until_w.append(np.where(waits, done + passed, 0 * load))
-            else:
-                rows.append(load - np.where(waits, 0, passed))
     stored = np.stack(rows, axis=1)
     return np.stack(running, axis=1), stored, np.stack(until_w, axis=1) if until_w else 0 * stored
 
