@@ -103,7 +103,9 @@ def outcomes(tests: list[str]) -> dict[str, tuple[str | None, float]]:
         report = Path(folder) / "report.xml"
         names = [f"tests/{test}" for test in tests]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "soak or not soak", f"--junitxml={report}", *names]
-        subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1):  # no result of the round counts
+            raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     found: dict[str, tuple[str | None, float]] = {}
     for case in cases:

@@ -150,6 +150,13 @@ def test_ranks_that_share_the_cores_of_a_host_have_their_mean_speed() -> None:
     assert found.cluster.groups[0].device.peak["fp32"] == pytest.approx(50e9)
 
 
+def test_a_rank_alone_is_faster_only_where_ranks_share_cores() -> None:
+    four = ClusterProfile(devices=tuple(rank(n, 0) for n in range(4)))  # four ranks on two cores
+    quota = ClusterProfile(devices=tuple(rank(n, n) for n in range(4)))  # containers with half a core each
+    found = [calibrate(four, parse_cluster("1x4:cpu")).cluster, calibrate(quota, parse_cluster("4x1:cpu")).cluster]
+    assert [cluster.groups[0].device.share for cluster in found] == [0.5, 1.0]
+
+
 def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said() -> None:
     disturbed = ClusterProfile(
         devices=(rank(0, 0).but(share=0.1, own=0.5), rank(1, 0).but(share=0.12, own=0.5)), busy=1.6

@@ -18,6 +18,7 @@ host IDs belong to one node. Consecutive equal nodes form a group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, log, sqrt
 from statistics import fmean, median
@@ -239,7 +240,7 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
     """Returns a device with the median of each measured rate over `ranks`. `same`: whether the devices are of the type
     `known`. In this case the memory size is that of `known`, because a rank cannot measure it."""
-    on_host = ranks[0].name == "cpu"
+    on_host, share = ranks[0].name == "cpu", min(median(rank.share for rank in ranks), 1.0)
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
     peak = {name: median(rank.peak(name) * rank.share for rank in ranks) for name in sorted(precisions)}
@@ -256,7 +257,7 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
         if ranks[0].attention
         else known.attention,
         "launch": median(rank.launch / rank.share for rank in ranks),
-        "share": min(median(rank.share for rank in ranks), 1.0),
+        "share": share / min(1.0, share * max(Counter(rank.host for rank in ranks).values())),
         "source": "measured by probe",
     }
     return known.but(**changes)

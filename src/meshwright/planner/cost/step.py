@@ -442,6 +442,7 @@ def _reference_flops(shared: CostContext, rate: str) -> float:
     """Returns the FLOP/s of the reference. A CPU computes float64 products at half the rate of float32, because a
     vector holds half as many elements. The same ratio applies to a device without a known rate, as on V100, A100 and
     H100 (NVIDIA's data sheets, products without tensor cores)."""
-    if rate == "fp64" and (shared.on_host or rate not in shared.device.peak):
+    known = shared.device.peak
+    if rate == "fp64" and "fp32" in known and (shared.on_host or rate not in known):
         return sustained_flops(shared, "fp32") / 2
     return sustained_flops(shared, rate)

@@ -85,15 +85,10 @@ class ReferenceSide:
         """Returns whether the plan computes in a precision below float32."""
         return self.compute in LOW_PRECISION_FLOORS
 
-    def options(self) -> ReferenceOptions:
-        """Returns the options of the reference that the plan is compared with."""
-        kind = self.higher if self.measures_rounding else self.compute
-        return ReferenceOptions(kind, high=self.measures_rounding, streamed=self.streamed)
-
-    @property
-    def higher(self) -> torch.dtype:
-        """Returns the dtype of the reference in the next higher precision."""
-        return torch.float32 if self.is_low else torch.float64
+    def options(self, high: bool) -> ReferenceOptions:
+        """Returns the options of a reference in the plan's own precision, or, if `high`, in the next higher one."""
+        higher = torch.float32 if self.is_low else torch.float64
+        return ReferenceOptions(higher if high else self.compute, high=high, streamed=self.streamed)
 
     def isolated(self) -> AbstractContextManager[None]:
         """Returns a context that restores the model and the random states at its end (`isolate_pass`)."""
@@ -177,7 +172,7 @@ class ReferenceSide:
         found = OutputDigests()
 
         def run() -> tuple[float, int, str]:
-            reference = ReferenceRun(self.skeleton, self.engine, self.tensors, self.options())
+            reference = ReferenceRun(self.skeleton, self.engine, self.tensors, self.options(self.is_low))
             self._set_modes(reference.model)
             with found.of(reference.model):
                 reference.forward(batch, 1.0)
@@ -306,7 +301,10 @@ class ProofRun:
         finite, or the batch is optional and the reference cannot run its forward. Raises InputError if the reference
         cannot run the forward of a batch that is not optional, or the backward of any batch."""
         low, measured = self.side.is_low, self.side.measures_rounding
-        reference, (loss, labels, problem) = self.side.forward(content, self.side.options())
+        reference, (loss, labels, problem) = self.side.forward(content, self.side.options(self.side.measures_rounding))
+        if problem and measured and not low:  # float64 fails, but the plan's own precision may run
+            self.side.measures_rounding = False
+            return self._content(content)
         if problem:
             if content.optional:
                 self.side.notes.append(f"{content.title}: not proven, one device does not run it ({problem})")
@@ -353,9 +351,7 @@ class ProofRun:
         sketches of the gradients in the higher precision, filled here if this function makes that comparison.
         """
         if not self.side.measures_rounding:
-            high, (loss, _, problem) = self.side.forward(
-                content, ReferenceOptions(self.side.higher, high=True, streamed=self.side.streamed)
-            )
+            high, (loss, _, problem) = self.side.forward(content, self.side.options(True))
             if problem:
                 self.side.notes.append(f"{content.title}: rounding was not measured ({problem})")
                 return
@@ -363,9 +359,7 @@ class ProofRun:
             if problem := self.side.backward(high, compared, scale, sketches):
                 raise no_gradients(self.state.plan.name, problem)
             del high
-        low, (loss, _, problem) = self.side.forward(
-            content, ReferenceOptions(self.side.compute, streamed=self.side.streamed)
-        )
+        low, (loss, _, problem) = self.side.forward(content, self.side.options(False))
         if problem:
             self.side.notes.append(f"{content.title}: rounding was not measured ({problem})")
             return
@@ -383,7 +377,7 @@ class ProofRun:
         if not self.side.trains:
             return False
         self.side.seed += 1
-        reference, (again, _, _) = self.side.forward(content, self.side.options())
+        reference, (again, _, _) = self.side.forward(content, self.side.options(self.side.measures_rounding))
         if reference is not None:
             reference.close()
         if abs(again - loss) <= RANDOMNESS_TOLERANCE * abs(loss):
