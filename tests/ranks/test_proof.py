@@ -73,11 +73,11 @@ def measured(plan: str, gradient: float) -> tuple[ProofResult, list[torch.dtype]
         return trainer.prove(make_batch("llama", 0)), kinds, trainer.prover.expected_seconds
 
 
-def test_float32_beyond_the_strict_tolerance_is_compared_with_float64_from_then_on(ranks: Any) -> None:
+def test_float32_beyond_the_strict_tolerance_is_compared_with_float64(ranks: Any) -> None:
     low, high = torch.float32, torch.float64
     for proof, kinds, seconds in ranks.run(2, measured, "tp2", 1e-9):
         assert proof.equal and seconds == 5.0, proof.to_json()
-        assert kinds == [low, high, low, high, low] and len(proof.contents) == 2
+        assert kinds == [low, high, low] * 2 and len(proof.contents) == 2
     for proof, kinds, seconds in ranks.run(2, measured, "tp2", 1e-5):
         assert proof.equal and seconds == 2.0 and kinds == [low, low]
 

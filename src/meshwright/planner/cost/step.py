@@ -382,17 +382,14 @@ def proof_seconds(job: Job, plan: Plan, length: int) -> float:
 
 
 def rounding_seconds(job: Job, plan: Plan, length: int) -> float:
-    """Returns the additional seconds of a proof run in float32 if its rounding has to be measured. For the first batch,
-    the reference runs two more times, in float64 and in float32. For the second batch, such a pair of runs replaces the
-    single run of the reference. Returns 0 for other precisions: below float32 the measurement is part of every proof
-    run."""
+    """Returns the additional seconds of a proof run in float32 if its rounding has to be measured: each batch is also
+    computed by a reference in float64 and by one more in float32. Returns 0 for other precisions: below float32 the
+    measurement is part of every proof run."""
     recipe = job.workload.recipe
     if recipe.size != 4:
         return 0.0
-    first, second = _proof_lengths(plan, length)
     measurement = (_ReferenceRun("fp64", 4, True, True), _ReferenceRun(recipe.rate, 4, False, True))
-    both = sum(_reference_seconds(job, plan, each, run) for each in (first, second) for run in measurement)
-    return both - sum(_reference_seconds(job, plan, second, run) for run in _reference_runs(job))
+    return sum(_reference_seconds(job, plan, each, run) for each in _proof_lengths(plan, length) for run in measurement)
 
 
 class _ReferenceRun(NamedTuple):

@@ -67,10 +67,6 @@ class ReferenceSide:
         self.tensors = GatherService(engine, self.compute)
         self.is_rank_0 = engine.mesh.rank == 0
         self.trains, self.seed = True, 1
-        self.measures_rounding = self.is_low
-        """Whether the first reference run of a batch already has a higher precision than the plan. This is so below
-        float32, where rounding is always measured. From float32 up, it is so after the first batch that exceeds the
-        strict tolerances."""
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
         """The names of weights whose values on the ranks differ from those of the original model."""
@@ -255,6 +251,8 @@ class ProofRun:
         """`skeleton` and `expected`: as for `ReferenceSide`."""
         self.state, self.engine = state, state.engine
         self.side = ReferenceSide(state.engine, skeleton, expected)
+        self.measures_rounding = False
+        """Whether rounding was measured for a batch."""
         self.compared: list[Batch] = []
         """The compared batches. For a truncated batch, also the batch before truncation: the sizes of both count as
         proven."""
@@ -300,11 +298,8 @@ class ProofRun:
         """Compares one batch. Returns None and adds a note in two cases: the loss or gradients of the reference are not
         finite, or the batch is optional and the reference cannot run its forward. Raises InputError if the reference
         cannot run the forward of a batch that is not optional, or the backward of any batch."""
-        low, measured = self.side.is_low, self.side.measures_rounding
-        reference, (loss, labels, problem) = self.side.forward(content, self.side.options(self.side.measures_rounding))
-        if problem and measured and not low:  # float64 fails, but the plan's own precision may run
-            self.side.measures_rounding = False
-            return self._content(content)
+        low = self.side.is_low
+        reference, (loss, labels, problem) = self.side.forward(content, self.side.options(self.side.is_low))
         if problem:
             if content.optional:
                 self.side.notes.append(f"{content.title}: not proven, one device does not run it ({problem})")
@@ -313,7 +308,7 @@ class ProofRun:
         planned, planned_labels, scale, reached = self._planned(content.batch)
         compared = ProofComparison((loss, planned), (labels, planned_labels), planned=reached)
         sketches: dict[str, torch.Tensor] = {}
-        if problem := self.side.backward(reference, compared, scale, sketches if measured else None):
+        if problem := self.side.backward(reference, compared, scale, sketches if low else None):
             return self._without_streaming(content, problem)
         if not self.side.agreed(all(map(math.isfinite, (loss, *(gap.norm for gap in compared.gaps.values()))))):
             self.side.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
@@ -324,13 +319,11 @@ class ProofRun:
         )
         del reference
         verdict = judge_comparison(compared, limits)
-        measured = measured or not self.side.agreed(verdict.good)
-        if measured:
+        if low or not self.side.agreed(verdict.good):
             self._measure(content, compared, sketches, scale)
             verdict = judge_comparison(compared, limits)
         if not self.side.agreed(verdict.good) and self._draws(content, loss):
             return self._content(content)
-        self.side.measures_rounding = measured
         return compared, verdict
 
     def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
@@ -350,7 +343,8 @@ class ProofRun:
         comparison. Then it runs the reference in the plan's own precision and estimates its rounding error. `sketches`:
         sketches of the gradients in the higher precision, filled here if this function makes that comparison.
         """
-        if not self.side.measures_rounding:
+        self.measures_rounding = True
+        if not self.side.is_low:
             high, (loss, _, problem) = self.side.forward(content, self.side.options(True))
             if problem:
                 self.side.notes.append(f"{content.title}: rounding was not measured ({problem})")
@@ -377,7 +371,7 @@ class ProofRun:
         if not self.side.trains:
             return False
         self.side.seed += 1
-        reference, (again, _, _) = self.side.forward(content, self.side.options(self.side.measures_rounding))
+        reference, (again, _, _) = self.side.forward(content, self.side.options(self.side.is_low))
         if reference is not None:
             reference.close()
         if abs(again - loss) <= RANDOMNESS_TOLERANCE * abs(loss):

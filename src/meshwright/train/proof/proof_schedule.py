@@ -303,7 +303,7 @@ class ProofSchedule:
         unchanged = state.steps == 0 and weight_versions(state.engine) == self.versions
         run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
         self.last = run.prove(batch, self.predicted.length)
-        self.expected_seconds = self.predicted.seconds + self.predicted.rounding * run.side.measures_rounding
+        self.expected_seconds = self.predicted.seconds + self.predicted.rounding * run.measures_rounding
         if self.last.equal:
             self.sizes.add(run.compared)
         self.fingerprints = {}  # updates change the weights, so later proofs cannot use the fingerprints
