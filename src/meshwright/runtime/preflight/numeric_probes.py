@@ -183,8 +183,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Returns the constant of each constant floating-point parameter, by name. The result is equal on every rank. It
-    includes parameters that this rank does not store."""
+    """Returns, by name, the value of each floating-point parameter whose elements are all equal. The result is equal on
+    every rank and includes parameters that this rank does not store."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for stored in state_dict.weight_pieces(engine, saving=False):
