@@ -156,7 +156,7 @@ def events(folder: Path, saves: bool = False) -> list[RunEvent]:
     text = (folder / "events.jsonl").read_text()
     found = list(parse_events(text))
     assert len(found) == len(text.splitlines())
-    return [event for event in found if (event.kind == "save") == saves]
+    return [event for event in found if event.kind != "ended" and (event.kind == "save") == saves]
 
 
 def random_faults(

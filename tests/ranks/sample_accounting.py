@@ -32,7 +32,7 @@ BROKEN = ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved", "deg
 TAKEN_OVER = ("the supervisor was killed", "the node that led was lost")
 """Causes that another supervisor than the one of the steps before has written."""
 
-LEAST_SECONDS, BUSY_SECONDS, SHARE = 0.5, 3.0, 0.02
+LEAST_SECONDS, BUSY_SECONDS, SHARE = 0.5, 1.5, 0.02
 """The goodput may differ from the clock by LEAST_SECONDS and this share of the time between two events: messages take
 their time to the supervisor. It is BUSY_SECONDS in `make test`, where several tests share the processors and a
 process may wait for a second. A detection or a recovery that is in no account takes longer."""
@@ -85,7 +85,8 @@ def goodput(every: list[Line], events: list[Line]) -> tuple[dict[str, float], fl
     terms = {
         "data": sum(record.get("data_seconds", 0.0) for record in last.values() if not record.get("skipped")),
         "skipped": sum(record["seconds"] for record in last.values() if record.get("skipped")),
-        "between": sum(record.get("between_seconds", 0.0) for record in last.values()),
+        "between": sum(record.get("between_seconds", 0.0) for record in last.values())
+        + sum(event["seconds"] for event in events if event["kind"] == "ended"),
         "again": sum(map(spent, every)) - sum(map(spent, last.values())),
         "saves": sum(event.get("seconds", 0.0) for event in events if event["kind"] in ("save", "unsaved")),
         "detection": sum(event.get("detection", 0.0) for event in events if event["kind"] in ("fault", "verdict")),
@@ -166,8 +167,7 @@ def ledger(folder: Path, last: dict[int, Line], events: list[Line], said: Any, e
 
 def clock(folder: Path, records: list[Line], events: list[Line]) -> int:
     """Asserts that the seconds of the goodput agree with the clock. The compared spans are: from a fault to the end of
-    its recovery, between two recoveries of one command, and from the last recovery to the last checkpoint that ranks
-    write themselves.
+    its recovery, between two recoveries of one command, and from the last recovery to the end of training.
 
     The time between two commands is in no account and is left out. Returns the number of compared spans.
     """
@@ -181,7 +181,8 @@ def clock(folder: Path, records: list[Line], events: list[Line]) -> int:
         if not is_one_command(steps, inside):
             continue
         seconds = sum(map(spent, steps))
-        seconds += sum(event.get("seconds", 0.0) for event in [*inside, last] if event["kind"] in ("save", "unsaved"))
+        told = (event.get("seconds", 0.0) for event in [*inside, last] if event["kind"] in ("save", "unsaved", "ended"))
+        seconds += sum(told)
         if heals:
             parts = last.get("parts", {})
             noticed = sum(event.get("detection", 0.0) for event in inside if event["kind"] == "fault")
@@ -231,7 +232,7 @@ def decided(folder: Path, events: list[Line]) -> int:
 
 def anchors(records: list[Line], events: list[Line]) -> list[tuple[int, int]]:
     """Returns the events whose position among the records is known, as pairs of an index of an event and the index of
-    the record before it. These events are recoveries, which end with a new step, and the last checkpoint."""
+    the record before it. These events are recoveries, which end with a new step, and the end of training."""
     found: list[tuple[int, int]] = []
     index = -1
     for at, event in enumerate(events):
@@ -242,7 +243,7 @@ def anchors(records: list[Line], events: list[Line]) -> list[tuple[int, int]]:
                 return found  # its record is lost
             index = place
             found.append((at, index))
-    final = [at for at, event in enumerate(events) if event["kind"] == "save" and records]
+    final = [at for at, event in enumerate(events) if event["kind"] == "ended" and records]
     if final and found and events[final[-1]].get("step") == records[-1]["step"] and final[-1] > found[-1][0]:
         found.append((final[-1], len(records) - 1))
     return found

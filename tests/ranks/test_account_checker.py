@@ -40,7 +40,7 @@ def records() -> list[Line]:
 def events() -> list[Line]:
     """Events of a forged run. Rank 1 hangs half a second after step 3; this is detected after 2 s and recovered in 3 s.
     It is killed in step 8, and step 7 runs again. After step 9 training waits 2 s for a checkpoint. The last checkpoint
-    takes 1 s."""
+    takes 1 s. Copies and validation take 0.3 s after the last step."""
     killed = "killed by SIGKILL: by someone's kill -9"
     made = [
         RunEvent(kind="fault", at=5.7, rank=1, cause="hung: no sign of life", step=4, detection=2.0),
@@ -48,7 +48,8 @@ def events() -> list[Line]:
         RunEvent(kind="fault", at=12.2, rank=1, cause=killed, step=8, generation=1),
         RunEvent(kind="recovery", at=16.2, step=6, lost=1, source="disk", seconds=4.0, parts={"unfinished": 0.2}),
         RunEvent(kind="save", at=20.0, step=9, seconds=2.0, generation=2),
-        RunEvent(kind="save", at=23.6, step=STEPS, seconds=1.0, generation=2),
+        RunEvent(kind="save", at=23.9, step=STEPS, seconds=1.0, generation=2),
+        RunEvent(kind="ended", at=23.9, step=STEPS, seconds=0.3, generation=2),
     ]
     return [json.loads(event.but(at=BEGAN + event.at).to_line()) for event in made]
 
@@ -73,19 +74,27 @@ def test_true_accounts_pass_and_are_held_against_the_clock(run: Path) -> None:
     assert (terms["detection"], terms["saves"], terms["again"]) == (2.0, 3.0, pytest.approx(1.1))
     assert terms["recovery"] == pytest.approx(3.0 - 1.0 + 0.5 + 4.0 - 2.1 + 0.2)
     compared = clock(run, raw(run / "records.jsonl"), raw(run / "events.jsonl"))
-    assert compared == 4, "both recoveries, the time between them, and that until the last checkpoint"
+    assert compared == 4, "both recoveries, the time between them, and that until the end"
 
 
 @pytest.mark.parametrize(
     ("name", "forge", "said"),
     [
         ("records", lambda lines: lines[:5] + lines[4:], "step 5 is counted twice"),
-        ("events", lambda lines: [*lines[:4], lines[4] | {"seconds": 0.0}, lines[5]], "the clock 7.4"),
+        ("events", lambda lines: [*lines[:4], lines[4] | {"seconds": 0.0}, *lines[5:]], "the clock 7.7"),
         ("events", lambda lines: [*lines[:2], lines[2] | {"detection": 3.0}, *lines[3:]], "the clock 7.5"),
         ("events", lambda lines: [*lines[:3], lines[3] | {"seconds": 9.0}, *lines[4:]], "the clock 4.0"),
-        ("records", lambda lines: [*lines[:9], lines[9] | {"seconds": 4.0}, *lines[10:]], "the clock 7.4"),
+        ("records", lambda lines: [*lines[:9], lines[9] | {"seconds": 4.0}, *lines[10:]], "the clock 7.7"),
+        ("events", lambda lines: [*lines[:6], lines[6] | {"seconds": 2.0}], "the clock 7.7"),
     ],
-    ids=["a step twice", "a wait without event", "a detection of nothing", "a longer recovery", "a longer step"],
+    ids=[
+        "a step twice",
+        "a wait without event",
+        "a detection of nothing",
+        "a longer recovery",
+        "a longer step",
+        "a longer end",
+    ],
 )
 def test_forged_lines_are_rejected(
     run: Path, name: str, forge: Callable[[list[Line]], list[Line]], said: str, monkeypatch: pytest.MonkeyPatch

@@ -21,12 +21,12 @@ class Timed:
         self.log = EventLog(folder, lambda _: None, lambda: self.now)
         self.records: list[StepRecord] = []
 
-    def step(self, number: int, after: float, seconds: float, between: float = 0.0) -> None:
-        """A record that arrives `after` so many seconds."""
+    def step(self, number: int, after: float, seconds: float, between: float = 0.0, late: float = 0.0) -> None:
+        """A record that arrives `after` so many seconds, and `late` seconds after the end of its step."""
         self.now += after
         made = {"step": number, "loss": 1.0, "tokens": 8, "gradient_norm": 1.0, "lr": 1.0, "seconds": seconds}
         self.records.append(StepRecord(**made, between_seconds=between, batch=number - 1))
-        self.log.hear({"kind": "record", "record": self.records[-1].model_dump()}, 0)
+        self.log.hear({"kind": "record", "record": self.records[-1].model_dump(), "late": late}, 0)
 
     def begin(self, after: float, step: int) -> None:
         self.now += after
@@ -87,4 +87,32 @@ def test_a_step_that_ended_and_was_reported_after_the_fault_is_no_lost_time(time
     assert event.step == 2 and event.parts["unfinished"] == 0.125
     terms = timed.terms()
     assert (terms["useful"], terms["between"], terms["recovery"]) == (3.0, 0.125, 3.125)
+    assert sum(value for name, value in terms.items() if name != "share") == timed.now - 100.0
+
+
+def test_the_time_after_the_last_step_counts_once(timed: Timed) -> None:
+    """Validation of 2 s precedes the report of the last step, and a save of 1 s follows it."""
+    timed.fault(0.5)
+    timed.begin(3.0, 1)
+    timed.step(2, 3.0, 1.0, late=2.0)
+    timed.now += 1.25
+    timed.log.hear({"kind": "saved", "step": 2, "waited": 1.0}, 0)
+    timed.log.hear({"kind": "ended", "step": 2, "after": 2.25}, 0)
+    (event,) = timed.recoveries()
+    assert event.seconds == 4.0
+    terms = timed.terms()
+    assert (terms["between"], terms["saves"], terms["recovery"]) == (2.25, 1.0, 3.5)
+    assert sum(value for name, value in terms.items() if name != "share") == timed.now - 100.0
+
+
+def test_a_save_before_a_fault_is_no_part_of_the_interrupted_step(timed: Timed) -> None:
+    timed.now += 2.0
+    timed.log.hear({"kind": "saved", "step": 1, "waited": 2.0}, 0)
+    timed.fault(0.5)
+    timed.begin(3.0, 1)
+    timed.step(2, 1.0, 1.0)
+    (event,) = timed.recoveries()
+    assert event.parts["unfinished"] == 0.5
+    terms = timed.terms()
+    assert (terms["saves"], terms["recovery"]) == (2.0, 3.5)
     assert sum(value for name, value in terms.items() if name != "share") == timed.now - 100.0

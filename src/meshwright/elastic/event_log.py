@@ -18,6 +18,9 @@ from meshwright.core.messages import Message, join_messages, mark_msgid, term
 from meshwright.core.units import show_seconds
 from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent
 
+SAVE_KINDS = ("write", "saved", "unsaved")
+"""Messages that say for how long a save has blocked training."""
+
 NODE_EVENT_TEXTS = {
     "node_joined": mark_msgid("node {name} has joined, with room for {devices} ranks"),
     "node_lost": mark_msgid("node {name} {why}"),
@@ -38,7 +41,8 @@ class EventLog:
     last: int = 0
     _decided: float | None = None
     _heard: float | None = None
-    """The time when the last report of a completed step, or of the start of training, arrived."""
+    """The time up to which an account has the seconds: the start of training, the end of the last reported step, or of
+    a save after it."""
     _unfinished: float = 0.0
     """The seconds for which the interrupted step had run before the fault was detected."""
     _begun: float = 0.0
@@ -143,32 +147,14 @@ class EventLog:
     def hear(self, message: IpcMessage, generation: int) -> None:
         """Records what a message from rank 0 says: the start or end of a recovery, a completed step, a save, a repaired
         replica, or a loss spike. A message about damaged data may come from any rank."""
-        now = self.clock()
-        if message["kind"] == "begin" and self._decided is not None:
-            for name, seconds in message.get("spent", {}).items():
-                self.part(name, seconds)
-            self._begun, self._source, self._from, self._generation = (
-                now,
-                message.get("source", ""),
-                message["step"],
-                generation,
-            )
-        if message["kind"] == "record":
-            step = message["record"]["step"]
-            if self._decided is not None and step > self._from and step > self.last:
-                self._recovered(now)
-            elif self._decided is not None and step == self._from:
-                # The last step had ended, but its record arrives only now. So its time was not lost.
-                spent = message["record"]["seconds"] + message["record"].get("between_seconds", 0.0)
-                self._unfinished = max(0.0, self._unfinished - spent)
-            self.last = max(self.last, step)
-        if message["kind"] in ("begin", "record"):
-            self._heard = now
+        self._keep_time(message, generation)
         if message["kind"] == "saved":
             self._saved, self._unsaved = message["step"], 0
             self.write(kind="save", step=message["step"], seconds=message.get("waited", 0.0), generation=generation)
         if message["kind"] == "unsaved":
             self._not_saved(message, generation)
+        if message["kind"] == "ended" and message["after"]:
+            self.write(kind="ended", step=message["step"], seconds=message["after"], generation=generation)
         if message["kind"] == "divergence":
             self.write(
                 kind="divergence",
@@ -198,8 +184,34 @@ class EventLog:
                 batches=message["batches"],
             )
             self.last = min(self.last, to)
-        if message["kind"] == "done" and self._decided is not None:
-            self._recovered(now)
+
+    def _keep_time(self, message: IpcMessage, generation: int) -> None:
+        """Times the recovery in progress, and keeps the end of the last step and of its save."""
+        now = self.clock()
+        if message["kind"] == "begin" and self._decided is not None:
+            for name, seconds in message.get("spent", {}).items():
+                self.part(name, seconds)
+            self._begun, self._source, self._from, self._generation = (
+                now,
+                message.get("source", ""),
+                message["step"],
+                generation,
+            )
+        if message["kind"] == "record":
+            step, now = message["record"]["step"], now - message.get("late", 0.0)
+            if self._decided is not None and step > self._from and step > self.last:
+                self._recovered(now)
+            elif self._decided is not None and step == self._from:
+                # The last step had ended, but its record arrives only now. So its time was not lost.
+                spent = message["record"]["seconds"] + message["record"].get("between_seconds", 0.0)
+                self._unfinished = max(0.0, self._unfinished - spent)
+            self.last = max(self.last, step)
+        if message["kind"] in ("begin", "record"):
+            self._heard = now
+        if message["kind"] in SAVE_KINDS and self._heard is not None and not message.get("overlapped"):
+            self._heard = min(now, self._heard + message.get("waited", 0.0))
+        if message["kind"] == "ended" and self._decided is not None:
+            self._recovered(now)  # the interrupted step was the last one
 
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
         """Records a failed save. From the second failure in a row on, the note names the last checkpoint on disk."""

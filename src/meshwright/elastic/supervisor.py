@@ -200,6 +200,7 @@ class Supervisor:
     def _hear(self, rank: int, message: IpcMessage) -> None:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
+            self._journal.hear(message, self.generation)
             self._writer.begin(partial(self._now.write, self._agent, self._holdings), message)
             return
         if message["kind"] == "degraded":

@@ -134,7 +134,7 @@ class WriterSupervisor:
     def _heed_words(self, message: IpcMessage, generation: int) -> None:
         if message["kind"] == "saved":
             self._saved, self._seconds = True, float(message.get("seconds", 0.0))
-            self.journal.hear({**message, "waited": self._request.get("waited", 0.0)}, generation)
+            self.journal.hear({**message, "waited": self._request.get("waited", 0.0), "overlapped": True}, generation)
         if message["kind"] == "unsaved":
             self._why = message["why"]
         elif message["kind"] == "failed":
@@ -184,7 +184,13 @@ class WriterSupervisor:
         if not self._saved:
             waited = self._request.get("waited", 0.0)
             self.journal.hear(
-                {"kind": "unsaved", "step": self._request.get("step", 0), "why": self._why, "waited": waited},
+                {
+                    "kind": "unsaved",
+                    "step": self._request.get("step", 0),
+                    "why": self._why,
+                    "waited": waited,
+                    "overlapped": True,
+                },
                 generation,
             )
         self.ended(holdings)

@@ -4,7 +4,7 @@ kind of lost time. `meshwright report` shows them.
 Goodput = useful seconds / (useful seconds + lost seconds). Useful seconds are the seconds of the last execution of each
 step, without the wait for data. Lost seconds are:
 - waits for data, skipped steps, and repeated steps.
-- the time between steps (validation, replica checks, in-memory checkpoints).
+- the time between steps and after the last one (validation, replica checks, in-memory checkpoints).
 - saves for which training waited.
 - the time until a hang was noticed.
 - recoveries.
@@ -14,9 +14,9 @@ as steps, and the detection of further faults counts as detection. The remaining
 of the interrupted step before the detection of the fault is lost too. The table of faults shows both the whole duration
 and the lost seconds of a recovery.
 
-Guarantees: no second counts twice. From the beginning of the first step to the end of the last step, the useful and
-lost seconds add up to the elapsed time. Two times are excepted: between two commands, and for a start of ranks that no
-fault caused.
+Guarantees: no second counts twice. From the beginning of the first step to the end of training, the last save included,
+the useful and lost seconds add up to the elapsed time. Two times are excepted: between two commands, and for a start of
+ranks that no fault caused.
 
 Source of the definition: Jiang et al., MegaScale, NSDI 2024; ByteRobust (effective training time ratio).
 """
@@ -78,7 +78,8 @@ def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequ
     terms = {
         "data": sum(record.data_seconds for record in steps if not record.skipped),
         "skipped": sum(record.seconds for record in steps if record.skipped),
-        "between": sum(record.between_seconds for record in steps),
+        "between": sum(record.between_seconds for record in steps)
+        + sum(event.seconds for event in events if event.kind == "ended"),
         "again": repeated,
         "saves": sum(event.seconds for event in events if event.kind in ("save", "unsaved")),
         "detection": sum(event.detection for event in events if event.kind in ("fault", "verdict")),

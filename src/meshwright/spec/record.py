@@ -222,6 +222,7 @@ class RunEvent(StrictModel):
         "rebalance_result",
         "device_readmitted",
         "run_extended",
+        "ended",
     ]
     at: float = Field(description="time of detection, in seconds since 1970")
     generation: int = 0
@@ -242,7 +243,8 @@ class RunEvent(StrictModel):
         default=0.0,
         description=(
             "of a recovery: seconds from the decision to the end of the next new step; of a "
-            "complete or failed save: seconds that training waited"
+            "complete or failed save: seconds that training waited; of the end of training: seconds "
+            "after the last step, without saves"
         ),
     )
     parts: dict[str, float] = Field(

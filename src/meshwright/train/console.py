@@ -22,7 +22,7 @@ from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # the minimum time between plain lines about ordinary steps
-SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
+SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed", "ended")
 """The console ignores messages of these kinds, which only the supervisor handles. If the user must know about such a
 message, rank 0 also sends a `note`, or the supervisor prints a line."""
 WARMUP_STEPS = 3

@@ -154,9 +154,11 @@ class TrainLoop:
             if self.stopping or self.recovery.due(record.step):
                 self.recovery.save(must=self.stopping or record.step == self.steps)
             if self.stopping and record.step < self.steps:
+                self._say("ended", step=record.step, after=self.recovery.gap.after())
                 self._say("stopped", step=record.step)
                 return Interrupted.exit_code
         self.recovery.finish()
+        self._say("ended", step=self.steps, after=self.recovery.gap.after())
         if records is not None:
             records.close()
         self.pulse.at(RankPhase.sample)
@@ -198,11 +200,8 @@ class TrainLoop:
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, PhaseSeconds | None]]:
         """Runs steps from index `began` on. Yields the record and the phase durations of each step. The caller ends
         the iteration after a loss spike, or to change the plan. `launched`: the first step since the ranks started."""
-        plan, rule = self.trainer.plan, self.launch.workload.optimizer
-        rows, every = (
-            self.launch.workload.batch,
-            0 if self.trainer.engine.outer is not None else self.launch.run.replica_check_every,
-        )
+        plan, rule, rows = self.trainer.plan, self.launch.workload.optimizer, self.launch.workload.batch
+        every = 0 if self.trainer.engine.outer is not None else self.launch.run.replica_check_every
         ranges = micro_batch_rows(plan, rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
@@ -239,7 +238,7 @@ class TrainLoop:
     def _report(self, records: RecordWriter | None, record: StepRecord) -> None:
         if records is not None:
             records.write(record)
-        self._say("record", record=record.model_dump(exclude_none=True))
+        self._say("record", record=record.model_dump(exclude_none=True), late=self.recovery.gap.after())
 
     def _evaluate(self, batches: list[TensorBatch]) -> float:
         total = tokens = 0.0

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -262,6 +263,10 @@ class StepGap:
             return 0.0
         ended, blocked = self._ended
         return max(0.0, start - ended - (self.blocked - blocked))
+
+    def after(self) -> float:
+        """Returns the seconds from the end of the previous step to now."""
+        return self.before(time.perf_counter())
 
     def end(self, ended: float) -> None:
         """Records the end of a step."""
