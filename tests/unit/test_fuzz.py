@@ -253,7 +253,7 @@ def test_a_few_random_jobs_end_in_an_answer_or_in_one_line(tmp_path: Path, capsy
 @pytest.mark.soak
 def test_random_jobs_end_in_an_answer_or_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = [ends_well(seed, tmp_path / "job.json", capsys) for seed in range(0, 200, 2)]
-    assert {"answer", "InputError", "NoPlanFits"} == set(ends)
+    assert {"answer", "InputError", "NothingFits"} == set(ends)
     assert ends.count("answer") > 10
 
 
