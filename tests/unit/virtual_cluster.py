@@ -102,6 +102,8 @@ class Cluster:
     """Every so many-th of the faults that are drawn is the loss of the leader: of many nodes chance takes it rarely."""
     step: float = STEP
     """Seconds."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Fields of FaultPolicy other than those of `_reign`."""
     now: float = 0.0
     skipped: float = 0.0
     spent: float = 0.0
@@ -122,7 +124,7 @@ class Cluster:
         self.waiting: LeaderWaits
         self.ranks: dict[int, Rank] = {}
         self.generation, self.done, self.disk, self.healthy = -1, 0, 0, 0
-        self.is_over, self.is_armed, self.has_leader = False, False, True
+        self.is_over, self.is_armed, self.has_leader, self.stops = False, False, True, False
         self.next_fault = self.random.expovariate(RATE * self.nodes * self.each) * 3600.0
         self.hosts: dict[int, SimpleNamespace] = {}
         self.counted: Counter[str] = Counter()
@@ -283,7 +285,7 @@ class Cluster:
     def started(self, rank: Rank) -> None:
         generation = rank.start["generation"]
         if generation != self.generation:
-            self.generation, self.ranks, self.healthy = generation, {}, 0
+            self.generation, self.ranks, self.healthy, self.stops = generation, {}, 0, False
         memory = rank.start["memory"]
         rows = rank.agent.held(memory["key"])
         rank.pulse, rank.file = (
@@ -366,9 +368,13 @@ class Cluster:
             rank.pulse.write(HeartbeatField.snapshot_step, self.done)
             rank.pulse.at(RankPhase.data, self.done + 1)
         self._say(kind="record", record={"step": self.done, "seconds": self.step})
-        if self.done % SAVE == 0:
+        if self.done % SAVE == 0 or self.stops:
             self.disk = self.done
             self._say(kind="saved", step=self.done, path="", seconds=1.0)
+        if self.stops:
+            for number, rank in self.ranks.items():
+                rank.agent.die(number, 75)
+            return
         self._go_on()
         self.at(self.step, lambda: self._step(generation))
 
@@ -440,7 +446,8 @@ class Cluster:
         else:
             victim = self.hosts[number]
             self.crash(victim)
-            self.at(RETURN, lambda: self.join(victim.number))
+            if kind != "gone":  # for good
+                self.at(RETURN, lambda: self.join(victim.number))
 
     def _finish(self) -> None:
         self.is_over = True
@@ -465,7 +472,7 @@ class Cluster:
         work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
         hold = AdoptionPolicy(60.0, "job and run", retained=self.retained)
         care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS, hold=hold)
-        care = replace(care, follows=bool(self.told))
+        care = replace(care, follows=bool(self.told), **self.options)
         Supervisor(work, lambda *_: None, self.notes.append, agent=fleet, care=care).run()
         self.is_over = True
         fleet.end(0, "")

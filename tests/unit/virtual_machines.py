@@ -258,6 +258,8 @@ class Ranks(LocalAgent):
             self.cluster.started(child)
         elif do == "signal" and rank in self.children:
             self.cluster.at(LATENCY, lambda: self.die(rank, -int(more["signal"])))
+        elif do == "tell" and rank in self.children:
+            self.cluster.stops = "stop" in more["message"]
 
     def die(self, rank: int, status: int) -> None:
         child = self.children.pop(rank, None)

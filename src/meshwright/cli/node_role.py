@@ -45,7 +45,9 @@ from meshwright.cli.leader_file import (
     retry_storage,
 )
 from meshwright.core import storage
+from meshwright.core.errors import InputError, Interrupted, MeshwrightError
 from meshwright.core.messages import Message
+from meshwright.core.node_wait import JOIN_SECONDS, WAIT_NOTE_SECONDS, ended_without_save, too_few_nodes, waiting_line
 
 if TYPE_CHECKING:
     from meshwright.elastic.attempt import RankJob
@@ -122,10 +124,6 @@ def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: f
 
 NODE_VARIABLE = "MESHWRIGHT_NODE"
 TOKEN_FILE = "token"
-JOIN_SECONDS = 300.0
-"""Seconds within which all nodes must join the leader, and within which a node must find a leader."""
-
-
 DEFAULT_PORT = 29400
 
 
@@ -163,7 +161,6 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
     Raises: InputError if MESHWRIGHT_NODE is 1 and the number of started nodes differs from the number of nodes in the
     cluster. Fewer nodes are accepted if the job sets `run.min_ranks`.
     """
-    from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
 
     requested = environment.get(NODE_VARIABLE) == "1"
@@ -212,7 +209,6 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
 
     Raises: InputError if this node cannot listen; MeshwrightError if too few nodes join.
     """
-    from meshwright.core.errors import InputError, MeshwrightError
     from meshwright.core.secure_channel import TOKEN_VARIABLE
     from meshwright.elastic.cluster_agent import ClusterAgent
 
@@ -260,36 +256,14 @@ def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
 def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None], run: RunConfig) -> None:
     """Waits until all nodes have joined, for at most JOIN_SECONDS. If this node or a joined node has lost its leader,
     the wait for the missing nodes is `run.rejoin_timeout` seconds. After the wait the run starts without the missing
-    nodes if `run.min_ranks` is set or a leader was lost, and the joined nodes have at least `run.min_ranks` ranks.
+    nodes if `run.min_ranks` is set or a leader was lost, and the joined nodes have at least `run.min_ranks` ranks. If
+    they have fewer, and a leader was lost, the wait goes on for at most JOIN_SECONDS in all.
 
-    Raises: MeshwrightError if too few nodes join.
+    Raises: MeshwrightError if too few nodes join, Interrupted if a leader was lost before.
     """
-    from meshwright.core.errors import MeshwrightError
-
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
-    is_later, patience = heir, run.rejoin_timeout if heir else JOIN_SECONDS
-    if heir:
-        note(
-            Message(
-                "node {number} of {started} at {host}:{port}, the new leader after node {after}, waiting for the "
-                "others",
-                number=place.number,
-                started=place.started,
-                host=fleet.host,
-                port=place.port,
-                after=place.after,
-            )
-        )
-    else:
-        note(
-            Message(
-                "node {number} of {started} at {host}:{port}, waiting for the others",
-                number=place.number,
-                started=place.started,
-                host=fleet.host,
-                port=place.port,
-            )
-        )
+    is_later, patience, said = heir, run.rejoin_timeout if heir else JOIN_SECONDS, began
+    note(_first_waiting_line(fleet, place))
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
         for event in fleet.events(RETRY_SECONDS):
             ready = ready or event["event"] == "ready"
@@ -297,23 +271,59 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
                 note(Message("node {name} has joined", name=event["name"]))
             elif event["event"] == "refusal":
                 note(event["line"])
-        waited = fleet.outside.clock() - began
+        now = fleet.outside.clock()
+        waited, places = now - began, len(fleet.slots)
         if not is_later and continues_run(fleet, place):
             is_later, patience = True, waited + run.rejoin_timeout
-        if waited > patience and ready:
-            if (run.min_ranks or is_later) and len(fleet.slots) >= run.min_ranks:
-                return
-            raise MeshwrightError(
-                Message(
-                    "{value} of {started} nodes connected to {host}:{port} within {patience:.0f} s; start the same "
-                    "command on each node, or allow fewer nodes with --set run.min_ranks=RANKS",
-                    value=1 + len(fleet.nodes),
-                    started=place.started,
-                    host=fleet.host,
-                    port=place.port,
-                    patience=patience,
-                )
-            )
+        if waited <= patience or not ready:
+            continue
+        if (run.min_ranks or is_later) and places >= run.min_ranks:
+            return
+        limit = max(patience, JOIN_SECONDS)
+        if not is_later or waited > limit:
+            raise _too_few_nodes(fleet, place, is_later, patience, run.min_ranks)
+        if now >= said + WAIT_NOTE_SECONDS:
+            said = now
+            note(waiting_line(places, place.world, run.min_ranks, waited, limit))
+
+
+def _first_waiting_line(fleet: ClusterAgent, place: NodeRole) -> Message:
+    """Returns the line of a leader that begins to wait for nodes."""
+    if place.after is not None:
+        return Message(
+            "node {number} of {started} at {host}:{port}, the new leader after node {after}, waiting for the others",
+            number=place.number,
+            started=place.started,
+            host=fleet.host,
+            port=place.port,
+            after=place.after,
+        )
+    return Message(
+        "node {number} of {started} at {host}:{port}, waiting for the others",
+        number=place.number,
+        started=place.started,
+        host=fleet.host,
+        port=place.port,
+    )
+
+
+def _too_few_nodes(
+    fleet: ClusterAgent, place: NodeRole, is_later: bool, patience: float, min_ranks: int
+) -> MeshwrightError:
+    """Returns the error of a leader that too few nodes have joined. `is_later`: whether the run has begun before."""
+    if is_later:
+        return ended_without_save(too_few_nodes(len(fleet.slots), min_ranks))
+    return MeshwrightError(
+        Message(
+            "{value} of {started} nodes connected to {host}:{port} within {patience:.0f} s; start the same command on "
+            "each node, or allow fewer nodes with --set run.min_ranks=RANKS",
+            value=1 + len(fleet.nodes),
+            started=place.started,
+            host=fleet.host,
+            port=place.port,
+            patience=patience,
+        )
+    )
 
 
 def serve_leader(
@@ -327,7 +337,6 @@ def serve_leader(
     Raises: Interrupted if the leader is lost and this node must not continue the run.
     """
     from meshwright.cli.launch_plan import build_model_source, run_folder_of
-    from meshwright.core.errors import Interrupted
     from meshwright.core.secure_channel import TOKEN_VARIABLE, SecureChannel, local_address_towards
     from meshwright.elastic.node import NodeAgent
 
@@ -391,7 +400,6 @@ def _join_leader(
     Raises: InputError at once if the given token is refused and `lost` is None. Raises MeshwrightError (Interrupted
     with `lost`) if no connection succeeds within `JOIN_SECONDS`, and Interrupted if the run has ended.
     """
-    from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.core.secure_channel import AuthenticationError, open_channel, read_token
 
     name, devices = f"{place.number} ({socket.gethostname()})", place.devices[place.number]
@@ -445,7 +453,6 @@ def _leader_addresses(
 
     Raises: Interrupted if the run has ended, StorageFailed if the file system does not answer.
     """
-    from meshwright.core.errors import Interrupted
 
     leader = read_leader(folder)
     if lost is not None and leader is None:
@@ -468,7 +475,6 @@ def _waiting_line(place: NodeRole, seconds: float, why: str) -> Message:
 
 def _refused_token(place: NodeRole, error: Exception) -> Exception:
     """Returns the error of a node whose token the leader refuses."""
-    from meshwright.core.errors import InputError
 
     return InputError(
         Message(

@@ -71,17 +71,23 @@ def blocked_stop_signals() -> Iterator[None]:
 class StopRequest:
     """Records the stop signals that a training run has received, by name in `signals`. After the first signal, the run
     completes the step and saves everything. A second signal ends the run at once. `deadline` is the time when the run
-    ends in any case, or None before the first signal. `is_forced`: whether the run must end at once."""
+    ends in any case, or None before the first signal. `is_forced`: whether the run must end at once. `is_own`: whether
+    the supervisor itself has requested the stop."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
         self.deadline: float | None = None
-        self.is_forced = False
+        self.is_forced = self.is_own = False
         self._handled = 0
 
     def on_signal(self, number: int, _: Any) -> None:
         """Records a signal."""
         self.signals.append(signal.Signals(number).name)
+
+    def request(self, reason: str, deadline: float) -> None:
+        """Requests the stop for `reason`, which takes the place of a signal's name. The request counts as handled."""
+        self.signals.append(reason)
+        self.is_own, self.deadline, self._handled = True, deadline, len(self.signals)
 
     def is_news(self) -> bool:
         """Returns whether a signal has arrived since the last call of this method."""

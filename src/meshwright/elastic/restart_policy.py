@@ -101,8 +101,9 @@ class FaultPolicy:
 
     `retries`: the number of failures in a row that are retried; 0 means none. `hang_timeout`: a rank counts as hung
     after this number of seconds of silence at the earliest; 0 means never. `replan` returns the job for at most the
-    given number of ranks; without it, the world size is fixed. `min_ranks`: the minimum number of ranks after a
-    permanent loss; 0 means all ranks.
+    given number of ranks; without it, the world size is fixed. `min_ranks`: the minimum number of ranks after the
+    loss of a node or of a rank that keeps failing. With 0, the run goes on with the devices of the remaining nodes, and
+    keeps a rank that fails repeatedly.
     """
 
     retries: int = 0

@@ -36,6 +36,7 @@ from meshwright.core.cgroup_limits import raise_open_file_limit
 from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
+from meshwright.core.node_wait import ended_without_save
 from meshwright.core.signals import StopRequest, stop_signal_handler
 from meshwright.core.storage import failures_as_one_line, make_folder, report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
@@ -51,6 +52,7 @@ from meshwright.elastic.failure import (
 )
 from meshwright.elastic.hang_detector import HangDetector, StepPace
 from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.missing_nodes import MissingNodes
 from meshwright.elastic.replan import PendingChange, RankCountRequest
 from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy
 from meshwright.elastic.shared_files import SharedFileStore
@@ -330,26 +332,10 @@ class Supervisor:
         self.generation += 1
 
     def _await_places(self) -> None:
-        """If devices are missing, waits up to `rejoin_timeout` seconds for a node. Then it requests fewer ranks, but
-        continues to wait until there are at least `min_ranks` devices."""
-        began, places = self._agent.outside.clock(), self._slots.free(self._agent.slots)
-        if places is None or places >= self.work.world:
-            return
-        self.note(
-            Message(
-                "the nodes have room for {places} of {world} ranks: waiting {seconds:.0f} s for another node",
-                places=places,
-                world=self.work.world,
-                seconds=self.care.rejoin_timeout,
-            )
-        )
-        while (places := self._slots.free(self._agent.slots) or 0) < self.work.world and not self._stop.signals:
-            if self._agent.outside.clock() > began + self.care.rejoin_timeout and places >= self.care.min_ranks:
-                break
-            for event in self._agent.events(TICK_SECONDS):
-                self._heed_others(event)
-        self._journal.part("wait", self._agent.outside.clock() - began)
-        if places < self.work.world and not self._stop.signals:
+        """Waits for devices of lost nodes, if any are missing (missing_nodes.py)."""
+        missing = MissingNodes(self._agent, self._slots, self._journal, self.care, self._stop, self._heed_others)
+        places = missing.wait(self.work.world, self.generation, TICK_SECONDS)
+        if places is not None:
             self._change_to.world, self._change_to.places = places, self._agent.places
 
     def _change(self, work: RankJob) -> None:
@@ -373,6 +359,8 @@ def _resize(run: Supervisor, world: int) -> None:
             work = run.care.replan(world)
     except MeshwrightError as error:
         run._journal.unplanned(world, str(error), run.generation)
+        if run._stop.is_own:
+            raise ended_without_save(run._stop.signals[0]) from None
     else:
         run._change(work)
     run._journal.part("plan", run._agent.outside.clock() - began)

@@ -114,7 +114,10 @@ class RunConfig(StrictModel):
     min_ranks: int = Field(
         default=0,
         ge=0,
-        description="minimum number of ranks to continue with if a rank keeps failing; 0: the initial number",
+        description=(
+            "minimum number of ranks to start with if nodes are missing, and to continue with if a node is lost or a "
+            "rank keeps failing; 0: start with all nodes, continue with the remaining ones, keep every rank"
+        ),
     )
     rejoin_timeout: float = Field(
         default=10.0,
