@@ -12,7 +12,7 @@ from virtual_cluster import Cluster
 LEAST_SHARE = 0.05
 """Of a core, that the leader of 1,024 nodes may take while all is well."""
 
-LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2, "leader": 1, "leader's link": 2}
+LOST = {"dies": 0, "hangs": 0, "node": 1, "link": 1, "leader": 1, "leader's link": 1}
 """Steps that a fault may cost: copies of ranks that have ended are where they were, those of a lost node are read from
 its mirror, also by the leader that follows a lost one."""
 

@@ -13,8 +13,9 @@ rank enters this reduction only when its own snapshot of step n + 1 is complete.
 all ranks have a snapshot, whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
 Distributed Training with In-Memory Checkpoints, SOSP 2023.
 
-A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. It transfers only the bytes that the
-loaded layout needs. The location of a snapshot on this machine is a path. The location of a snapshot on another node is
+A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. A `MemoryCheckpoint` opens the
+snapshot of another rank only if its rank needs elements from it, keeps at most MAX_OPEN_SNAPSHOTS open, and transfers
+only these elements. The location of a snapshot on this machine is a path. The location of a snapshot on another node is
 `at:HOST:PORT/KEY/RANK`, the address at which that node serves the snapshot (elastic/snapshot_replication.py). If a
 snapshot was lost with its node, the location is `nowhere:`. A client must prove that it knows the token of the job
 (core/secure_channel.py).
@@ -26,10 +27,11 @@ import ctypes
 import json
 import mmap
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -47,13 +49,13 @@ from meshwright.core.messages import Message
 from meshwright.core.secure_channel import TOKEN_VARIABLE
 from meshwright.core.snapshots import (
     HEADER_BYTES,
-    LOST_LOCATION,
     MIN_STATE_BYTES,
     REMOTE_PREFIX,
     SNAPSHOT_SLOTS,
     SnapshotClient,
     SnapshotHeader,
     SnapshotVersion,
+    is_lost,
     round_up_to_page,
     versions_of,
 )
@@ -261,24 +263,69 @@ class MemorySnapshot:
 
     def data(self, step: int) -> torch.Tensor:
         """Returns the bytes of the snapshot of `step` as a view of the file."""
-        begin = self.head.place_of_data(step)
-        return self.bytes[begin : begin + self.head.size]
+        return self.bytes_at(self.head.place_of_data(step), self.head.size)
+
+    def bytes_at(self, begin: int, size: int) -> torch.Tensor:
+        """Returns `size` bytes from offset `begin` of the file.
+
+        Raises: OSError if they cannot be read.
+        """
+        return self.bytes[begin : begin + size]
+
+    def describe(self, step: int) -> dict[str, Any]:
+        """Returns what other ranks must know to read the snapshot of `step`, as JSON values: the index, the state of
+        the trainer, and the offset of the tensors in the file."""
+        return {
+            "index": self.index,
+            "state": json.loads(self.state(step)),
+            "begin": self.head.place_of_data(step),
+        }
+
+
+MAX_OPEN_SNAPSHOTS = 32
+"""A rank has the snapshots of at most this number of ranks open. On other nodes, each one is a connection."""
+
+RETRY_PAUSES = (0.1, 0.5)
+"""Seconds before the second and the third try to read a snapshot."""
+
+T = TypeVar("T")
+
+
+def retry_read(read: Callable[[], T]) -> T:
+    """Returns the result of `read`. An OSError is retried.
+
+    Raises: the OSError of the last try.
+    """
+    for pause in RETRY_PAUSES:
+        try:
+            return read()
+        except OSError:
+            time.sleep(pause)
+    return read()
 
 
 class MemoryCheckpoint:
-    """The snapshots of all ranks at one step, as a checkpoint that `load_checkpoint` reads. `memories` are in order of
-    rank.
+    """The snapshots of all ranks at one step, as a checkpoint that `load_checkpoint` reads.
 
-    The caller must have checked that the snapshots are intact.
+    `places`: the location of the snapshots of each rank. `described`: for each rank the result of
+    `MemorySnapshot.describe` for `step`. `opened`: snapshots that are open already, by rank. The caller must have
+    checked that all snapshots are intact.
 
     Raises:
         CorruptCheckpoint: the snapshots do not form complete tensors, or ranks disagree about a tensor.
     """
 
-    def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
+    def __init__(
+        self,
+        places: Sequence[str],
+        step: int,
+        described: Sequence[Mapping[str, Any]],
+        opened: Mapping[int, MemorySnapshot],
+    ) -> None:
         self.path, self.step = Path(f"memory of step {step}"), step
-        self._data = [memory.data(step) for memory in memories]
-        indices = [memory.index for memory in memories]
+        self._places, self._opened = places, dict(opened)
+        self._begins = [each["begin"] for each in described]
+        indices = [each["index"] for each in described]
         parts: dict[tuple[str, tuple[int, ...], str, int | None], list[SavedShard]] = defaultdict(list)
         for rank, index in enumerate(indices):
             for name, shape, dtype, split, intervals, start, stop, offset in index["pieces"]:
@@ -297,7 +344,7 @@ class MemoryCheckpoint:
                     "{path}: {problem}", path=self.path, problem=problem or Message("ranks disagree about a tensor")
                 )
             )
-        self.states = [json.loads(memory.state(step)) for memory in memories]
+        self.states = [each["state"] for each in described]
         """The parsed trainer state of each rank."""
         first = indices[0]
         self.manifest = CheckpointManifest(
@@ -308,10 +355,20 @@ class MemoryCheckpoint:
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the elements of the shard `part` of tensor `name`, written to the flat tensor `out` if given."""
         entry = self.manifest.tensors[name]
-        found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(
-            DTYPE_BY_NAME[entry.dtype]
-        )
-        return found if out is None else out.copy_(found)
+        rank, size = int(part.file), entry.bytes_of(part)
+        found = retry_read(lambda: self._read(rank, self._begins[rank] + part.offset, size))
+        typed = found.view(DTYPE_BY_NAME[entry.dtype])
+        return typed if out is None else out.copy_(typed)
+
+    def _read(self, rank: int, begin: int, size: int) -> torch.Tensor:
+        """Returns bytes of the file of `rank`. It opens the file if it is not open, and closes the one that was not
+        read for the longest time."""
+        source = self._opened.pop(rank, None) or open_snapshot(self._places[rank])
+        found = source.bytes_at(begin, size)
+        self._opened[rank] = source  # the last one in the order of the dict was read last
+        while len(self._opened) > MAX_OPEN_SNAPSHOTS:
+            del self._opened[next(iter(self._opened))]
+        return found
 
 
 def open_snapshot(place: str) -> MemorySnapshot:
@@ -322,7 +379,7 @@ def open_snapshot(place: str) -> MemorySnapshot:
     """
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
-    if place.startswith(LOST_LOCATION):
+    if is_lost(place):
         raise OSError("this in-memory checkpoint was lost with its node")
     return MemorySnapshot(place)
 
@@ -331,10 +388,23 @@ class RemoteSnapshot(MemorySnapshot):
     """Reads the snapshots of a rank of another node. `place` is HOST:PORT/KEY/RANK."""
 
     def __init__(self, place: str) -> None:
-        address, key, rank = place.split("/")
-        self._client = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
-        self.fetch = self._client.fetch
+        self._place = place
+        self._client: SnapshotClient | None = None
         self._open()
+
+    def fetch(self, begin: int, size: int) -> bytes:
+        """Returns `size` bytes of the file from offset `begin`: fewer at the end of the file. After an error, the next
+        call connects again.
+
+        Raises: OSError if the node does not answer.
+        """
+        address, key, rank = self._place.split("/")
+        client, self._client = self._client, None
+        if client is None:
+            client = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
+        found = client.fetch(begin, size)
+        self._client = client
+        return found
 
     def _open(self) -> None:
         self.head = SnapshotHeader(memoryview(self.fetch(0, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q"))
@@ -352,19 +422,12 @@ class RemoteSnapshot(MemorySnapshot):
         """Returns the JSON state of the trainer at `step`."""
         return self.fetch(*self.head.place_of_state(step))
 
-    def data(self, step: int) -> LazyBytes:  # type: ignore[override]
-        """Returns the bytes of the snapshot of `step`. Only slices of the result fetch bytes from the other node."""
-        return LazyBytes(self, self.head.place_of_data(step))
+    def bytes_at(self, begin: int, size: int) -> torch.Tensor:
+        """Returns `size` bytes from offset `begin` of the file.
 
-
-class LazyBytes:
-    """The bytes of a remote snapshot. A slice fetches its bytes and returns them as a tensor."""
-
-    def __init__(self, memory: RemoteSnapshot, begin: int) -> None:
-        self._memory, self._begin = memory, begin
-
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        found = self._memory.fetch(self._begin + part.start, part.stop - part.start)
-        if len(found) < part.stop - part.start:
+        Raises: OSError if the node does not answer, or no longer has them.
+        """
+        found = self.fetch(begin, size)
+        if len(found) < size:
             raise ConnectionResetError("the node with this in-memory checkpoint no longer has it")
         return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)

@@ -204,6 +204,11 @@ REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
 """The prefix of a location on another node, and the location of a checkpoint that was lost with its node."""
 
 
+def is_lost(place: str) -> bool:
+    """Returns whether the checkpoints at location `place` were lost with their node."""
+    return place.startswith(LOST_LOCATION)
+
+
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
     """Returns the locations of the in-memory checkpoints of all ranks from the file `table`, in order of rank. Returns
     () if `table` is ''."""

@@ -27,14 +27,14 @@ training continues. Guarantees:
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -45,6 +45,7 @@ from meshwright.checkpoint.memory_checkpoint import (
     SnapshotLayout,
     open_snapshot,
     plan_snapshot_layout,
+    retry_read,
     single_chunk,
 )
 from meshwright.checkpoint.retention import prune_checkpoints
@@ -55,7 +56,7 @@ from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.codec import validate_data
 from meshwright.core.ipc import Heartbeat, HeartbeatField
 from meshwright.core.messages import Message
-from meshwright.core.snapshots import SNAPSHOT_SLOTS
+from meshwright.core.snapshots import SNAPSHOT_SLOTS, is_lost
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
@@ -67,6 +68,8 @@ from meshwright.train.trainer_checkpoint import checkpoint_shards, merge_scalar_
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
+
+T = TypeVar("T")
 
 PINNED_CHUNK_BYTES = 1 << 25
 """The size of a chunk of pinned memory."""
@@ -203,7 +206,7 @@ class MemoryCheckpointer:
         if self._lift is not None:
             self._lift.begin()
         step = self.trainer.steps
-        copy = functools.partial(self._copy, step, layout, local, state)
+        copy = partial(self._copy, step, layout, local, state)
         try:
             self._thread = start_background_thread("copy", copy, lambda line: None)
         except OSError:  # the system cannot start a thread, so this copy delays the next step
@@ -302,22 +305,54 @@ def _clone_buffers(
     return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
 
 
-def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """Returns the in-memory checkpoint of the newest version (history and step) that is intact in every file of
-    `paths`, or None. All ranks call it; each rank checks some of the files."""
-    if not paths:
+def newest_memory_checkpoint(
+    places: Sequence[str], ranks: RankExchange, say: Callable[[str], None] = lambda line: None
+) -> MemoryCheckpoint | None:
+    """Returns the in-memory checkpoint of the newest version (history and step) that is intact at all `places`, or
+    None. All ranks call it.
+
+    Each rank opens, checks and describes only some of the files, its own one if the world size is unchanged. So the
+    number of connections between nodes does not grow with the square of the world size. If a file cannot be read, rank
+    0 calls `say` with the reason.
+    """
+    if not places:
         return None
-    try:
-        memories = [open_snapshot(path) for path in paths]
-        versions = set.intersection(*(memory.versions for memory in memories))
-    except OSError:
-        memories, versions = [], set()
-    found = (json.loads(text) for text in ranks.all_gather(json.dumps(sorted(versions))))
-    everywhere = set.intersection(*({(history, step) for history, step in each} for each in found))
-    for _, step in sorted(everywhere, reverse=True):
-        good = all(memory.is_intact(step) for memory in memories[ranks.rank :: ranks.world])
-        if all(answer == "good" for answer in ranks.all_gather("good" if good else "bad")):
-            return MemoryCheckpoint(memories, step)
+    mine = range(ranks.rank, len(places), ranks.world)
+    problems: list[tuple[int, str]] = []
+
+    def attempt(at: int, read: Callable[[], T]) -> T | None:
+        try:
+            return retry_read(read)
+        except OSError as error:
+            problems.append((at, str(error)))
+            return None
+
+    def exchange(**mine: Any) -> list[dict[str, Any]]:
+        """Returns the answers of all ranks. Rank 0 reports the first problem."""
+        answers = [json.loads(text) for text in ranks.all_gather(json.dumps(mine | {"problems": problems}))]
+        problems.clear()
+        first = next((problem for answer in answers for problem in answer["problems"]), None)
+        if first is not None and ranks.rank == 0:
+            say(
+                Message(
+                    "the in-memory checkpoint of rank {rank} cannot be read: {why}; goes on from an older checkpoint",
+                    rank=first[0],
+                    why=first[1],
+                )
+            )
+        return answers
+
+    opened = {at: attempt(at, partial(open_snapshot, places[at])) for at in mine if not is_lost(places[at])}
+    memories = {at: memory for at, memory in opened.items() if memory is not None}
+    answers = exchange(versions=[sorted(memories[at].versions) if at in memories else [] for at in mine])
+    versions = [{(history, step) for history, step in each} for answer in answers for each in answer["versions"]]
+    for _, step in sorted(set.intersection(*versions), reverse=True):
+        good = all(attempt(at, partial(memory.is_intact, step)) for at, memory in memories.items())
+        own = [attempt(at, partial(memory.describe, step)) for at, memory in memories.items()] if good else []
+        answers = exchange(good=good and None not in own, described=own)
+        if all(answer["good"] for answer in answers):
+            described = [answers[at % ranks.world]["described"][at // ranks.world] for at in range(len(places))]
+            return MemoryCheckpoint(places, step, described, memories)
     return None
 
 

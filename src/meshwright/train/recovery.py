@@ -94,7 +94,9 @@ class Recovery:
         """Restores the run from the first source that exists (module docstring). Returns the number of completed steps.
         Sets `source` to 'memory', 'disk' or '' (initial weights). All ranks call it."""
         saved = memory_checkpointer.newest_memory_checkpoint(
-            self.channel.memory.sources, rank_exchange(self.trainer.mesh)
+            self.channel.memory.sources,
+            rank_exchange(self.trainer.mesh),
+            lambda line: self.channel.say("degraded", line=line),
         )
         if saved is not None and not self._is_passed(saved.step):
             self.source = "memory"
