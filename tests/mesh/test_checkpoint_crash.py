@@ -192,6 +192,7 @@ def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, 
         seen.append(_holds_a_whole_checkpoint(folder, (1, 2)))
         _save(folder, 3)
         assert _holds_a_whole_checkpoint(folder, (3,)) == 3
+        prune_checkpoints(folder, 9)
         assert [name for name in os.listdir(folder) if name.startswith(".")] == []
         shutil.rmtree(folder)
         if code == 0:

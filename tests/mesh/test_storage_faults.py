@@ -38,6 +38,7 @@ from meshwright.spec.job import LaunchSpec, ModelSource, RunConfig
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import DataConfig, Workload
+from meshwright.train.checkpoint_pruner import CheckpointPruner
 from meshwright.train.console import RunConsole
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.ENOTEMPTY)
@@ -146,6 +147,7 @@ def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(fo
         assert found is not None and of_step(found) in ((3.0,) if done else (2.0, 3.0)), disk.failed
         assert {path.name for path in list_checkpoints(copy)} >= {"step-00000001", "step-00000002"}
         saved(copy, 4)
+        prune_checkpoints(copy, 9)
         assert of_step(list_checkpoints(copy)[0]) == 4.0 and not [
             name for name in os.listdir(copy) if name.startswith(".")
         ]
@@ -165,8 +167,8 @@ def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(f
         left = {path.name for path in list_checkpoints(copy)}
         assert left >= {"step-00000004", "step-00000005"} and all(verify_checkpoint(copy / name) == [] for name in left)
         assert said or len(left) <= 3, "one whose place cannot be read stays until the next time"
-        prune_checkpoints(copy, 2)
         saved(copy, 6)
+        prune_checkpoints(copy, 2)
         assert not [name for name in os.listdir(copy) if name.startswith(".")]
 
 
@@ -255,6 +257,61 @@ def test_a_save_and_a_report_whose_nth_operation_hangs_are_said_while_they_hang(
             shutil.rmtree(copy)
             if not disk.failed:
                 break
+
+
+class NoTrash:
+    """The module `os` without an answer for what is being removed."""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS - {"rename"}:
+            return real
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if ".trash" in str(arguments[0]):
+                raise OSError(errno.ETIMEDOUT, "waits for ever", str(arguments[0]))
+            return real(*arguments, **options)
+
+        return call
+
+
+def test_a_removal_that_hangs_at_its_nth_operation_costs_no_later_save(folder: Path) -> None:
+    """The next save began with removing what was left, and so each one hung. It must not even look at it."""
+    for step in range(1, 6):
+        saved(folder / "start", step)
+    for at in range(1, 200, 3):
+        copy, hangs, answers = folder / f"hangs-{at}", threading.Event(), threading.Event()
+        shutil.copytree(folder / "start", copy)
+        pruner = CheckpointPruner(copy, lambda kind, line: None)
+        hang = lambda hangs=hangs, answers=answers: hangs.set() or answers.wait(60.0)
+        with failing(at, instead=hang) as disk:
+            writer = threading.Thread(target=prune_checkpoints, args=(copy, 2, copy / "step-00000005"))
+            writer.start()
+            while writer.is_alive() and not hangs.is_set():
+                writer.join(0.001)
+            storage.os = NoTrash()  # type: ignore[assignment, attr-defined]
+            for step in (6, 7, 6):
+                saved(copy, step)
+            assert of_step(newest_checkpoint(copy)) == 6.0
+        answers.set()
+        writer.join()
+        pruner.prune(2)
+        assert {path.name for path in list_checkpoints(copy)} == {"step-00000006", "step-00000007"}
+        assert not [name for name in os.listdir(copy) if name.startswith(".")]
+        shutil.rmtree(copy)
+        if not disk.failed:
+            break
+    assert at > 60
+
+
+def test_leftovers_go_where_a_checkpoint_has_no_room_otherwise(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of a full disk is the only one that waits for them."""
+    saved(folder, 1)
+    (folder / ".step-00000002.0123abcd.tmp").mkdir()
+    is_full = lambda: os.path.exists(folder / ".step-00000002.0123abcd.tmp")
+    monkeypatch.setattr(storage, "free_bytes", lambda path: 10 if is_full() else 10**9)
+    saved(folder, 3)
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000003"]
 
 
 def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Path) -> None:

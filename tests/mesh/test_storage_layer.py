@@ -67,6 +67,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_fails_no_later_s
         assert saved(folder, step) == [newest_checkpoint(folder)]
     monkeypatch.undo()
     saved(folder, 5)
+    prune_checkpoints(folder, 9)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
 
 

@@ -136,6 +136,49 @@ def test_one_that_makes_no_progress_is_said_then_killed_then_left_alone(stage: S
     )
 
 
+def test_one_that_saved_and_then_hangs_while_it_removes_is_an_event_and_its_checkpoint_counts(stage: Stage) -> None:
+    """The line said that the checkpoint made no progress, and no event was written."""
+    stage.ask(8)
+    stage.event("started", pid=7)
+    stage.say("saved", step=8, path="step-8", seconds=2.0)
+    stage.signs = ProcStats("D")
+    stage.pass_by(NO_PROGRESS_SECONDS + 1.0)
+    assert stage.notes == [
+        "the checkpoint of step 8 is saved; removing older checkpoints has made no progress for 11.0 s: its disk does "
+        "not answer; given up after 60 s"
+    ]
+    stage.pass_by(50.0)
+    assert stage.killed == [("signal", WRITER_RANK)]
+    stage.event("ended", status=-9)
+    saved, degraded = stage.events
+    assert (saved.kind, saved.step, degraded.kind) == ("save", 8, "degraded") and stage.is_free
+    assert (
+        degraded.cause == "the checkpoint of step 8 is saved; removing older checkpoints made no progress for 1 min 1 s"
+    )
+    assert stage.notes[1:] == [f"{degraded.cause}; tried again after the next checkpoint"]
+
+
+def test_an_exception_after_the_checkpoint_was_saved_is_no_lost_checkpoint(stage: Stage) -> None:
+    stage.ask(8)
+    stage.event("started", pid=7)
+    stage.say("saved", step=8, path="step-8", seconds=2.0)
+    stage.say("failed", error="KeyError", message="'a'", place="", code=1, known=False)
+    stage.event("ended", status=1)
+    assert [event.kind for event in stage.events] == ["save", "degraded"]
+    assert stage.events[1].cause.endswith("is saved; removing older checkpoints failed: KeyError: 'a'")
+
+
+def test_one_that_failed_and_then_hangs_says_why_it_failed(stage: Stage) -> None:
+    stage.ask(8)
+    stage.event("started", pid=7)
+    stage.say("unsaved", step=8, why="no space left")
+    stage.pass_by(NO_PROGRESS_SECONDS + 1.0)
+    assert "step 8 is not saved; removing what it left has made no progress" in stage.notes[0]
+    stage.pass_by(50.0)
+    stage.event("ended", status=-9)
+    assert [(event.kind, event.cause) for event in stage.events] == [("unsaved", "no space left")]
+
+
 def test_one_that_stands_in_line_for_a_core_is_not_stuck(stage: Stage) -> None:
     stage.ask(8)
     stage.event("started", pid=7)

@@ -10,6 +10,7 @@ of step N is interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -160,7 +161,8 @@ def _first_problem(path: Path, verify: bool) -> str | None:
 def prune_checkpoints(
     folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints and returns the removed checkpoints.
+    """Removes all but the `keep` newest checkpoints and then the leftovers of interrupted saves and removals. Returns
+    the removed checkpoints. No other process may save into `folder` meanwhile.
 
     The newest valid checkpoint always remains. Checkpoints whose serial cannot be read also remain, as evidence of the
     fault. `say` receives a message for each checkpoint that cannot be removed (default: a logged warning). This is not
@@ -168,6 +170,8 @@ def prune_checkpoints(
 
     Nothing is removed before a remaining checkpoint is known to be valid. `verified` is a checkpoint that was just
     saved and read back, and counts as valid. Without it, this function verifies checkpoints until one is valid.
+
+    If the disk does not answer, this function waits for it. So the caller first reports that the checkpoint is saved.
 
     Raises:
         InputError: `keep` is less than 1.
@@ -179,6 +183,15 @@ def prune_checkpoints(
     except storage.StorageFailed as error:
         _warning_function(say)(Message("old checkpoints are not removed: {error}", error=error))
         return []
+    removed = _remove_obsolete(found, keep, verified, _warning_function(say))
+    with contextlib.suppress(OSError):  # the next removal finds the same leftovers
+        storage.remove_leftovers(Path(folder))
+    return removed
+
+
+def _remove_obsolete(found: list[Path], keep: int, verified: Path | None, say: Callable[[str], None]) -> list[Path]:
+    """Removes all but the first `keep` checkpoints of `found`, which is in the order of `list_checkpoints`. Returns the
+    removed checkpoints. Arguments as for `prune_checkpoints`."""
     retained, rest = found[:keep], found[keep:]
     if not rest:
         return []
@@ -191,7 +204,7 @@ def prune_checkpoints(
         if left is None:
             removed.append(path)
         else:
-            _warning_function(say)(
+            say(
                 Message(
                     "checkpoint {path} is not needed any more and cannot be removed: {failure}",
                     path=path.name,

@@ -4,7 +4,7 @@ name when all files are durable.
 First, rank 0 decides which rank writes which shard. Then each rank writes, syncs and reads back its file. Finally, rank
 0 merges the manifest, renames the folder, syncs the parent folder and writes `latest`. Ranks communicate only through
 `RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that several ranks have is written
-once, and the bytes are balanced over the ranks.
+once, and the bytes are balanced over the ranks. `prune_checkpoints` (retention.py) removes what interrupted saves left.
 
 Guarantees:
 - If one rank fails, all ranks raise SaveFailed with the same message. The temporary folder is removed, and earlier
@@ -18,6 +18,7 @@ detected when the checkpoint is saved, not only when it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -200,12 +201,10 @@ class _SaveOperation:
     # The following methods are the stages of a save, in order.
 
     def open(self) -> str | None:
-        """On rank 0, removes leftovers of interrupted saves, makes the temporary folder, and returns the id of this
-        save."""
+        """On rank 0, makes the temporary folder, and returns the id of this save."""
         if self.ranks.rank:
             return None
         storage.make_folder(self.folder)
-        storage.remove_leftovers(self.folder)
         self.begin(os.urandom(4).hex())
         storage.make_new_folder(self.temporary_folder())
         return self.id
@@ -231,6 +230,8 @@ class _SaveOperation:
                 holders[_parse_shard(fields)].append(rank)
         _check_complete(holders)
         self.needs = sum(_shard_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
+        if self.needs > storage.free_bytes(self.folder):
+            storage.remove_leftovers(self.folder, retained=self.temporary)
         if self.needs > storage.free_bytes(self.folder):
             raise _SaveRefused(self.out_of_space_message())
         load: Counter[int] = Counter()
@@ -323,7 +324,7 @@ class _SaveOperation:
     def publish(self, temporary: Path) -> None:
         """Renames the temporary folder to its final name. From then on the checkpoint exists.
 
-        An earlier checkpoint of this step is renamed first, and removed after the new checkpoint has its name.
+        An earlier checkpoint of this step is renamed first, and again at the end: then `prune_checkpoints` removes it.
         """
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
@@ -335,10 +336,11 @@ class _SaveOperation:
         storage.sync_folder(self.folder)
         for path in list_checkpoints(self.folder):
             if path.name.startswith(f"{self.final.name}."):
-                storage.remove_if_possible(path)
+                with contextlib.suppress(OSError):  # it then counts as an older checkpoint
+                    storage.move_to_trash(path)
 
     def abandon(self) -> None:
-        """Removes the temporary files after a failure. If some cannot be removed, the next save removes them."""
+        """Removes the temporary files after a failure. Files that cannot be removed become leftovers."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
@@ -494,6 +496,5 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
 
 
 def _folder_bytes(folder: Path | None) -> int:
-    """Returns the number of bytes in the temporary `folder`. A failed save removes the folder, so these bytes become
-    free. Returns 0 if `folder` is None."""
+    """Returns the number of bytes in the temporary `folder`, which a failed save removes. Returns 0 for None."""
     return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 PROBE_TARGET = "meshwright.train.measured_runs:speed"
 
+LEFTOVERS_SECONDS = 5.0
+"""The command waits at most this long for the removal of a partial save before it ends."""
+
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +240,14 @@ def _supervise(
 
 
 def _remove_partial_saves(folder: Path) -> None:
-    """Removes the partial save that a second stop request left. Files that cannot be removed now are removed by the
-    next save."""
+    """Removes the partial save that a second stop request left. Files that cannot be removed within
+    LEFTOVERS_SECONDS are removed after a later save."""
+    from meshwright.core.background_thread import start_background_thread
     from meshwright.core.storage import remove_leftovers
 
     with suppress(OSError):
-        remove_leftovers(folder)
+        work = lambda: remove_leftovers(folder)
+        start_background_thread("leftovers", work, lambda line: None, restarts=False).join(LEFTOVERS_SECONDS)
 
 
 def _options_after_trials(

@@ -186,11 +186,16 @@ def remove(path: Path) -> None:
         os.unlink(path)
         return
     if not path.name.startswith("."):
-        trash = path.with_name(f".{path.name}.{os.urandom(4).hex()}.trash")
-        os.rename(path, trash)
-        sync_folder(trash.parent)
-        path = trash
+        path = move_to_trash(path)
+        sync_folder(path.parent)
     _remove_tree(path)
+
+
+def move_to_trash(path: Path) -> Path:
+    """Renames a checkpoint to a name that `remove_leftovers` removes later. Returns the new path."""
+    trash = path.with_name(f".{path.name}.{os.urandom(4).hex()}.trash")
+    os.rename(path, trash)
+    return trash
 
 
 def _remove_tree(folder: Path) -> None:
@@ -226,11 +231,12 @@ def remove_if_possible(path: Path) -> OSError | None:
     return None
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes the remains of interrupted saves from a folder of checkpoints. No other process may save into this folder
-    meanwhile. Files that cannot be removed are ignored."""
+def remove_leftovers(folder: Path, retained: Path | None = None) -> None:
+    """Removes the remains of interrupted saves and removals from a folder of checkpoints, except `retained`. No other
+    process may save into this folder meanwhile. Files that cannot be removed are ignored. If the disk does not answer,
+    the function waits for it."""
     for name in list_names(folder):
-        if _LEFTOVER_NAME.fullmatch(name):
+        if _LEFTOVER_NAME.fullmatch(name) and folder / name != retained:
             remove_if_possible(folder / name)
 
 

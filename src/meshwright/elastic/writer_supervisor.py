@@ -7,7 +7,8 @@ ranks that requested the save, and their plan: the snapshots stay in memory unti
 server ends, the writer ends.
 
 Guarantees: training continues whatever happens to the writer. If the writer raises an exception, is killed or waits for
-a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. A writer without
+a disk that does not respond, only its checkpoint is lost. The loss is reported, logged and counted. If this happens
+while the writer removes older checkpoints, its own checkpoint is saved, and the event is `degraded`. A writer without
 progress for `limit` seconds is killed. If it cannot end because its disk call is not interruptible, it is abandoned. An
 abandoned writer reads no more snapshots.
 """
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.core.ipc import HeartbeatField, IpcMessage, RankPhase
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.units import show_seconds
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
@@ -37,6 +38,25 @@ BLOCKED_SECONDS = 5.0
 
 KILL_SECONDS = 5.0
 """A killed writer that has not ended after this time is abandoned."""
+
+STALL_TEXTS = {
+    "writes": mark_msgid(
+        "the checkpoint of step {step} has made no progress for {silent}{state}; given up after {limit:.0f} s"
+    ),
+    "failed": mark_msgid(
+        "the checkpoint of step {step} is not saved; removing what it left has made no progress for {silent}{state}; "
+        "given up after {limit:.0f} s"
+    ),
+    "saved": mark_msgid(
+        "the checkpoint of step {step} is saved; removing older checkpoints has made no progress for {silent}{state}; "
+        "given up after {limit:.0f} s"
+    ),
+}
+"""The message about a writer without progress, by what it has done so far."""
+
+SAVED_THEN_STALLED = mark_msgid(
+    "the checkpoint of step {step} is saved; removing older checkpoints made no progress for {silent}"
+)
 
 
 @dataclass
@@ -126,9 +146,9 @@ class WriterSupervisor:
         elif kind == "said" and self._process:
             self._heed_words(event["message"], generation)
         elif kind == "ended" and self._process:
-            self._why = self._why or Message(
-                "the process that writes it ended with status {status}", status=event["status"]
-            )
+            if not self._saved:
+                words = mark_msgid("the process that writes it ended with status {status}")
+                self._why = self._why or Message(words, status=event["status"])
             self._end(generation, holdings)
 
     def _heed_words(self, message: IpcMessage, generation: int) -> None:
@@ -139,6 +159,9 @@ class WriterSupervisor:
             self._why = message["why"]
         elif message["kind"] == "failed":
             self._why = message["message"] if message["known"] else f"{message['error']}: {message['message']}"
+            if self._saved:
+                words = mark_msgid("the checkpoint of step {step} is saved; removing older checkpoints failed: {why}")
+                self._why = Message(words, step=self._request.get("step", 0), why=self._why)
         else:
             self.hear(0, message)
 
@@ -154,7 +177,6 @@ class WriterSupervisor:
             return
         # On an overloaded machine, time in the run queue is no lack of progress.
         silent = now - self._moved - (signs.in_line - self._before.in_line)
-        step = self._request.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
             state = {
@@ -163,19 +185,22 @@ class WriterSupervisor:
             }.get(signs.state, "")
             self.note(
                 Message(
-                    "the checkpoint of step {step} has made no progress for {silent}{state}; given up after "
-                    "{limit:.0f} s",
-                    step=step,
+                    STALL_TEXTS["saved" if self._saved else "failed" if self._why else "writes"],
+                    step=self._request.get("step", 0),
                     silent=show_seconds(silent),
                     state=state,
                     limit=self.limit,
                 )
             )
         if silent > self.limit and self._killed is None:
-            self._killed, self._why = (
-                now,
-                Message("the process that writes it made no progress for {silent}", silent=show_seconds(silent)),
+            self._killed = now
+            words = (
+                SAVED_THEN_STALLED
+                if self._saved
+                else mark_msgid("the process that writes it made no progress for {silent}")
             )
+            why = Message(words, step=self._request.get("step", 0), silent=show_seconds(silent))
+            self._why = self._why or why
             self.command("signal", WRITER_RANK, signal=int(signal.SIGKILL))
         elif self._killed is not None and now > self._killed + KILL_SECONDS:
             self._end(generation, holdings)
@@ -193,6 +218,8 @@ class WriterSupervisor:
                 },
                 generation,
             )
+        elif self._why:
+            self.journal.degraded(self._why, Message("tried again after the next checkpoint"), generation=generation)
         self.ended(holdings)
 
     def ended(self, holdings: SharedFileStore) -> None:

@@ -27,6 +27,7 @@ training continues. Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -51,6 +52,7 @@ from meshwright.checkpoint.memory_checkpoint import (
 from meshwright.checkpoint.retention import prune_checkpoints
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
 from meshwright.checkpoint.save import RankExchange, SaveFailed, save_checkpoint
+from meshwright.core import storage
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.codec import validate_data
@@ -386,6 +388,8 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
         path = save_checkpoint(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
     except SaveFailed as error:
         channel.say("unsaved", step=step, why=str(error))
+        with contextlib.suppress(OSError):  # leftovers may be the reason that there is no space
+            storage.remove_leftovers(folder)
         return 0
     channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
     prune_checkpoints(folder, launch.run.keep, verified=path, say=lambda line: channel.say("note", line=line))

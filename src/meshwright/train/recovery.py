@@ -27,7 +27,6 @@ from meshwright.checkpoint.retention import (
     list_checkpoints,
     newest_checkpoint,
     newest_checkpoint_until,
-    prune_checkpoints,
 )
 from meshwright.checkpoint.save import RankExchange, SaveFailed
 from meshwright.core import storage
@@ -39,6 +38,7 @@ from meshwright.data.sampler import batch_index
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord, parse_events
 from meshwright.train import memory_checkpointer
+from meshwright.train.checkpoint_pruner import CheckpointPruner
 from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.metrics import StepGap, last_reported_step
 from meshwright.train.rank_main import RankControl
@@ -69,6 +69,7 @@ class Recovery:
     ) -> None:
         self.launch, self.channel, self.trainer, self.pulse, self.identity = launch, channel, trainer, pulse, identity
         self.folder = Path(launch.run.folder) / "checkpoints"
+        self.pruner = CheckpointPruner(self.folder, channel.say)
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
@@ -93,18 +94,17 @@ class Recovery:
     def resume(self) -> int:
         """Restores the run from the first source that exists (module docstring). Returns the number of completed steps.
         Sets `source` to 'memory', 'disk' or '' (initial weights). All ranks call it."""
+        ranks = rank_exchange(self.trainer.mesh)
         saved = memory_checkpointer.newest_memory_checkpoint(
-            self.channel.memory.sources,
-            rank_exchange(self.trainer.mesh),
-            lambda line: self.channel.say("degraded", line=line),
+            self.channel.memory.sources, ranks, lambda line: self.channel.say("degraded", line=line)
         )
-        if saved is not None and not self._is_passed(saved.step):
+        if saved is not None and not _has_later_checkpoint(self.folder, saved.step, ranks, self._note):
             self.source = "memory"
             self._fill(saved)
             self._forget()
             return self.trainer.steps
         chosen = newest_checkpoint(self.folder, say=self._note) if self.channel.rank == 0 else None
-        path = rank_exchange(self.trainer.mesh).all_gather(str(chosen or ""))[0]
+        path = ranks.all_gather(str(chosen or ""))[0]
         if self.trainer.engine.unfilled and self.launch.model.folder:
             self.trainer.load_weights(self.launch.model.folder)
         if path:
@@ -112,19 +112,9 @@ class Recovery:
             self._fill(Path(path))
             self.saved = self.trainer.steps
         elif not self.launch.run.restart:
-            refuse_silent_restart(self.launch, rank_exchange(self.trainer.mesh), self._note)
+            refuse_silent_restart(self.launch, ranks, self._note)
         self._forget()
         return self.trainer.steps
-
-    def _is_passed(self, step: int) -> bool:
-        """Returns whether the newest valid checkpoint on disk is of a later step than `step`. This is possible if later
-        in-memory checkpoints did not fit in memory. All ranks call it."""
-        passed = False
-        if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
-            with contextlib.suppress(CorruptCheckpoint):
-                found = newest_checkpoint(self.folder, say=self._note)
-                passed = found is not None and (parse_step(found) or 0) > step
-        return rank_exchange(self.trainer.mesh).all_gather(str(passed))[0] == "True"
 
     def _forget(self) -> None:
         """Discards this rank's in-memory checkpoints of steps after the resumed one, since these steps are repeated."""
@@ -299,7 +289,7 @@ class Recovery:
         self.saved, self._since, self._owed = step, 0.0, False
         for left in reversed(range(self.launch.run.retries + 1 if must else 1)):
             try:
-                self._save_here(step)
+                self._save_here(step, must)
                 return
             except SaveFailed as error:
                 if self.channel.rank == 0:
@@ -313,7 +303,7 @@ class Recovery:
             began = time.perf_counter()
             if self.channel.rank == 0:
                 make_room_for_save(
-                    self.folder, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note
+                    self.pruner, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note
                 )
             rank_exchange(self.trainer.mesh).all_gather("")
             self._block(time.perf_counter() - began)
@@ -323,20 +313,26 @@ class Recovery:
         self._waited += seconds
         self.gap.blocked += seconds
 
-    def _save_here(self, step: int) -> None:
-        """Writes the checkpoint in the processes of the ranks, while training waits. All ranks call it. Raises
-        SaveFailed."""
+    def _save_here(self, step: int, must: bool) -> None:
+        """Writes the checkpoint in the processes of the ranks, and removes old checkpoints, while training waits. All
+        ranks call it. Raises SaveFailed."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         try:
             path = self.trainer.save(self.folder, self.identity)
-        finally:
             took = time.perf_counter() - began
-            self._block(took)
+            if self.channel.rank == 0:
+                self.pruner.prune(self.launch.run.keep, verified=path)
+            rank_exchange(self.trainer.mesh).all_gather("")  # otherwise the next step of other ranks contains this time
+        except SaveFailed:
+            if self.channel.rank == 0 and not must:
+                self.pruner.remove_leftovers()
+            raise
+        finally:
+            self._block(time.perf_counter() - began)
         if self.channel.rank == 0:
             self.pulse.write(HeartbeatField.saved, round(took * 1e6))
             self.channel.say("saved", step=step, path=str(path), seconds=took, waited=self._waited)
-            prune_checkpoints(self.folder, self.launch.run.keep, verified=path, say=self._note)
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
@@ -355,6 +351,17 @@ class Recovery:
 
     def _note(self, line: str) -> None:
         self.channel.say("note", line=line)
+
+
+def _has_later_checkpoint(folder: Path, step: int, ranks: RankExchange, say: Callable[[str], None]) -> bool:
+    """Returns whether the newest valid checkpoint on disk is of a later step than `step`. This is possible if later
+    in-memory checkpoints did not fit in memory. All ranks call it."""
+    is_later = False
+    if ranks.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(folder)):
+        with contextlib.suppress(CorruptCheckpoint):
+            found = newest_checkpoint(folder, say=say)
+            is_later = found is not None and (parse_step(found) or 0) > step
+    return ranks.all_gather(str(is_later))[0] == "True"
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
@@ -379,10 +386,10 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
         say(Message("the run begins at step 0 again: its earlier {reported} steps were not saved", reported=reported))
 
 
-def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
+def make_room_for_save(pruner: CheckpointPruner, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
     """Frees disk space before a retry of the last save. It removes all checkpoints except the newest valid one. Then it
     waits `pause` seconds, in which the user can free more space. Only rank 0 calls it."""
-    removed = prune_checkpoints(folder, 1, say=say)
+    removed = pruner.prune(1)
     if removed:
         say(
             Message(

@@ -1,0 +1,98 @@
+"""What the ranks do around a save that they make themselves: on several machines, without copies in memory, at the
+end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.save import SINGLE_RANK, SaveFailed
+from meshwright.core.ipc import Heartbeat, HeartbeatField, open_heartbeats
+from meshwright.train import checkpoint_pruner, recovery
+from meshwright.train.checkpoint_pruner import CheckpointPruner
+from meshwright.train.metrics import StepGap
+from meshwright.train.recovery import Recovery
+
+
+class Rank:
+    """A rank that saves at once, and what it says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.problem: Exception | None = None
+        self.steps = 0
+        monkeypatch.setattr(recovery, "rank_exchange", lambda mesh: SINGLE_RANK)
+        say = lambda kind, **fields: self.said.append({"kind": kind, **fields})
+        memory = SimpleNamespace(own="", single_node=False, history=0)
+        channel: Any = SimpleNamespace(rank=0, say=say, memory=memory)
+        trainer: Any = SimpleNamespace(mesh=None, scale=SimpleNamespace(dynamic=False), save=self.save, steps=0)
+        run = SimpleNamespace(folder=str(folder), memory_checkpoints=True, keep=2, retries=2, checkpoint_every=1)
+        launch: Any = SimpleNamespace(run=run, workload=SimpleNamespace(spikes="keep", steps=100))
+        self.trainer, self.pulse = trainer, Heartbeat(open_heartbeats("", 1), 0)
+        self.recovery = Recovery(launch, channel, trainer, self.pulse, {})
+        self.recovery.gap = StepGap()
+
+    def save(self, folder: Path, extra: Any) -> Path:
+        if self.problem is not None:
+            raise self.problem
+        return folder / f"step-{self.trainer.steps}"
+
+    def step(self) -> list[dict[str, Any]]:
+        self.trainer.steps += 1
+        self.said.clear()
+        self.recovery.save(must=False)
+        return self.said
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(tmp_path, monkeypatch)
+
+
+def test_the_time_in_which_old_checkpoints_are_removed_belongs_to_the_save(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_pruner, "prune_checkpoints", lambda *_: time.sleep(0.3) or [])
+    (said,) = rank.step()
+    assert said["kind"] == "saved" and said["seconds"] < 0.1 and 0.3 <= said["waited"] < 0.6
+    assert rank.recovery.gap.blocked == said["waited"]
+    assert rank.pulse.read(HeartbeatField.saved) < 100_000
+
+
+def test_a_failed_save_removes_what_interrupted_ones_have_left(rank: Rank, tmp_path: Path) -> None:
+    """They may be the reason that there is no room."""
+    (tmp_path / "checkpoints" / ".step-00000001.0123abcd.tmp").mkdir(parents=True)
+    rank.problem = SaveFailed("no room")
+    assert [said["kind"] for said in rank.step()] == ["unsaved"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_removal_that_hangs_delays_training_once_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, said = threading.Event(), list[dict[str, Any]]()
+    hangs = lambda folder, keep, verified, say: (answers.wait(60.0) and say("done")) or [folder]
+    monkeypatch.setattr(checkpoint_pruner, "prune_checkpoints", hangs)
+    monkeypatch.setattr(checkpoint_pruner, "MAX_REMOVAL_WAIT_SECONDS", 0.2)
+    pruner, began = (
+        CheckpointPruner(tmp_path, lambda kind, **fields: said.append({"kind": kind, **fields})),
+        time.time(),
+    )
+    for _ in range(20):
+        assert pruner.prune(2) == []
+    assert 0.2 <= time.time() - began < 2.0
+    assert said == [
+        {
+            "kind": "degraded",
+            "line": "old checkpoints are not removed: the removal after the last save has not ended",
+        }
+    ]
+    answers.set()
+    while pruner.prune(2) == []:
+        time.sleep(0.01)
+    assert [message["line"] for message in said[1:]] == ["done", "done"]
