@@ -22,11 +22,10 @@ from virtual_cluster import START, Cluster
 from virtual_machines import Files, LeaderWaits, Mirror, Ranks
 
 from meshwright.cli.leader_file import read_leader
+from meshwright.cli.leader_role import await_nodes, continues_run
 from meshwright.cli.node_role import (
     NodeRole,
-    _await_nodes,
     announce_leader,
-    continues_run,
     has_other_leader,
     is_next_leader,
 )
@@ -168,7 +167,9 @@ class Protocol(Cluster):
         if not self.term:
             for number in range(1, NODES):
                 self._come(number)
-        _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin_timeout=REJOIN, min_ranks=1))  # type: ignore[arg-type]
+        await_nodes(
+            self.leader, place, self.notes.append, SimpleNamespace(rejoin_timeout=REJOIN, min_ranks=1, retries=5)
+        )  # type: ignore[arg-type]
         work = RankJob("module:function", NODES, {}, self.folder)
         retained = None if place.after is None else self.hosts[place.number].node.retained
         hold = AdoptionPolicy(60.0, "job and run", retained=retained)

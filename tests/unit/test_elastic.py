@@ -28,7 +28,14 @@ from meshwright.elastic.failure import (
     is_oom,
     local_failure,
 )
-from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, HangDetector, HangLimits, StepPace
+from meshwright.elastic.hang_detector import (
+    ACCELERATOR_LIMITS,
+    CPU_LIMITS,
+    FORK_SERVER_SECONDS,
+    HangDetector,
+    HangLimits,
+    StepPace,
+)
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.replan import plan_for_devices
@@ -453,9 +460,39 @@ def test_a_silent_rank_is_named_once_the_others_wait_for_it() -> None:
 
     assert named({0: 10, 1: 11}) == "", "work that never says a word is not judged"
     holdings.pulse(0).at(RankPhase.join)
-    assert named({0: 10, 1: 0}) == "", "it is yet to be forked"
+    for _ in range(int(4 * FORK_SERVER_SECONDS)):
+        assert watch.look({0: 10, 1: 0}) is None, "it is yet to be forked"
+        clock[0] += 0.2
     assert named({0: 10, 1: 11}).startswith("1: hung: no sign of life")
     holdings.close()
+
+
+def test_a_fork_server_that_starts_no_rank_is_blamed_after_five_minutes() -> None:
+    holdings, clock = SharedFileStore(2), [0.0]
+    holdings.begin()
+    for patience in (0.0, 2.0):  # also without the detection of hung ranks
+        watch = HangDetector(holdings, patience, clock=lambda: clock[0], blind=lambda: True)
+        began = clock[0]
+        while (hung := watch.look({0: 10, 1: 0})) is None:
+            clock[0] += 0.2
+        assert FORK_SERVER_SECONDS < clock[0] - began < FORK_SERVER_SECONDS + 0.5
+        assert hung.rank == -1 and hung.blames_server and hung.silent > FORK_SERVER_SECONDS
+        assert hung.words == "hung: the process that starts ranks has not started rank 1 for 5 min 0 s"
+    holdings.close()
+
+
+def test_ranks_that_all_join_without_an_end_blame_the_fork_server_and_its_store() -> None:
+    clock = [0.0]
+    for phases, blames in ((["join"] * 3, True), (["join", "build", "join"], False)):
+        holdings, clock[0] = SharedFileStore(3), 0.0
+        watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"))
+        holdings.begin()
+        for rank, phase in enumerate(phases):
+            holdings.pulse(rank).at(RankPhase[phase])
+        while (hung := watch.look({0: 10, 1: 11, 2: 12})) is None and clock[0] < 600.0:
+            clock[0] += 0.2
+        assert hung is not None and hung.blames_server == blames and 60.0 < clock[0] < 61.0
+        holdings.close()
 
 
 def test_no_training_rank_is_blamed_while_another_rank_evaluates() -> None:

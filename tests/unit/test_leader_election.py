@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.leader_file import LEADER_FILE, LeaderAddress, read_leader, read_run_id, retry_storage
+from meshwright.cli.leader_role import lead_nodes
 from meshwright.cli.node_role import (
     JOIN_SECONDS,
     TOKEN_FILE,
@@ -30,7 +31,6 @@ from meshwright.cli.node_role import (
     has_lost_election,
     has_other_leader,
     is_next_leader,
-    lead_nodes,
     serve_leader,
 )
 from meshwright.core import storage
@@ -219,7 +219,7 @@ def test_a_leader_overwrites_the_token_of_a_killed_leader(tmp_path: Path, monkey
         return SimpleNamespace(end=lambda code, line: None, dissolve=lambda: None)
 
     monkeypatch.setattr("meshwright.elastic.cluster_agent.ClusterAgent", fleet)
-    monkeypatch.setattr("meshwright.cli.node_role._await_nodes", lambda *_: None)
+    monkeypatch.setattr("meshwright.cli.leader_role.await_nodes", lambda *_: None)
     (tmp_path / "token").write_text("of a leader that nobody ever reached")
     for place in (node(1)._replace(token="known"), node(0)):
         place = place._replace(host="127.0.0.1")
@@ -431,7 +431,7 @@ def test_a_leader_writes_its_files_anew_whatever_stands_there(
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     fleet = SimpleNamespace(end=lambda code, line: None, dissolve=lambda: None)
     monkeypatch.setattr("meshwright.elastic.cluster_agent.ClusterAgent", lambda *_: fleet)
-    monkeypatch.setattr("meshwright.cli.node_role._await_nodes", lambda *_: None)
+    monkeypatch.setattr("meshwright.cli.leader_role.await_nodes", lambda *_: None)
     work = SimpleNamespace(folder=tmp_path, logs=tmp_path / "logs", warm=())
     odd_file(tmp_path / LEADER_FILE, kind)
     odd_file(tmp_path / TOKEN_FILE, kind)

@@ -114,6 +114,7 @@ class Cluster:
     starts: list[int] = field(default_factory=list)
     """Bytes that a node got in each start, the most of all nodes."""
     notes: list[str] = field(default_factory=list)
+    hung_opens: int = 0
     files: dict[int, SimpleNamespace] = field(default_factory=dict)
     owners: dict[int, Files] = field(default_factory=dict)
     lenders: dict[str, Callable[[str, int], int | None]] = field(default_factory=dict)
@@ -323,6 +324,10 @@ class Cluster:
         """All ranks have joined. They resume from the newest step of which all of them have a snapshot, or else from
         disk."""
         if not self._is_whole(generation):
+            return
+        if self.leader.store_hangs:
+            for rank in self.ranks.values():
+                rank.pulse.at(RankPhase.join)
             return
         common: set[tuple[int, int]] | None = None
         tables: dict[str, list[str]] = {}

@@ -244,7 +244,13 @@ class Ranks(LocalAgent):
     files: Files
 
     def _open(self) -> None:
-        self.ended, self.inbox = False, deque([{"event": "ready", "port": 1, "secret": "ab"}])
+        """The fork server of `hung_opens` more starts, in all supervisors, never answers."""
+        self.ended, self.inbox, self.hangs = False, deque(), self.cluster.hung_opens > 0
+        if self.hangs:
+            self.cluster.hung_opens -= 1
+        else:
+            self.inbox.append({"event": "ready", "port": 1, "secret": "ab"})
+        self.store_hangs = False
         self.children: dict[int, Rank] = {}
 
     def say(self, **event: Any) -> None:
@@ -252,6 +258,8 @@ class Ranks(LocalAgent):
         self.wake()
 
     def command(self, do: str, rank: int, **more: Any) -> None:
+        if self.hangs:
+            return
         if do == "start":
             child = self.children[rank] = Rank(self, {"rank": rank, **more}, next(self.cluster.numbers))
             self.say(event="started", rank=rank, generation=more["generation"], pid=child.pid)

@@ -183,7 +183,8 @@ def _supervise(
     """Supervises the ranks of this machine, which are children of this process. If this node leads, also supervises the
     ranks of the other nodes. Returns the run folder."""
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
+    from meshwright.cli.leader_role import continues_run, lead_nodes
+    from meshwright.cli.node_role import announce_leader, local_cluster_name
     from meshwright.cli.replanning import Replanner
     from meshwright.elastic.devices import ExclusionPolicy
     from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, StartupProgress
@@ -226,9 +227,8 @@ def _supervise(
         run_id = stack.enter_context(announce_leader(folder, node, screen.note))
         fleet = stack.enter_context(lead_nodes(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
-        screen.note(
-            Message("starting {world} ranks", world=work.world) if work.world > 1 else Message("starting 1 rank")
-        )
+        many = Message("starting {world} ranks", world=work.world)
+        screen.note(many if work.world > 1 else Message("starting 1 rank"))
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
             hold = hold and hold._replace(job=json_digest(hold.job, run_id), retained=node.retained)

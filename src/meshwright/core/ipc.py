@@ -48,9 +48,14 @@ def write_message(handle: int, message: IpcMessage) -> None:
 
     Raises: OSError if the reader has closed the pipe.
     """
-    rest = memoryview(json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n")
+    rest = memoryview(message_line(message))
     while rest:
         rest = rest[os.write(handle, rest) :]
+
+
+def message_line(message: IpcMessage) -> bytes:
+    """Returns the line that `write_message` writes."""
+    return json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n"
 
 
 def wait_readable(timeout: float, *handles: int) -> bool:

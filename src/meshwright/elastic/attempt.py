@@ -71,6 +71,8 @@ class Attempt:
     silent: float = 0.0
     """The seconds from the last heartbeat of a hung rank to the detection of the hang."""
     clock: Callable[[], float] = time.monotonic
+    blames_server: bool = False
+    """Whether the fork servers must be replaced before the next generation."""
 
     def start(self, agent: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
         """Starts all ranks. They write their in-memory snapshots to `holdings` and resume from those in `source`."""

@@ -253,6 +253,13 @@ def fork_server_exit(status: int | None, log: Path) -> RankExit:
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=_fork_server_cause(status))
 
 
+def fork_server_hang(at: float, seconds: float) -> RankExit:
+    """Returns the failure of a fork server that was not ready within `seconds`, as the exit of rank -1. It may be
+    transient, so two of them do not count as the same error."""
+    words = Message("the process that starts ranks was not ready within {seconds:seconds}", seconds=seconds)
+    return RankExit(-1, at, -signal.SIGKILL, words=words)
+
+
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
     """Returns the error that a rank without a supervisor raises for `error`. The report covers only this rank."""
     found = translate_system_error(error, ())

@@ -38,7 +38,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from meshwright.core.ipc import WAIT_INCREMENT, HeartbeatField, RankPhase
@@ -126,6 +126,9 @@ STOPPED_PROCESS_SECONDS = 0.8
 """The minimum limit of silence for a process that a signal has stopped. With it, the rank is named within a second."""
 
 
+FORK_SERVER_SECONDS = 300.0
+"""A fork server may load torch for this time before it is ready, or before a rank that it must start has a process."""
+
 MAX_RANKS_PER_SECOND = 8192
 """At most this number of rank checks is made per second, which takes 1 % of a CPU core. With more than 800 ranks, each
 rank is therefore checked less than ten times a second."""
@@ -140,6 +143,8 @@ class HangReport:
     """The culprit, or -1 if it is unknown."""
     silent: float
     words: str
+    blames_server: bool = False
+    """Whether a fork server or its rendezvous store may hang, so that the fork servers must be replaced."""
 
 
 @dataclass
@@ -206,16 +211,19 @@ class HangDetector:
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
+    _all_started: float = 0.0
+    """The time when each rank last had a process, or the start of the generation."""
 
     def __post_init__(self) -> None:
+        self._all_started = self.clock()
         self._first = self.holdings.column(HeartbeatField.beat)
 
     def look(self, living: Mapping[int, int]) -> HangReport | None:
-        """Checks all ranks. Returns a report if a rank hangs, else None. `living`: the process id of each living rank;
-        0 if it is not forked yet."""
-        if not self.patience:
-            return None
+        """Checks all ranks. Returns a report if a rank or a fork server hangs, else None. `living`: the process id of
+        each living rank; 0 if it is not forked yet."""
         now = self.clock()
+        if (unstarted := self._unstarted(living, now)) is not None or not self.patience:
+            return unstarted
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
@@ -258,7 +266,25 @@ class HangDetector:
             if (own := delayed[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line))
             > self._limit(rank, living[rank])
         }
-        return self._judge(delayed, silent, living) if delayed else None
+        found = self._judge(delayed, silent, living) if delayed else None
+        # Ranks that do not find each other may wait for the rendezvous store, which is a child of a fork server.
+        joins = found is not None and set(self.holdings.column(HeartbeatField.phase)) == {RankPhase.join}
+        return replace(found, blames_server=joins) if found is not None else None
+
+    def _unstarted(self, living: Mapping[int, int], now: float) -> HangReport | None:
+        """Returns a report if a fork server has not started a rank for FORK_SERVER_SECONDS."""
+        missing = next((rank for rank, process in living.items() if not process), None)
+        if missing is None:
+            self._all_started = now
+        waited = now - self._all_started
+        if waited <= FORK_SERVER_SECONDS:
+            return None
+        words = Message(
+            "hung: the process that starts ranks has not started rank {rank} for {silent:seconds}",
+            rank=missing,
+            silent=waited,
+        )
+        return HangReport(-1, waited, words, blames_server=True)
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
         """Resets the silence of all ranks outside of training if one of them is at work ([Note: at work])."""

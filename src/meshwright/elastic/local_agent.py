@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Self
 
 from meshwright.core import storage
 from meshwright.core.background_thread import start_background_thread
-from meshwright.core.ipc import IpcMessage, MessageReader, wait_readable, write_message
+from meshwright.core.ipc import IpcMessage, MessageReader, message_line, wait_readable, wait_writable
 from meshwright.core.secure_channel import SecureChannel, SecureListener
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
@@ -40,6 +40,8 @@ from meshwright.elastic.snapshot_replication import SnapshotReplicator, Snapshot
 
 PR_SET_CHILD_SUBREAPER = 36
 FORK_SERVER_EXIT_SECONDS = 2.0
+SEND_SECONDS = 1.0
+"""A command waits at most this long for a fork server that does not read."""
 
 
 class ForkServerProcess:
@@ -67,6 +69,9 @@ class ForkServerProcess:
             storage.close_quietly(handle)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._commands, self._events = self._process.stdin, self._process.stdout
+        os.set_blocking(self._commands.fileno(), False)
+        self._unsent = bytearray()
+        """The commands that the pipe has not taken yet."""
         self._reader = MessageReader(self._events.fileno())
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(self._events, selectors.EVENT_READ)
@@ -85,13 +90,28 @@ class ForkServerProcess:
         return self._events.fileno()
 
     def send(self, message: IpcMessage) -> None:
-        """Sends a command. If the fork server has died, nothing happens; `read` reports its death."""
-        with contextlib.suppress(BrokenPipeError, ValueError):  # raised if the fork server has died or was closed
-            write_message(self._commands.fileno(), message)
+        """Sends a command. If the fork server has died, nothing happens; `read` reports its death. What a fork server
+        does not read within SEND_SECONDS is sent by later calls of `send` and `read`. So it cannot block its parent."""
+        patience = 0.0 if self._unsent else SEND_SECONDS
+        self._unsent += message_line(message)
+        self._flush(patience)
+
+    def _flush(self, patience: float) -> None:
+        """Writes the unsent commands. Waits at most `patience` seconds for space in the pipe."""
+        try:
+            while self._unsent:
+                try:
+                    del self._unsent[: os.write(self._commands.fileno(), self._unsent)]
+                except BlockingIOError:
+                    if not patience or not wait_writable(patience, self._commands.fileno()):
+                        return
+        except (BrokenPipeError, ValueError):  # raised if the fork server has died or was closed
+            self._unsent.clear()
 
     def read(self, timeout: float) -> tuple[list[IpcMessage], bool]:
         """Waits at most `timeout` seconds for an event. Returns the new events, and whether the fork server has
         ended."""
+        self._flush(0.0)
         messages, self._pending = self._pending, []
         if messages or not self._waiting.select(timeout):
             return messages, False

@@ -49,8 +49,9 @@ from meshwright.elastic.failure import (
     find_culprit,
     fork_server_error,
     fork_server_exit,
+    fork_server_hang,
 )
-from meshwright.elastic.hang_detector import HangDetector, StepPace
+from meshwright.elastic.hang_detector import FORK_SERVER_SECONDS, HangDetector, StepPace
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.missing_nodes import MissingNodes
 from meshwright.elastic.replan import PendingChange, RankCountRequest
@@ -120,8 +121,8 @@ class Supervisor:
                     adopted = self._sets.adopt_from_nodes(self.agent, self.care.hold, self._journal)
                 if adopted is not None:
                     self.generation, self._begun = adopted + 1, True
-                if self.agent is None and not self._await_ready():
-                    raise fork_server_error(self._agent.status(), self._agent.log)
+                if self.agent is None and (first := self._await_ready()) is not None:
+                    _revive(self, first)
                 now = _run_attempts(self)
                 with contextlib.suppress(OSError):
                     now.end(self._agent, self._heed_others)
@@ -136,17 +137,20 @@ class Supervisor:
         """Returns the snapshots that the current ranks write."""
         return self._sets.newest
 
-    def _await_ready(self) -> bool:
-        """Waits until the fork server is ready. Returns False if it has ended. Raises Interrupted after a stop
-        request."""
+    def _await_ready(self) -> RankExit | None:
+        """Waits until the fork server is ready. Returns its failure if it has ended or is not ready within
+        FORK_SERVER_SECONDS. Raises Interrupted after a stop request."""
+        end = self._agent.outside.clock() + FORK_SERVER_SECONDS
         # Once training has begun, only a second stop request interrupts: after the first, the run still saves.
         while len(self._stop.signals) < 1 + self._begun:
             for event in (events := self._agent.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
-                return True
+                return None
             if self._agent.ended:
-                return False
+                return fork_server_exit(self._agent.status(), self._agent.log)
+            if (now := self._agent.outside.clock()) > end:
+                return fork_server_hang(now, FORK_SERVER_SECONDS)
             self.starting(self._holdings)
         how = Message("while it recovered") if self._begun else self.early
         raise Interrupted(
@@ -186,7 +190,7 @@ class Supervisor:
             self._sets.adoption.look()
             hung = watch.look(now.living)
             if hung is not None:
-                now.silent = hung.silent
+                now.silent, now.blames_server = hung.silent, hung.blames_server
                 now.failures[hung.rank] = RankExit(
                     hung.rank, self._agent.outside.clock(), -signal.SIGKILL, words=hung.words
                 )
@@ -317,7 +321,7 @@ class Supervisor:
         began = self._agent.outside.clock()
         self._journal.decide()
         now.end(self._agent, self._heed_others)
-        if self._agent.ended or now.living:
+        if self._agent.ended or now.living or now.blames_server:
             _revive(self)
         self._journal.part("end", self._agent.outside.clock() - began)
         self._retries.rest(self._journal.part)
@@ -385,13 +389,17 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
     now.tell(run._agent, {"stop": reason})
 
 
-def _revive(run: Supervisor) -> None:
-    """Starts a new fork server and waits until it is ready. If it ends before, this counts as a failure and is retried.
-    Raises RankFailed after the last retry."""
-    run._agent.again()
-    run._slots.probed()
-    while not run._await_ready():
-        first = fork_server_exit(run._agent.status(), run._agent.log)
+def _revive(run: Supervisor, first: RankExit | None = None) -> None:
+    """Starts a new fork server and waits until it is ready. If it ends before, or hangs, this counts as a failure and
+    is retried. `first`: how the first fork server of the run has failed. Raises RankFailed after the last retry, or if
+    the first fork server has ended: it would end again."""
+    if first is not None and run._agent.ended:
+        raise fork_server_error(run._agent.status(), run._agent.log)
+    if first is None:
+        run._agent.again()
+        run._slots.probed()
+        first = run._await_ready()
+    while first is not None:
         place = {"generation": run.generation, "cause": failure_cause(first)}
         if why := run._retries.count(first, run._journal.last):
             run._journal.write(kind="verdict", decision=why, **place)
@@ -399,6 +407,7 @@ def _revive(run: Supervisor) -> None:
         run._journal.fault(decision=Message("it starts again"), **place)
         run._retries.rest(run._journal.part)
         run._agent.again()
+        first = run._await_ready()
     run._writer.ended(run._holdings)
 
 
