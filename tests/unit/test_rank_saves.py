@@ -13,8 +13,13 @@ import pytest
 
 from meshwright.checkpoint.save import SINGLE_RANK, SaveFailed
 from meshwright.core.ipc import Heartbeat, HeartbeatField, open_heartbeats
+from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.supervisor import Supervisor
+from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord
 from meshwright.train import checkpoint_pruner, recovery
 from meshwright.train.checkpoint_pruner import CheckpointPruner
+from meshwright.train.console import RunConsole
+from meshwright.train.memory_checkpointer import OFFLOADED_TEXT
 from meshwright.train.metrics import StepGap
 from meshwright.train.recovery import Recovery
 
@@ -70,6 +75,31 @@ def test_a_failed_save_removes_what_interrupted_ones_have_left(rank: Rank, tmp_p
     rank.problem = SaveFailed("no room")
     assert [said["kind"] for said in rank.step()] == ["unsaved"]
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("why", "kind"), [("no in-memory checkpoints: they would take 2 GiB", "degraded"), (OFFLOADED_TEXT, "note")]
+)
+def test_that_there_are_no_copies_in_memory_is_said_once_and_is_an_event(
+    rank: Rank, tmp_path: Path, why: str, kind: str
+) -> None:
+    """A plan that offloads to disk is the user's choice. Anything else is less protection than the run should have."""
+    rank.recovery.copies = SimpleNamespace(refused=why, waited=0.0, begin=lambda record: None)  # type: ignore[assignment]
+    for step in (1, 2):
+        rank.recovery.copy(StepRecord(step=step, loss=1.0, tokens=1, gradient_norm=1.0, lr=0.1, seconds=1.0))
+    assert rank.said == [{"kind": kind, "line": why}]
+    noted, heard = list[str](), list[Any]()
+    supervisor: Any = SimpleNamespace(
+        _begun=True,
+        generation=0,
+        _journal=EventLog(tmp_path, noted.append),
+        _slots=SimpleNamespace(hear=lambda *_: False),
+        _here=lambda: (0,),
+        hear=lambda rank, message: RunConsole(words=lambda line: heard.append(line) or line).hear(message),
+    )
+    Supervisor._hear(supervisor, 0, rank.said[0])
+    assert [line.removeprefix("rank 0: ") for line in noted + heard] == [why]
+    assert (tmp_path / EVENTS_FILE_NAME).exists() == (kind == "degraded")
 
 
 def test_a_removal_that_hangs_delays_training_once_and_is_said_once(

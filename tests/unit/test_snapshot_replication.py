@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.core.ipc import HeartbeatField
 from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
-from meshwright.elastic.snapshot_replication import MAX_STEPS_AHEAD, ReplicationCoordinator
+from meshwright.elastic.snapshot_replication import MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK, ReplicationCoordinator
 
 STEP = 1.0
 """Seconds of a step."""
@@ -87,13 +87,28 @@ def test_small_states_cost_two_steps_at_most_also_after_orders_that_came_too_lat
 
 
 def test_orders_that_always_come_too_late_are_made_no_more_than_so_many_steps_ahead() -> None:
+    """It was never said: a lost node then cost the steps since the last checkpoint on disk."""
     links = Links(0.05, fails=range(200))
     links.run(20)
+    [said] = links.mirrors.take_reports()
+    assert (said["event"], said["decision"]) == ("degraded", "tried again") and said["line"] == (
+        "snapshots are not mirrored: a lost node now costs the steps since the last checkpoint (in 8 rounds in a row, "
+        "ranks overwrote their snapshots before they were copied)"
+    )
     assert (
         links.rounds > MAX_STEPS_AHEAD
         and max(message["step"] for _, message in links.waits) <= int(links.now) + MAX_STEPS_AHEAD
     )
     links.holdings.close()
+
+
+def test_late_rounds_are_said_at_the_greatest_distance_only_and_so_is_their_end() -> None:
+    few = Links(0.05, fails=range(MAX_STEPS_AHEAD + ROUNDS_BEFORE_SHRINK - 1))
+    many = Links(0.05, fails=range(MAX_STEPS_AHEAD + ROUNDS_BEFORE_SHRINK))
+    for links, kinds in ((few, []), (many, ["degraded", "notice"])):
+        links.run(200)
+        assert [said["event"] for said in links.mirrors.take_reports()] == kinds
+        links.holdings.close()
 
 
 def test_the_ranks_of_the_leader_are_mirrored_as_those_of_other_nodes() -> None:

@@ -23,7 +23,8 @@ A node stores the replica of at most one other node. Guarantees:
 A round replicates the newest step of rank 0. The nodes with ranks form a ring, the leader first. Each node copies the
 snapshots of the node before it in the ring. The leader copies those of the last node, even if it has no ranks itself.
 If a step is overwritten before it is copied, later rounds request a step further ahead, at most MAX_STEPS_AHEAD. After
-ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks by one step. After a round the links are idle for
+ROUNDS_BEFORE_SHRINK complete rounds in a row, this distance shrinks by one step. As many late rounds in a row at the
+maximum distance are reported, once until a round is complete. After a round the links are idle for
 as long as the copy took. While a round waits for its step, it does not load the links. Let the distance be `ahead`
 steps, and let a copy take the time of c steps. Then the loss of a node costs at most ahead + 3 c steps. If a copy takes
 less than half a step, the loss costs at most one step.
@@ -304,7 +305,9 @@ class ReplicationCoordinator:
         """The time when the step of the current round was first available, or 0."""
         self._where: dict[int, str] = {}
         self._failed = False
-        self._whole = self._step = self._ahead = self._calm = 0
+        self._whole = self._step = self._ahead = 0
+        self._calm = 0
+        """The number of complete rounds in a row, or minus the number of late rounds in a row at MAX_STEPS_AHEAD."""
         self._seconds = self._next = 0.0
 
     def begin(self, holdings: SharedFileStore) -> None:
@@ -377,9 +380,9 @@ class ReplicationCoordinator:
         if self._failed and self._why:
             self._degrade(self._why)
         elif self._failed:
-            self._ahead, self._calm = min(self._ahead + 1, MAX_STEPS_AHEAD), 0
+            self._count_overwritten()
         elif self._holdings is not None:
-            self._calm += 1
+            self._calm = max(self._calm, 0) + 1
             if self._calm == ROUNDS_BEFORE_SHRINK:
                 self._ahead, self._calm = max(self._ahead - 1, 0), 0
             self._whole = self._step
@@ -398,6 +401,18 @@ class ReplicationCoordinator:
         if self._clock() > self._there + ROUND_TIMEOUT_SECONDS:
             self._waits.clear()
             self._degrade(Message("not done after {seconds:.0f} s", seconds=ROUND_TIMEOUT_SECONDS))
+
+    def _count_overwritten(self) -> None:
+        """Counts a round whose step was overwritten before it was copied. The next round requests a step further ahead.
+        ROUNDS_BEFORE_SHRINK such rounds in a row at MAX_STEPS_AHEAD are reported."""
+        self._calm = min(self._calm, 0) - 1 if self._ahead == MAX_STEPS_AHEAD else 0
+        self._ahead = min(self._ahead + 1, MAX_STEPS_AHEAD)
+        if self._calm == -ROUNDS_BEFORE_SHRINK:
+            why = Message(
+                "in {rounds} rounds in a row, ranks overwrote their snapshots before they were copied",
+                rounds=ROUNDS_BEFORE_SHRINK,
+            )
+            self._degrade(why)
 
     def _degrade(self, why: str) -> None:
         self._next = self._clock() + max(self._seconds, RETRY_SECONDS)

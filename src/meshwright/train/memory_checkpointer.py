@@ -145,6 +145,10 @@ MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
 """The user is warned if training waits for overlapped copies for more than MAX_WAIT_FRACTION of its time. The waits are
 measured over the first MIN_MEASURED_STEPS steps."""
 
+OFFLOADED_TEXT = Message(
+    "no in-memory checkpoints of the states that the plan offloads to disk; if a rank fails, the run loses the steps "
+    "since the last checkpoint"
+)
 PEER_OUT_OF_MEMORY_TEXT = Message(
     "no in-memory checkpoints: another rank has too little memory for its own; if a rank fails, the run loses the "
     "steps since the last checkpoint"
@@ -258,10 +262,7 @@ class MemoryCheckpointer:
 
     def _refusal(self, layout: SnapshotLayout) -> str:
         if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
-            return Message(
-                "no in-memory checkpoints of the states that the plan offloads to disk; if a rank fails, the run "
-                "loses the steps since the last checkpoint"
-            )
+            return OFFLOADED_TEXT
         # On several nodes, this machine also stores replicas of another node's checkpoints
         # (elastic/snapshot_replication.py).
         mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0

@@ -208,7 +208,8 @@ class Recovery:
             self.copies.begin(record.model_dump(exclude_none=True))
             if self.copies.refused and not self._said and self.channel.rank == 0:
                 self._said = True
-                self._note(self.copies.refused)
+                is_planned = self.copies.refused == memory_checkpointer.OFFLOADED_TEXT
+                self.channel.say("note" if is_planned else "degraded", line=self.copies.refused)
 
     def _time(self, seconds: float, waited: float) -> None:
         """Measures during the first steps how long training waits for in-memory checkpoints. If the waits are long,
