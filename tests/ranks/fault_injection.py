@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 import torch
+from hanging_disk import HangingDisk
 
 import meshwright.train.loop as loop
 import meshwright.train.model as models
@@ -159,6 +160,11 @@ def happen(how: str) -> None:
         return
     if how == "mismatch":
         all_reduce(torch.ones(3), the_trainer().mesh.world).wait()
+        return
+    if how.startswith("disk hangs"):
+        storage.os = disk = HangingDisk()  # type: ignore[assignment, attr-defined]
+        disk.answers.clear()
+        threading.Timer(float(how.split()[-1]), disk.answers.set).start()
         return
     if how.startswith("clock"):
         turn(int(how.removeprefix("clock")))

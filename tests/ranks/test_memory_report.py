@@ -17,6 +17,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 from torch import nn
 
+from meshwright.core.background_thread import BackgroundCall
 from meshwright.core.codec import read_as
 from meshwright.core.quantities import parse_quantity
 from meshwright.report.memory import memory_chart, read_rank_peaks
@@ -147,7 +148,7 @@ def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], 
         trainer.step(make_batch("llama", step))
     with trace_memory(trainer.engine.model) as watch:
         trainer.step(make_batch("llama", before))
-    kinds = watch.keep(trainer, Path(folder))
+    kinds = watch.keep(trainer, Path(folder), BackgroundCall("write memory"))
     return kinds, sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.remaining, trainer.mesh.rank
 
 

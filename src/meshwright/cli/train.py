@@ -414,6 +414,7 @@ def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[I
 
     def hear(message: IpcMessage) -> None:
         journal.hear(message, 0)
+        journal.look()
         if not slots.hear(message, (), 0):
             screen.hear(message)
 

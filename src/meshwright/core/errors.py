@@ -19,7 +19,7 @@ import errno
 import re
 from collections.abc import Iterable
 
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, join_messages
 
 MAX_SHOWN_CHARACTERS = 120
 """Number of characters that a message shows of a word. Only words of at least twice this length are shortened."""
@@ -78,6 +78,7 @@ DISK_ERROR_REMEDIES = {
     errno.EDQUOT: Message("remove files of this user, or ask for a larger quota"),
     errno.EROFS: Message("mount the disk for writing, or choose another folder"),
     errno.EIO: Message("the disk or the connection to it fails: see the kernel log"),
+    errno.ETIMEDOUT: Message("the disk or the connection to it fails: see the kernel log"),
     errno.ESTALE: Message("the network file system has lost the file: mount it anew"),
     errno.ENOTEMPTY: Message("another program still writes into the folder"),
     errno.EACCES: Message("give this user permission"),
@@ -98,7 +99,8 @@ def describe_disk_error(error: OSError, path: str) -> str:
     """
     remedy = DISK_ERROR_REMEDIES.get(error.errno or 0)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return f"{path}: {error.strerror} ({name})" + (f"; {remedy}" if remedy else "")
+    line = Message("{path}: {reason} ({name})", path=path, reason=error.strerror, name=name)
+    return join_messages("; ", (line, remedy)) if remedy else line
 
 
 STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)

@@ -9,7 +9,8 @@ into one line with a remedy. An operation with a stale handle of a network file 
 
 The functions have no time limit, because a process cannot interrupt its own call to a disk that does not answer. The
 process reports that it waits (`report_if_overdue`), and its parent process kills it (elastic/writer_supervisor.py,
-elastic/hang_detector.py).
+elastic/hang_detector.py). A process that must not stop, such as a supervisor, calls them in a background thread
+(storage_deadline.py, append_file.py).
 
 Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
 Equal, OSDI 2014).

@@ -1,7 +1,8 @@
 """Writes the event log of a run, for the supervisor. The file events.jsonl in the run folder has one JSON line for each
 event: faults, recoveries, saves, changes of the ranks. The callback `note` receives a readable line.
 
-A full disk does not stop the run: events are buffered in memory until the disk has space.
+A disk that is full or does not answer does not stop the run: events are buffered in memory until the disk accepts them.
+An event is reported to the user before it is written.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.core import storage
 from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message, join_messages, mark_msgid, term
@@ -54,20 +56,48 @@ class EventLog:
     """The step of the last checkpoint on disk."""
     _unsaved: int = 0
     """The number of saves that have failed since the last checkpoint on disk."""
+    _is_behind: bool = False
+    """Whether the user knows that events cannot be written."""
 
     def __post_init__(self) -> None:
         self._lines = AppendOnlyFile(self.folder / EVENTS_FILE_NAME)
 
     def write(self, **fields: Any) -> RunEvent:
         """Appends an event with the fields of RunEvent and the current time. Returns the event."""
-        event = RunEvent(at=time.time(), **fields)
-        self._lines.append(event.to_line())
+        return self._write(RunEvent(at=time.time(), **fields))
+
+    def _write(self, event: RunEvent) -> RunEvent:
+        self._heed_disk(self._lines.append(event.to_line()))
         return event
+
+    def look(self) -> None:
+        """Writes buffered events, and reports if the disk accepts none. The supervisor calls it several times a
+        second."""
+        if self._lines.is_waiting:
+            self._heed_disk(self._lines.flush())
+
+    def _heed_disk(self, error: OSError | None) -> None:
+        if (error is not None) == self._is_behind:
+            return
+        self._is_behind = error is not None
+        if error is None:
+            self.note(Message("the events are written"))
+            return
+        cause = Message("events cannot be written: {failure}", failure=storage.describe_failure(error))
+        self.degraded(cause, Message("they are kept in memory, and the run goes on"))
+
+    def close(self) -> None:
+        """Closes the file and reports events that could not be written."""
+        if (error := self._lines.close()) is not None:
+            line = Message(
+                "{lost} events are lost: {failure}", lost=self._lines.lost, failure=storage.describe_failure(error)
+            )
+            self.note(line)
 
     def fault(self, **fields: Any) -> None:
         """Records a fault and starts to time the recovery. If a recovery is in progress, the fault belongs to it.
         `fields`: those of RunEvent."""
-        event = self.write(kind="fault", **fields)
+        event = RunEvent(at=time.time(), kind="fault", **fields)
         cause = event.cause
         if event.rank is not None:
             cause = Message("rank {rank} {cause}", rank=event.rank, cause=cause)
@@ -77,6 +107,7 @@ class EventLog:
         elif phase:
             cause = Message("{cause} while it was in {phase}", cause=cause, phase=phase)
         self.note(Message("{cause}: {decision}", cause=cause, decision=event.decision))
+        self._write(event)
         if self._decided is not None:  # the recovery in progress contains its detection
             self.part("detection", event.detection)
         self.decide(event.detection)
@@ -98,9 +129,9 @@ class EventLog:
     def degraded(self, cause: str, decision: str = "", rank: int | None = None, generation: int = 0) -> None:
         """Records the failure of something that training does not need, such as a background thread. The run continues
         with less protection or after a delay."""
-        self.write(kind="degraded", rank=rank, generation=generation, step=self.last, cause=cause, decision=decision)
         line = join_messages("; ", (cause, decision)) if decision else cause
         self.note(line if rank is None else Message("rank {rank}: {line}", rank=rank, line=line))
+        self.write(kind="degraded", rank=rank, generation=generation, step=self.last, cause=cause, decision=decision)
 
     def decide(self, detection: float = 0.0) -> None:
         """Starts to time a recovery, unless one is in progress. No step runs from now until the recovery ends.
@@ -120,16 +151,17 @@ class EventLog:
             if same
             else Message("less memory")
         )
-        self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
         less = Message("on the devices that are connected") if same else Message("under a plan that takes less memory")
         how = less if before == after else Message("with {after} instead of {before} ranks", after=after, before=before)
         how = Message("{how}, plan {plan}", how=how, plan=plan) if plan else how
         self.note(Message("goes on {how}", how=how))
+        self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
         self.decide()
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
         """Records that there is no plan for the requested number `world` of ranks, because of `why`. The run continues
         unchanged."""
+        self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
         self.write(
             kind="verdict",
             generation=generation,
@@ -137,7 +169,6 @@ class EventLog:
             cause=Message("{world} ranks: {why}", world=world, why=why),
             decision=Message("goes on as before"),
         )
-        self.note(Message("cannot go on with {world} ranks: {why}", world=world, why=why))
 
     def part(self, name: str, seconds: float) -> None:
         """Adds `seconds` to the part `name` of the recovery in progress, such as `plan` or `pause`."""
@@ -216,14 +247,6 @@ class EventLog:
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
         """Records a failed save. From the second failure in a row on, the note names the last checkpoint on disk."""
         self._unsaved += 1
-        self.write(
-            kind="unsaved",
-            generation=generation,
-            step=message["step"],
-            cause=message["why"],
-            seconds=message["waited"],
-            decision=Message("training goes on"),
-        )
         since = Message("step {saved}", saved=self._saved) if self._saved else Message("the start of this command")
         more = (
             Message(
@@ -242,6 +265,14 @@ class EventLog:
                 more=more,
             )
         )
+        self.write(
+            kind="unsaved",
+            generation=generation,
+            step=message["step"],
+            cause=message["why"],
+            seconds=message["waited"],
+            decision=Message("training goes on"),
+        )
 
     def _recovered(self, now: float) -> None:
         assert self._decided is not None
@@ -251,20 +282,11 @@ class EventLog:
         if self._unfinished:
             parts["unfinished"] = self._unfinished
         lost = max(0, self.last - self._from)
-        event = self.write(
-            kind="recovery",
-            generation=self._generation,
-            step=self._from,
-            source=self._source,
-            lost=lost,
-            seconds=seconds,
-            parts={name: round(value, 6) for name, value in parts.items()},
-        )
         source = {
             "memory": Message("in-memory checkpoint"),
             "disk": Message("checkpoint on disk"),
             "": Message("step 0"),
-        }[event.source]
+        }[self._source]
         steps = Message("{lost} step lost" if lost == 1 else "{lost} steps lost", lost=lost)
         self.note(
             Message(
@@ -273,5 +295,14 @@ class EventLog:
                 seconds=show_seconds(seconds),
                 steps=steps,
             )
+        )
+        self.write(
+            kind="recovery",
+            generation=self._generation,
+            step=self._from,
+            source=self._source,
+            lost=lost,
+            seconds=seconds,
+            parts={name: round(value, 6) for name, value in parts.items()},
         )
         self._decided, self._parts = None, {}

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.core import storage
 from meshwright.core.cgroup_limits import cgroup_memory_limit
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
 from meshwright.core.messages import Message, join_messages, mark_msgid
+from meshwright.core.storage_deadline import read_tail
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
@@ -159,7 +159,7 @@ def _kill_cause(kills: int, limit: float) -> str:
 def log_tail(log: Path, count: int) -> list[str]:
     """Returns the last `count` lines of a log that are not blank."""
     try:
-        lines = storage.read_file(log, -LOG_TAIL_BYTES, links=True).decode(errors="replace").splitlines()
+        lines = read_tail(log, LOG_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
     return [line.rstrip()[:200] for line in lines if line.strip()][-count:]
@@ -169,7 +169,7 @@ def crash_location(log: Path) -> str:
     """Returns the source location where a crash signal ended a rank, or '' if it is unknown. It is the innermost frame
     outside of torch in the last stack trace that Python's faulthandler wrote (train/rank_main.py)."""
     try:
-        said = storage.read_file(log, -LOG_TAIL_BYTES, links=True).decode(errors="replace")
+        said = read_tail(log, LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
     stack = said.rpartition("Fatal Python error: ")[2].partition("Current thread ")[2].partition("\n\n")[0]

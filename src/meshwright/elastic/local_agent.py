@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -33,6 +34,7 @@ from meshwright.core import storage
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.ipc import IpcMessage, MessageReader, message_line, wait_readable, wait_writable
 from meshwright.core.secure_channel import SecureChannel, SecureListener
+from meshwright.core.storage_deadline import answer_in_time
 from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
 from meshwright.elastic.snapshot_inventory import AdoptedSnapshots, AdoptionPolicy
@@ -53,7 +55,7 @@ class ForkServerProcess:
     ) -> None:
         _become_subreaper(True)
         with storage.failures_as_one_line(log):
-            handle = storage.open_for_append(log)
+            handle = answer_in_time(log, partial(storage.open_for_append, log))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(os.getpid()), *warm],

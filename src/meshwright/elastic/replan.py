@@ -18,13 +18,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from meshwright.core import storage
+from meshwright.core.background_thread import BackgroundCall, CallPending
 from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message, mark_msgid
+from meshwright.core.storage_deadline import unanswered
 from meshwright.elastic.attempt import RankJob
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.ranking import search_plans
@@ -180,13 +182,15 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
 @dataclass
 class RankCountRequest:
     """Reads the number of ranks that the user requests in the file `ranks` of the run folder. Invalid content is
-    reported to `note` in one line and ignored."""
+    reported to `note` in one line and ignored. A disk that does not answer delays the request only, and is reported
+    after storage.OVERDUE_SECONDS."""
 
     folder: Path
     note: Callable[[str], None]
     full: int
     """The number of ranks for which the run was planned."""
     _said: str = ""
+    _disk: BackgroundCall[bytes] = field(default_factory=lambda: BackgroundCall("read ranks"))
 
     def __call__(self, places: int | None) -> int | None:
         """Returns the requested number of ranks and removes the file. Returns None if there is no valid request.
@@ -197,20 +201,18 @@ class RankCountRequest:
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE
         try:
-            content = storage.read_file(path, most=MAX_RANKS_FILE_BYTES).strip()
-            if not content:
-                return None  # an empty file is still being written
-            storage.remove(path)
+            content = self._disk.call(lambda: _take_content(path))
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say(
-                Message(
-                    "the requested number of ranks cannot be read: {failure}",
-                    failure=storage.describe_failure(error),
-                )
-            )
+            self._say_unreadable(error)
             return None
+        except CallPending as pending:
+            if pending.seconds >= storage.OVERDUE_SECONDS:
+                self._say_unreadable(unanswered(path))
+            return None
+        if not content:
+            return None  # an empty file is still being written
         text = content.decode("ascii", errors="backslashreplace")
         wanted = int(text) if text.isdigit() and len(text) < MAX_RANKS_FILE_BYTES else 0
         if not 1 <= wanted <= most:
@@ -227,11 +229,23 @@ class RankCountRequest:
         self._said = ""
         return wanted
 
+    def _say_unreadable(self, error: OSError) -> None:
+        failure = storage.describe_failure(error)
+        self._say(Message("the requested number of ranks cannot be read: {failure}", failure=failure))
+
     def _say(self, line: str) -> None:
         """Reports `line` unless it was the last line reported, since the file is read repeatedly."""
         if line != self._said:
             self.note(line)
         self._said = line
+
+
+def _take_content(path: Path) -> bytes:
+    """Returns the content of the file `path` and removes the file, unless it is empty."""
+    content = storage.read_file(path, most=MAX_RANKS_FILE_BYTES).strip()
+    if content:
+        storage.remove(path)
+    return content
 
 
 RANKS_FILE_SECONDS = 0.2

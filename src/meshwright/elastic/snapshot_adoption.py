@@ -35,14 +35,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from meshwright.core import storage
+from meshwright.core.background_thread import BackgroundCall, CallPending
 from meshwright.core.ipc import IpcMessage, parse_message, wait_readable
 from meshwright.core.messages import Message
+from meshwright.core.storage_deadline import read_tail, unanswered
 from meshwright.core.version import __version__
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
@@ -74,9 +77,10 @@ def json_digest(*parts: Any) -> str:
 
 
 def last_step_of_run(folder: Path) -> int:
-    """Returns the last step in the records of a run folder, or 0 if there are no readable records."""
+    """Returns the last step in the records of a run folder, or 0 if no records can be read in
+    time."""
     try:
-        return max(0, last_recorded_step(storage.read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True)))
+        return max(0, last_recorded_step(read_tail(folder / RECORDS_FILE_NAME, RECORD_TAIL_BYTES)))
     except OSError:
         return 0
 
@@ -99,6 +103,10 @@ class SnapshotAdoption:
         """The connection to the FD store of the killed supervisor. It stays open until this supervisor's FD store has
         the snapshots."""
         self._is_named = self._is_reported = False
+        self._path = folder / SOCKET_NAME_FILE
+        self._disk = BackgroundCall[None]("write holder")
+        self._name = self._written = ""
+        """The name of the socket of the FD store, and the name that was last written to the run folder."""
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
 
@@ -110,7 +118,7 @@ class SnapshotAdoption:
         the job of this supervisor."""
         if self._hold is None:
             # After this run, the preserved snapshots would be outdated, so no later supervisor may adopt them.
-            storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
+            self._disk.attempt(self._remove_name)
             return None
         end = self._reached()
         if end is None:
@@ -136,7 +144,8 @@ class SnapshotAdoption:
 
     def _reached(self) -> socket.socket | None:
         try:
-            name = storage.read_file(self.folder / SOCKET_NAME_FILE, most=200).decode().strip()
+            with storage.report_if_overdue(lambda: self._tell(unanswered(self._path))):
+                name = storage.read_file(self._path, most=200).decode().strip()
         except (OSError, ValueError):
             return None
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -212,9 +221,13 @@ class SnapshotAdoption:
     def look(self) -> None:
         """Starts a new FD store if the current one has died, or if its socket name could not be written. The supervisor
         calls it several times a second."""
-        if self._hold is None or not self._line or time.monotonic() < self._started + STARTUP_SECONDS:
+        if self._hold is None or not self._line:
             return
-        if not self._is_named or self._process is None or self._process.poll() is not None:
+        if self._disk.is_pending:
+            self._write_name()
+        elif time.monotonic() < self._started + STARTUP_SECONDS:
+            return
+        elif not self._is_named or self._process is None or self._process.poll() is not None:
             self._begin(self._hold)
 
     def _tell(self, error: OSError) -> None:
@@ -233,8 +246,8 @@ class SnapshotAdoption:
         run continues without an FD store."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
-        name = f"meshwright-{secrets.token_hex(16)}"
-        words = [sys.executable, "-m", FD_STORE_MODULE, name, str(hold.seconds), str(self._reading)]
+        self._name = f"meshwright-{secrets.token_hex(16)}"
+        words = [sys.executable, "-m", FD_STORE_MODULE, self._name, str(hold.seconds), str(self._reading)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
             process = self._process = subprocess.Popen(
@@ -245,11 +258,29 @@ class SnapshotAdoption:
                 raise BlockingIOError("the process that holds them does not read")
             if self._before is not None:
                 wait_readable(STARTUP_SECONDS, process.stdout.fileno())
-            storage.replace_file(self.folder / SOCKET_NAME_FILE, name + "\n", private=True)
-            self._is_named = True
+            if not self._disk.is_pending:  # otherwise `look` starts another FD store when the disk answers
+                self._write_name()
         except OSError as error:
             self._tell(error)
         self._release()
+
+    def _write_name(self) -> None:
+        """Writes the name of the socket to the run folder, or continues to wait for a pending write. The user gets a
+        line if the disk does not answer."""
+        write = partial(storage.replace_file, self._path, self._name + "\n", private=True)
+        if not self._disk.is_pending:
+            self._written = self._name
+        try:
+            self._disk.call(write)
+            self._is_named = self._written == self._name
+        except OSError as error:
+            self._tell(error)
+        except CallPending as pending:
+            if pending.seconds >= storage.OVERDUE_SECONDS:
+                self._tell(unanswered(self._path))
+
+    def _remove_name(self) -> None:
+        storage.remove_if_possible(self._path)
 
     def _send(self, process: subprocess.Popen[bytes]) -> bool:
         assert process.stdin is not None
@@ -280,7 +311,7 @@ class SnapshotAdoption:
         self._end()
         if self._is_named:
             self._is_named = False
-            storage.remove_if_possible(self.folder / SOCKET_NAME_FILE)
+            self._disk.attempt(self._remove_name, time.monotonic() + storage.OVERDUE_SECONDS)
         if self._before is not None:
             self._before.close()
             self._before = None

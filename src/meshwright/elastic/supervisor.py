@@ -130,6 +130,7 @@ class Supervisor:
             if self._agent is not self.agent:
                 self._agent.close()
             self._sets.close()
+            self._journal.close()
         _finish(self, now)
 
     @property
@@ -188,6 +189,7 @@ class Supervisor:
                 _request_stop(self, now)
             self._writer.look(self.generation, self._holdings)
             self._sets.adoption.look()
+            self._journal.look()
             hung = watch.look(now.living)
             if hung is not None:
                 now.silent, now.blames_server = hung.silent, hung.blames_server

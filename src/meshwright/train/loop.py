@@ -100,8 +100,7 @@ class TrainLoop:
             if backend_of(self.device).memory_is_host
             else wrap_process_group(self.connection.control)
         )
-        self.stopping = False
-        identity = {"data": self.dataset.digest, "parameters": self.parameters}
+        self.stopping, identity = False, {"data": self.dataset.digest, "parameters": self.parameters}
         said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
         self.trainer.recount = SdcRecompute(launch.run.sdc_check_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(repair_replicas, self.trainer, said)
@@ -142,9 +141,8 @@ class TrainLoop:
         validation_batches = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
         if began == 0 and validation_batches:
             loss = self._evaluate(validation_batches)
-            self._report(
-                records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
-            )
+            first = StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
+            self._report(records, first)
         self.recovery.catch_up()
         delayed = self.recovery.unreported(records.last if records is not None else 0)
         for record in chain([delayed] if delayed is not None else [], self._steps(began)):
@@ -154,20 +152,23 @@ class TrainLoop:
             if self.stopping or self.recovery.due(record.step):
                 self.recovery.save(must=self.stopping or record.step == self.steps)
             if self.stopping and record.step < self.steps:
-                self._say("ended", step=record.step, after=self.recovery.gap.after())
+                self._end(records, record.step)
                 self._say("stopped", step=record.step)
                 return Interrupted.exit_code
         self.recovery.finish()
-        self._say("ended", step=self.steps, after=self.recovery.gap.after())
-        if records is not None:
-            records.close()
-        self.pulse.at(RankPhase.sample)
+        self._end(records, self.steps)
         found = sample_of_run(self.trainer, self.launch, self.objective, self.dataset.tokenizer, self.parameters)
         if found is not None:
             self._say("sample", **found)
         self.pulse.at(RankPhase.end)
         self._say("done", step=self.steps)
         return 0
+
+    def _end(self, records: RecordWriter | None, step: int) -> None:
+        self._say("ended", step=step, after=self.recovery.gap.after())
+        self.pulse.at(RankPhase.sample)  # the disk may take longer than a rank that trains may be silent
+        if records is not None:
+            records.close()
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from meshwright.core import storage
+from meshwright.core.background_thread import BackgroundCall
 from meshwright.runtime.backend import backend_of
 from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
 
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 MAX_TIMELINE_POINTS = 240
 """The maximum number of points in a timeline. A step is divided into this number of intervals of equal length, and each
 point is the highest byte count of an interval."""
+TIMELINE_SECONDS = 1.0
+"""A rank waits at most this time until its timeline is on the disk."""
+
 MIN_RELATIVE_CHANGE = 0.01
 """The recorder writes a new row only if some category has changed by more than this fraction."""
 MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
@@ -76,14 +82,17 @@ class StepMemoryTrace:
             moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
 
-    def keep(self, trainer: Trainer, folder: Path) -> dict[str, float]:
-        """Writes the timeline to memory/rank-N.json in the run folder. Returns the bytes at the peak in the categories
-        total, activations and buffers."""
+    def keep(self, trainer: Trainer, folder: Path, disk: BackgroundCall[None]) -> dict[str, float]:
+        """Writes the timeline to memory/rank-N.json in the run folder, by `disk`. Returns the bytes at the peak in the
+        categories total, activations and buffers."""
         found = self.timeline(trainer)
         path = folder / "memory" / f"rank-{found.rank}.json"
-        with suppress(OSError):  # a full disk must not end the run
+
+        def write() -> None:
             storage.make_folder(path.parent)
             storage.replace_file(path, found.to_json() + "\n")
+
+        disk.attempt(write, time.monotonic() + TIMELINE_SECONDS)  # a disk that fails must not end the run
         return {
             "total": found.total,
             "activations": found.peak.activations,
@@ -209,6 +218,7 @@ class MemoryRecorder:
         """Whether each rank runs on a different host. Only then does the RSS of a rank exclude memory of other ranks.
         """
         self._written: dict[str, float] = {}
+        self._disk = BackgroundCall[None]("write memory")
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
@@ -216,7 +226,7 @@ class MemoryRecorder:
         included if the step was traced (`watch` is not None) or the device records its peak. If the device records no
         peak and each rank has its own host, the peak RSS is included as `reserved`."""
         found = {**record.memory, "resident": resident_bytes()}
-        found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
+        found |= watch.keep(self.trainer, self.folder, self._disk) if watch is not None else {}
         if peak := backend_of(self.device).peak_memory(self.device):
             found |= peak
         elif self.is_rank_per_host:
@@ -228,10 +238,10 @@ class MemoryRecorder:
         before = self._written
         if all(abs(size - before.get(kind, -1.0)) <= MIN_RELATIVE_CHANGE * size for kind, size in found.items()):
             return
-        self._written = {**before, **found}
         path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
-        with suppress(OSError):  # a full disk must not end the run
-            storage.append_row(path, json.dumps({"step": step, **found}, separators=(",", ":")))
+        row = json.dumps({"step": step, **found}, separators=(",", ":"))
+        if self._disk.attempt(partial(storage.append_row, path, row)):  # a disk that fails must not end the run
+            self._written = {**before, **found}
 
 
 def resident_bytes() -> float:

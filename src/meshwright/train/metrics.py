@@ -23,6 +23,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ import numpy as np
 import torch
 import xxhash
 
-from meshwright.core.append_file import AppendOnlyFile
+from meshwright.core.append_file import CLOSE_SECONDS, AppendOnlyFile
+from meshwright.core.background_thread import BackgroundCall
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.messages import Message
 from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
@@ -157,7 +159,7 @@ def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Calla
 
 def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) -> None:
     lines = AppendOnlyFile(path)
-    error = lines.append(proof.to_json()) or lines.close()
+    error = lines.append(proof.to_json()) or lines.close(0.0)
     if error is not None:
         say(
             Message(
@@ -276,16 +278,20 @@ class StepGap:
 class RecordWriter:
     """Writes records.jsonl and, if TensorBoard is installed, events under tb/ in the run folder. Rank 0 uses it.
 
-    A full disk does not stop the run. The user gets a note, and records are buffered in memory until there is space.
+    A disk that is full or does not answer does not stop the run. The user gets a note, and records are buffered in
+    memory until the disk accepts them.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
         """The first step whose record is still buffered in memory, or 0."""
+        self._is_behind = False
+        """Whether the user knows that records cannot be written."""
         self.last = last_reported_step(folder)
         self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
         self._writer: Any = None
+        self._drawing = BackgroundCall[None]("write tensorboard")
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -293,23 +299,25 @@ class RecordWriter:
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
-        """Appends a record, or buffers it if the disk is full."""
+        """Appends a record, or buffers it if the disk is full or does not answer."""
         error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
-        if error is not None and not self._waits_since:
+        self._waits_since = self._waits_since or record.step
+        if error is not None and not self._is_behind:
             self.say(
                 Message(
                     "the records from step {step} on cannot be written and are kept in memory: {failure}; training "
                     "goes on",
-                    step=record.step,
+                    step=self._waits_since,
                     failure=describe_failure(error),
                 )
             )
-        elif error is None and self._waits_since:
+        elif error is None and self._is_behind:
             self.say(Message("the records from step {waits_since} on are written", waits_since=self._waits_since))
-        self._waits_since = (self._waits_since or record.step) if error is not None else 0
+        self._is_behind = error is not None
+        if not self._lines.is_waiting:
+            self._waits_since = 0
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # TensorBoard events are lost if the disk is full
-                self._events(record)
+            self._drawing.attempt(partial(self._events, record))  # lost if the disk is full or does not answer
 
     def _events(self, record: StepRecord) -> None:
         add = self._writer.add_scalar
@@ -334,8 +342,7 @@ class RecordWriter:
                 )
             )
         if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._writer.close()
+            self._drawing.attempt(self._writer.close, time.monotonic() + CLOSE_SECONDS)
 
 
 def last_reported_step(folder: Path) -> int:
