@@ -55,7 +55,7 @@ PARTS = {
             "data_dependent_models embedding_and_head loss_reads_parameters module_list_experts no_needless_refusals "
             "odd_cases odd_experts odd_jobs parameter_access "
             "parameters_without_gradient pass_writes row_coupling sequence_mixing single_rank_error soundness_list "
-            "step_guards step_invariants unused_weights writes_between_steps",
+            "late_changes step_guards step_invariants unused_weights writes_between_steps",
         },
     ),
     "proofs": SoakPart(

@@ -48,6 +48,7 @@ SUBLAYERS = {
         "weight_gradients": 3,
         "parallel_context": 3,
         "stage_placeholder": 4,
+        "loss_divisors": 3,
         "loss": 4,
         "non_tensor_state": 4,
         "tensor_parallel": 5,

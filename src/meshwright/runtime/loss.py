@@ -51,6 +51,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.loss_divisors import LossDivisors, find_divisors
 from meshwright.runtime.shard.access_guard import ForwardAccessGuard
 from meshwright.spec.plan import Plan
 
@@ -346,6 +347,7 @@ class LossHead:
                 requires labels.
         """
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
+        self.divisors: list[LossDivisors] = []
         self.group = vocabulary_group
         self.unreadable = unreadable or ForwardAccessGuard({}, None)
         if loss is not None and piece is not None:
@@ -397,8 +399,9 @@ class LossHead:
         """
         if self.loss is not None:
             with self.unreadable:
-                loss = self.loss(output, batch)
-            return loss * loss_weight(batch)
+                loss, rows = self.loss(output, batch), loss_weight(batch)
+            self.divisors += [find_divisors(loss, rows)] if getattr(loss, "requires_grad", False) else []
+            return loss * rows
         logits = extract_logits(output)
         if logits is None or "labels" not in batch:
             raise InputError(

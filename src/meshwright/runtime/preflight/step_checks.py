@@ -390,6 +390,7 @@ class Preflight:
         self.check(engine, batches, trains)
         self.steps += trains
         self.began = engine.run.passes
+        engine.objective.divisors.clear()
         self.paths.begin_step()
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:

@@ -49,7 +49,6 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, LossFunction, num_rows
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
-from meshwright.runtime.stage_placeholder import StagePlaceholder
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
@@ -65,51 +64,18 @@ from meshwright.spec.record import (
     validate_proof_mode,
 )
 from meshwright.train.proof.proof_run import NothingProven, ProofRun
+from meshwright.train.proof.stored_values import (
+    StoredValues,
+    apply_changes,
+    apply_functions,
+    changed_values,
+    stored_functions,
+    stored_values,
+)
 from meshwright.train.step.guards import SizeRanges
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
-
-ModuleValues = dict[str, dict[str, Any]]
-"""The plain values (numbers, strings, None, and tuples of these) of modules, by module path and attribute name."""
-SCALAR_TYPES = (bool, int, float, str, type(None))
-
-
-LOSS_PATH = "(loss)"
-"""The path in ModuleValues for the attributes of the user's loss object."""
-
-
-def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the plain values of all modules and of the user's loss object. Training modes are left out."""
-
-    def is_plain(value: Any) -> bool:
-        """Returns whether `value` is plain, as ModuleValues defines it."""
-        return isinstance(value, SCALAR_TYPES) or (type(value) is tuple and all(map(is_plain, value)))
-
-    owners: list[tuple[str, Any]] = [
-        (path, module) for path, module in model.named_modules() if not isinstance(module, StagePlaceholder)
-    ]
-    owners += [(LOSS_PATH, loss)] if isinstance(getattr(loss, "__dict__", None), dict) else []
-    return {
-        path: {name: value for name, value in vars(owner).items() if name != "training" and is_plain(value)}
-        for path, owner in owners
-    }
-
-
-def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
-    """Returns the values that have changed from `before` to `now` on any rank. If several ranks have changed a value,
-    the value on the lowest of these ranks is returned. All ranks call it."""
-    none = object()
-    own = {
-        path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
-        for path, values in now.items()
-    }
-    everyone = gather_objects({path: values for path, values in own.items() if values})
-    found: ModuleValues = {}
-    for changes in reversed(everyone):
-        for path, values in changes.items():
-            found.setdefault(path, {}).update(values)
-    return found
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
@@ -125,14 +91,6 @@ def follow_frozen(model: nn.Module, engine: Engine) -> None:
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-
-
-def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
-    """Sets the plain values `changes` in the copied model and the copied loss."""
-    owners: dict[str, Any] = {**dict(model.named_modules()), LOSS_PATH: loss}
-    for path, values in changes.items():
-        if hasattr(owners.get(path), "__dict__"):
-            owners[path].__dict__.update(values)
 
 
 PROVE_VARIABLE = "MESHWRIGHT_PROVE"
@@ -184,8 +142,10 @@ class ProofSchedule:
         """The version counters of this rank's weights directly after sharding (`weight_versions`)."""
         self.sizes = SizeRanges()
         """The sizes of batches for which a proof has passed."""
-        self.plain: ModuleValues = {}
+        self.plain: StoredValues = {}
         """The plain values that the skeleton (the copy of the model without weights) has now."""
+        self.functions: dict[tuple[str, str], Any] = {}
+        """The functions that the skeleton stores now."""
         self.required = ""
         """Why the next update requires a proof, as a text for the user, or ''."""
         self.reason = ""
@@ -206,7 +166,8 @@ class ProofSchedule:
     def begin(self, engine: Engine) -> None:
         """Records the versions of the weights and the plain values. `parallelize` calls it after sharding."""
         self.versions = weight_versions(engine)
-        self.plain = module_values(engine.model, engine.objective.loss)
+        self.plain = stored_values(engine.model, engine.objective.loss)
+        self.functions = stored_functions(engine.model)
 
     def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
         """Runs a proof if it is due before the update on `batch`. Raises PlanRefused on all ranks if the plan differs
@@ -296,10 +257,14 @@ class ProofSchedule:
                 Message("no proof: {unreadable_loss_reason}", unreadable_loss_reason=UNREADABLE_LOSS_REASON)
             )
         state.engine.zero.external_writes.sync(state.engine)
-        now = module_values(state.engine.model, state.engine.objective.loss)
+        now, functions = (
+            stored_values(state.engine.model, state.engine.objective.loss),
+            stored_functions(state.engine.model),
+        )
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
+        apply_functions(self.skeleton.model, self.functions, functions)
         follow_frozen(self.skeleton.model, state.engine)
-        self.plain = now
+        self.plain, self.functions = now, functions
         unchanged = state.steps == 0 and weight_versions(state.engine) == self.versions
         run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
         self.last = run.prove(batch, self.predicted.length)

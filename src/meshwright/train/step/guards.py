@@ -3,10 +3,10 @@ are valid only for such conditions. The step invariants (invariants.py) use thes
 
 The guards record these conditions of a checked step:
 - The keys of the batch, and the type, dimensions and sizes of each value, except the number of rows.
-- The values of zero-dimensional tensors and plain numbers in the batch.
+- The values of zero-dimensional tensors and plain numbers in the batch, also inside dicts, lists and objects.
 - The mode of each module, `requires_grad` of each parameter, and the number of hooks on modules.
-- Plain numbers, booleans and strings that the user's modules and the user's loss store, such as the weight of a loss
-  term.
+- The values that the user's modules and the user's loss store, such as the weight of a loss term (guarded_values.py):
+  numbers, strings, None, functions, small tensors, buffers, and what configuration objects, dicts and lists contain.
 - The code path of forward, if the user's code branches on tensor values (runtime/preflight/code_paths.py).
 
 | difference from the recorded conditions | what runs after the backward of this step and before its update |
@@ -32,7 +32,8 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ from torch import nn
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.loss import Batch
+from meshwright.runtime.loss_divisors import MicroBatchCounts
+from meshwright.train.step.guarded_values import GuardedValue, guarded_values, is_same, plain_leaves
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -182,10 +185,8 @@ def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
-GUARDED_TYPES = (bool, int, float, str)
 MAX_CHECKED_VALUES = 2
 """If a number changes, this number of further values is checked; after that, all its values count as known."""
-HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Outside(NamedTuple):
@@ -202,11 +203,15 @@ class Outside(NamedTuple):
     unproven: str = ""
     """Sizes that no proof covers."""
     at: int = -1
+    counts: tuple[MicroBatchCounts, ...] = ()
+    """The divisors of the user's loss in the micro-batches of this rank (runtime/loss_divisors.py)."""
+    has_other_counts: bool = False
+    """Whether `counts` differ from the last ones that were compared between the ranks."""
 
     @property
     def is_any(self) -> bool:
-        """Returns whether the step needs a check or a proof."""
-        return bool(self.unchecked or self.unproven)
+        """Returns whether the step needs a check, a proof, or a comparison of the divisors of the loss."""
+        return bool(self.unchecked or self.unproven or self.has_other_counts)
 
     @property
     def unchecked(self) -> str:
@@ -228,11 +233,12 @@ class StepGuards:
         self._forms: dict[Hashable, set[Hashable]] = {}
         """The checked values of the plain numbers in a batch, by its keys, types and dimensions."""
         self._sizes = SizeRanges()
-        self._places: list[tuple[str, Mapping[str, Any], str]] = []
+        self._places: list[GuardedValue] = []
         self._values: list[Any] = []
         self._times: dict[str, int] = {}
         self._trained: list[bool] = []
         self._hooks: list[int] = []
+        self._counts: MicroBatchCounts | None = None
 
     def untrained(self, engine: Engine) -> str:
         """Returns the name of a parameter that was frozen at the last call and is trained now, or ''."""
@@ -278,6 +284,8 @@ class StepGuards:
         code, at = engine.preflight.paths.unknown(batches)
         checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
         at = at if at >= 0 else unproven.at if unproven.said else checked.at
+        divisors = engine.objective.divisors if engine.outer is None else []
+        counts = tuple((each.rows, each.counts()) for each in divisors if each.divisors)
         return Outside(
             self.untrained(engine),
             self._changed(batches),
@@ -285,6 +293,8 @@ class StepGuards:
             checked.said,
             unproven.said,
             at,
+            counts,
+            any(each != self._counts for each in counts),
         )
 
     def _changed(self, batches: Sequence[Batch]) -> str:
@@ -295,11 +305,15 @@ class StepGuards:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
             if numbers not in self._forms[form] and len(self._forms[form]) <= MAX_CHECKED_VALUES:
                 return f"the batch has other numbers: {', '.join(map(str, numbers))}"
-        now = [stored.get(key) for _, stored, key in self._places]
-        if now == self._values:
-            return ""
-        at = next(at for at, (one, other) in enumerate(zip(now, self._values, strict=True)) if one != other)
-        return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
+        for (name, stored, key), before in zip(self._places, self._values, strict=True):
+            now = stored.get(key)
+            if now is not before and not is_same(now, before):
+                return f"{name} is {_repr(now)} and was {_repr(before)}"
+        return ""
+
+    def accept_counts(self, counts: Sequence[MicroBatchCounts]) -> None:
+        """Records the divisors of the loss of all ranks, which were found to be even."""
+        self._counts = next(iter(counts), None)
 
     def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """Records the conditions of the current step as checked."""
@@ -308,12 +322,21 @@ class StepGuards:
         self._sizes.add(batches)
         engine.preflight.paths.accept()
         before = {name: value for (name, _, _), value in zip(self._places, self._values, strict=True)}
-        places = [each for each in _guarded_values(engine) if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
+        places = [
+            each
+            for each in guarded_values(engine.model, engine.objective.loss)
+            if self._times.get(each.name, 0) <= MAX_CHECKED_VALUES
+        ]
         for name, stored, key in places:
-            if name in before and before[name] != stored.get(key):
+            if name in before and not is_same(before[name], stored.get(key)):
                 self._times[name] = self._times.get(name, 0) + 1
-        self._places = [each for each in places if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
-        self._values = [stored.get(key) for _, stored, key in self._places]
+        self._places = [each for each in places if self._times.get(each.name, 0) <= MAX_CHECKED_VALUES]
+        self._values = [each.stored.get(each.key) for each in self._places]
+
+
+def _repr(value: Any) -> str:
+    """Returns a short description of a value that has changed, on one line."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
@@ -331,70 +354,5 @@ def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             numbers += [] if value.ndim else [value.item()]
         else:
             forms.append((name, type(value).__name__))
-            numbers += [value] if isinstance(value, GUARDED_TYPES) else []
+            numbers += plain_leaves(value)
     return tuple(forms), tuple(numbers)
-
-
-def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yields the plain values that the user's code may read, each as (description, mapping that contains the current
-    value, key in this mapping)."""
-    for path, module in engine.model.named_modules():
-        own = vars(module)
-        name = path or "the model"
-        yield f"{name}.training", own, "training"
-        for hooks in HOOK_ATTRIBUTES:
-            yield f"the number of hooks of {name} ({hooks})", _HookCount(own.get(hooks, {})), "length"
-        if not type(module).__module__.startswith(("torch.", "meshwright.")):
-            yield from (
-                (f"{name}.{key}", own, key)
-                for key, value in own.items()
-                if isinstance(value, GUARDED_TYPES) and key != "training"
-            )
-    loss: Any = engine.objective.loss
-    for holder in (loss, getattr(loss, "__self__", None)):
-        stored = getattr(holder, "__dict__", {})
-        yield from (
-            (f"{key} of the loss", stored, key) for key, value in stored.items() if isinstance(value, GUARDED_TYPES)
-        )
-    code = getattr(loss, "__code__", None)
-    if code is not None:
-        cells = zip(code.co_freevars, loss.__closure__ or (), strict=True)
-        yield from (
-            (f"{name} of the loss", _ClosureValue(cell), "value")
-            for name, cell in cells
-            if isinstance(_ClosureValue(cell).get("value"), GUARDED_TYPES)
-        )
-        around = loss.__globals__
-        yield from (
-            (f"{name} of the loss", around, name)
-            for name in code.co_names
-            if isinstance(around.get(name), GUARDED_TYPES)
-        )
-
-
-class _HookCount(dict[str, Any]):
-    """A mapping whose value is the current number of hooks in `of`. Hooks of this package are not counted, since the
-    memory trace adds and removes hooks."""
-
-    def __init__(self, of: Mapping[int, Any]) -> None:
-        super().__init__()
-        self.of = of
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns the current number of hooks, whatever the key."""
-        return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in self.of.values())
-
-
-class _ClosureValue(dict[str, Any]):
-    """A mapping whose value is the current content of a closure cell."""
-
-    def __init__(self, cell: Any) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns the content, whatever the key, or `default` for an empty cell."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # Python raises it for an empty cell
-            return default

@@ -7,6 +7,7 @@ all-reduce of loss and gradient norm also adds up the values of the invariants, 
 | passes | forward passes of all stages on all ranks, with micro-batches times stages | a lost micro-batch |
 | weights | checksums of the weights on ranks that store equal weights | a drifting replica, a flipped bit |
 | gradients | checksums of the reduced gradients on ranks that store equal ones | a scaled shard, a partial reduction |
+| divisors | the numbers by which the user's loss divides in all micro-batches | a mean over unequal numbers of labels |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
 Checksums add the bits of elements as integers. If n ranks store equal tensors, the checksum of the first rank is
@@ -35,6 +36,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, ZeroWeightBatch
+from meshwright.runtime.loss_divisors import uneven_divisors
 from meshwright.runtime.preflight.batch_separability import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
 from meshwright.spec.constraints import check_batch_size
@@ -214,6 +216,7 @@ class StepInvariants:
                     step=step,
                 )
             )
+        self._compare_divisors(state, said)
         at = next((outside.at for replica, outside in everyone if replica == state.mesh.replica and outside.at >= 0), 0)
         if any(each.unchecked for each in said):
             engine.preflight.again(engine, [batches[at], *batches[:at], *batches[at + 1 :]])
@@ -237,6 +240,26 @@ class StepInvariants:
                 )
             )
         self.guards.accept(engine, batches)
+
+    def _compare_divisors(self, state: TrainState, said: Sequence[Outside]) -> None:
+        """Compares the numbers by which the user's loss divides in all micro-batches of all ranks
+        (runtime/loss_divisors.py)."""
+        counts = [each for outside in said for each in outside.counts]
+        uneven = uneven_divisors(counts)
+        if uneven is not None:
+            raise PlanRefused(
+                Message(
+                    "plan {plan}: in step {step} the loss divides by {one:.10g} in one micro-batch and by {other:.10g} "
+                    "in another, so it is a mean over labels or tokens, which is not the mean of its micro-batches: "
+                    "leave loss= out if the model returns logits and the labels to ignore are -100, return a mean "
+                    "over rows, or use dp1 with the batch as one micro-batch",
+                    plan=state.plan.name,
+                    step=state.steps + 1,
+                    one=uneven[0],
+                    other=uneven[1],
+                )
+            )
+        self.guards.accept_counts(counts)
 
     def _shown_batch(
         self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
