@@ -35,6 +35,7 @@ behind.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
@@ -178,12 +179,18 @@ class StepPace:
 
 @dataclass
 class _ObservedField:
-    """The value of a field in a heartbeat row. `at`: the time of its last change. `in_line`: the rank's run-queue
-    seconds at that time."""
+    """The value of a field in a heartbeat row. `at`: the time from which its silence counts against a limit. `in_line`:
+    the rank's run-queue seconds at that time. `since`: the time of the last sign of life, for the report. It is earlier
+    than `at` if a rank has waited for a disk."""
 
     word: int
     at: float
     in_line: float
+    since: float = float("nan")
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.since):
+            self.since = self.at
 
 
 @dataclass
@@ -229,7 +236,7 @@ class HangDetector:
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
         if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted anew
             for before in (*self._seen.values(), *self._waits.values()):
-                before.at = now
+                before.at = before.since = now
             return None
         self._count_steps()
         self._excuse(living, now)
@@ -266,7 +273,8 @@ class HangDetector:
             if (own := delayed[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line))
             > self._limit(rank, living[rank])
         }
-        found = self._judge(delayed, silent, living) if delayed else None
+        real = {rank: now - self._seen[rank].since for rank in silent}
+        found = self._judge(delayed, real, living) if delayed else None
         # Ranks that do not find each other may wait for the rendezvous store, which is a child of a fork server.
         joins = found is not None and set(self.holdings.column(HeartbeatField.phase)) == {RankPhase.join}
         return replace(found, blames_server=joins) if found is not None else None
@@ -287,9 +295,10 @@ class HangDetector:
         return HangReport(-1, waited, words, blames_server=True)
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """Resets the silence of all ranks outside of training if one of them is at work ([Note: at work])."""
+        """Resets the silence of all ranks outside of training if one of them is at work ([Note: at work]). A wait for a
+        disk is no sign of life: it only defers the limit."""
         extra: dict[int, ProcStats] = {}
-        at_work = False
+        at_work = progresses = False
         first, last = RankPhase.data, self.terms.last
         idle = [
             rank for rank, phase in enumerate(self.holdings.column(HeartbeatField.phase)) if not first <= phase <= last
@@ -310,12 +319,12 @@ class HangDetector:
                 pulse.read(HeartbeatField.phase) in INDEPENDENT_PHASES
                 and signs.computed - before.computed > BUSY_CPU_SECONDS
             )
-            if pulse.read(HeartbeatField.waits) % WAIT_INCREMENT == 0 and (
-                computes or waits_for_disk or signs.moved - before.moved > BUSY_IO_BYTES
-            ):
-                at_work = True
+            if pulse.read(HeartbeatField.waits) % WAIT_INCREMENT == 0:
+                progresses |= computes or signs.moved - before.moved > BUSY_IO_BYTES
+                at_work |= progresses or waits_for_disk
         for rank, signs in extra.items() if at_work else ():
-            self._seen[rank] = _ObservedField(self._seen[rank].word, now, signs.in_line)
+            seen = self._seen[rank]
+            self._seen[rank] = _ObservedField(seen.word, now, signs.in_line, now if progresses else seen.since)
             self._work[rank] = signs
 
     def _count_steps(self) -> None:
