@@ -11,8 +11,8 @@ CALLS = {"close", "fsync", "listdir", "lstat", "mkdir", "open", "pread", "rename
 
 
 class HangingDisk:
-    """In place of the module `os` in core/storage.py: while `answers` is not set, its operations do not return. After
-    GIVE_UP_SECONDS they do, and `has_stalled` says that the test waited for one."""
+    """In place of the module `os` in core/storage.py: while `answers` is not set, its operations do not return. If one
+    has waited for GIVE_UP_SECONDS, all return, and `has_stalled` says that the test waited for the disk."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -27,6 +27,7 @@ class HangingDisk:
         def call(*arguments: Any, **options: Any) -> Any:
             if not self.answers.wait(GIVE_UP_SECONDS):
                 self.has_stalled = True
+                self.answers.set()
             return real(*arguments, **options)
 
         return call
