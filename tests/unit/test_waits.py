@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -53,6 +55,11 @@ def made(folder: Path, nodes: int, **more: Any) -> Cluster:
     work = RankJob("module:function", nodes, {}, folder)
     cluster.options = {"replan": lambda world: replace(work, world=world), "rejoin_timeout": 10.0, **cluster.options}
     return cluster
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.elastic.restart_policy.RETRY_PAUSE_SECONDS", 0.0)
 
 
 def kinds_of(folder: Path) -> list[str]:
@@ -229,3 +236,102 @@ def test_a_fork_server_that_does_not_read_blocks_nobody(tmp_path: Path, monkeypa
         heard += [event["rank"] for event in agent.events(0.1)]
     agent.close()
     assert heard == list(range(640))
+
+
+class FailingCalls:
+    """Makes one call of the new leader fail that follows a lost one: the `which`-th of `name`, a call of its files, its
+    wait or its fork server's pipe. `made`: the number of such calls until ranks have made two steps."""
+
+    def __init__(self, folder: Path, name: str, which: int) -> None:
+        self.name, self.which, self.made, self.failed = name, which, 0, False
+        self.cluster = made(folder, 3, kinds=("leader",))
+        succeed = self.cluster._succeed
+
+        def replaced(silent: bool) -> Any:
+            fleet = succeed(silent)
+            pipe = type(fleet).__bases__[1]
+            files = [self.cluster.leader_files, self.cluster.hosts[self.cluster.leads].files]
+            places: Any = {"wait": [fleet._inbox.poller], "events": [pipe]}.get(name, files)
+            for place in places:
+                setattr(place, name, self.failing(getattr(place, name)))
+            return fleet
+
+        self.cluster._succeed = replaced  # type: ignore[method-assign]
+
+    def failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*words: Any) -> Any:
+            if not self.cluster.told[-1].healed or self.cluster.healthy < 2:
+                self.made += 1
+                if self.made == self.which:
+                    self.failed = True
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(*words)
+
+        return instead
+
+
+CALLS = ("memfd_create", "fstat", "ftruncate", "pwrite", "pread", "close", "wait", "events")
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("name", CALLS)
+def test_no_single_error_of_the_system_ends_a_run_that_a_new_leader_takes_over(tmp_path: Path, name: str) -> None:
+    """The first ten calls of each kind fail in turn, and three later ones."""
+    first = FailingCalls(tmp_path / "none", name, 0)
+    first.cluster.train()
+    assert first.made, "it is called"
+    for which in sorted({*range(1, min(first.made, 10) + 1), *(first.made * part // 4 for part in (1, 2, 3))} - {0}):
+        calls = FailingCalls(tmp_path / str(which), name, which)
+        (fault,) = calls.cluster.train().told
+        assert calls.failed and fault.healed and fault.source == "memory" and fault.lost <= 1, (which, fault)
+        assert fault.healed - fault.at < 60.0 and "verdict" not in kinds_of(tmp_path / str(which))
+
+
+def test_events_that_were_read_before_an_error_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = made(tmp_path, 3)
+    fleet = cluster.lead()
+    while len(fleet.nodes) < 2:
+        fleet.events(0.1)
+    ends = [
+        {"event": "ended", "rank": rank, "generation": 0, "status": 0, "words": f"{number}"}
+        for number, rank in enumerate((1, 1, 2))
+    ]
+    for rank, event in zip((1, 1, 2), ends, strict=True):
+        cluster.hosts[rank].end.send(event)
+    fleet.say(event="ended", rank=0, generation=0, status=0, words="3")
+    heard, fails = list[str](), [True] * 4
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*words: Any) -> Any:
+            if fails.pop() if fails else False:
+                raise OSError(errno.EIO, "")
+            return call(*words)
+
+        return instead
+
+    for there, name in ((fleet._snapshots.rounds, "look"), (fleet._snapshots.rounds, "take_reports")):
+        monkeypatch.setattr(there, name, failing(getattr(there, name)))
+    cluster.run(cluster.now + 1.0, lambda: False)
+    for _ in range(12):
+        with contextlib.suppress(OSError):
+            heard += [event["words"] for event in fleet.events(0.1) if event["event"] == "ended"]
+    assert sorted(heard) == ["0", "1", "2", "3"] and heard.index("0") < heard.index("1") and not fails
+    fleet.dissolve()
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("retries", [0, 2])
+def test_an_error_that_does_not_go_away_ends_the_wait_for_nodes_after_the_retries(tmp_path: Path, retries: int) -> None:
+    cluster = made(tmp_path, 2)
+    fleet, calls = cluster.lead(), list[float]()
+
+    def fail(timeout: float) -> list[Any]:
+        calls.append(timeout)
+        raise OSError(errno.EIO, "Input/output error")
+
+    fleet._gather = fail  # type: ignore[method-assign,assignment]
+    run: Any = SimpleNamespace(rejoin_timeout=10.0, min_ranks=0, retries=retries)
+    with pytest.raises(OSError, match="Input/output error"):
+        await_nodes(fleet, NodeRole(0, 2, (1, 1), "10.0.0.0", 1), cluster.notes.append, run)
+    assert len(calls) == 1 + retries == 1 + len([line for line in cluster.notes if "it tries again" in line])
+    fleet.dissolve()

@@ -29,6 +29,8 @@ from typing import Any
 
 from virtual_machines import End, Files, LeaderWaits, Lender, Mirror, Rank, Ranks, address, copy
 
+from meshwright.cli.leader_role import await_nodes
+from meshwright.cli.node_role import NodeRole
 from meshwright.core.ipc import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
 from meshwright.core.snapshots import REMOTE_PREFIX
 from meshwright.elastic.attempt import RankJob
@@ -472,8 +474,8 @@ class Cluster:
                 fleet = self._succeed(isinstance(loss, LeaderSilent))
 
     def _reign(self, fleet: ClusterAgent) -> None:
-        while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
-            fleet.events(0.1)
+        place = NodeRole(self.leads, self.nodes, (self.each,) * self.nodes, address(self.leads), 1)
+        await_nodes(fleet, place, self.notes.append, SimpleNamespace(retries=5))  # type: ignore[arg-type]
         work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
         hold = AdoptionPolicy(60.0, "job and run", retained=self.retained)
         care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS, hold=hold)

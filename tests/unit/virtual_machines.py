@@ -144,6 +144,10 @@ class LeaderWaits:
         cluster.waiting = self
         self.ready: dict[int, None] = {}
         self.is_awake = False
+        self._last: list[int] = []
+
+    def _unread(self, handle: int) -> bool:
+        return bool(self._ends[handle].link.inbox)
 
     def add(self, handle: int, what: Any) -> None:
         self._ends[handle] = what
@@ -155,11 +159,14 @@ class LeaderWaits:
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
         cluster = self.cluster
         cluster.stopwatch(False)
+        # An end that nobody has read from stays readable.
+        self.ready |= dict.fromkeys(handle for handle in self._last if handle in self._ends and self._unread(handle))
         cluster.run(cluster.now + timeout, lambda: bool(self.ready) or self.is_awake)
         if linger and (self.ready or self.is_awake):
             cluster.run(cluster.now + linger, lambda: False)
         cluster.stopwatch(True)
-        found = [self._ends[handle] for handle in self.ready if handle in self._ends]
+        self._last = [handle for handle in self.ready if handle in self._ends]
+        found = [self._ends[handle] for handle in self._last]
         self.ready, self.is_awake = {}, False
         return found
 

@@ -82,12 +82,14 @@ def await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None
 
     Raises: MeshwrightError if too few nodes join, Interrupted if a leader was lost before.
     """
+    from meshwright.elastic.restart_policy import call_with_retries
+
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
     is_later, patience, said = heir, run.rejoin_timeout if heir else JOIN_SECONDS, began
     note(_first_waiting_line(fleet, place))
     loading = _ForkServerLoading(fleet, run.retries, note)
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
-        for event in fleet.events(RETRY_SECONDS):
+        for event in call_with_retries(lambda: fleet.events(RETRY_SECONDS), run.retries, note):
             ready = ready or event["event"] == "ready"
             if event["event"] == "node_joined":
                 note(Message("node {name} has joined", name=event["name"]))

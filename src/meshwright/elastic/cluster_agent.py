@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +117,10 @@ class EventInbox:
     def __init__(self, poller: ReadinessPoller) -> None:
         self.poller = poller
         self._queue: queue.SimpleQueue[tuple[socket.socket | None, IpcMessage]] = queue.SimpleQueue()
+        self.gathered: list[IpcMessage] = []
+        """The events that the loop has gathered, but that nobody has handled yet."""
+        self.unheard: deque[tuple[_NodeConnection, IpcMessage | None]] = deque()
+        """The messages of nodes that were read, but not handled yet. None is the end of a connection."""
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         poller.add(self._woken.fileno(), None)
@@ -224,37 +228,17 @@ class ClusterAgent(LocalAgent):
         """Returns the ids of all devices, except those of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
-    def _admit(self) -> list[IpcMessage]:
-        events: list[IpcMessage] = []
-        for end, hello in self._inbox.take():
-            if end is None:
-                if hello["event"] in ("refusal", "degraded"):
-                    events.append(hello)
-                else:
-                    self._snapshots.rounds.heard(hello)
-                continue
-            try:
-                name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
-            # An authenticated client need not be a node: a snapshot client may connect to the wrong port.
-            except (KeyError, TypeError, ValueError):
-                end.close()
-                continue
-            try:
-                node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
-                self._inbox.poller.add(node.link.handle, node)
-            except OSError as error:  # the node has disconnected, or no descriptor is left; the node will try again
-                end.close()
-                line = Message("node {node} was not admitted: {reason}", node=name, reason=error.strerror)
-                events.append({"event": "refusal", "line": line})
-        return events
-
     def _lose(self, node: _NodeConnection, why: str) -> list[IpcMessage]:
-        self._inbox.poller.remove(node.link.handle)
-        node.link.close()
+        if node.is_lost:
+            return []
+        node.is_lost = True
+        with contextlib.suppress(OSError):
+            self._inbox.poller.remove(node.link.handle)
+        with contextlib.suppress(OSError):
+            node.link.close()
         if node not in self.nodes:
             return []
         self.nodes.remove(node)
-        node.is_lost = True
         self.homes.alive.discard(node.lender)
         self._snapshots.rounds.lost()
         words = Message("its node {node} {why}", node=node.name, why=why)
@@ -339,34 +323,45 @@ class ClusterAgent(LocalAgent):
 
     def events(self, timeout: float) -> list[IpcMessage]:
         """Waits at most `timeout` seconds and returns the new events of all machines. It also admits new nodes, detects
-        lost nodes and starts rounds of snapshot replication."""
+        lost nodes and starts rounds of snapshot replication. After an OSError, the next call returns the events that
+        had been read before the error."""
+        self._gather(timeout)
+        events, self._inbox.gathered = self._inbox.gathered, []
+        return events
+
+    def _gather(self, timeout: float) -> None:
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
         ready = self._inbox.poller.wait(timeout, linger, *(() if self.ended else (self.handle,)))
-        events = [*super().events(0), *self._admit()]
-        for event in events:
+        local = super().events(0)
+        self._inbox.gathered += local
+        for event in local:
             if event["event"] == "ready":
                 self._store = event["port"], event["secret"]
             elif event["event"] == "said" and (
                 event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")
             ):
                 self._snapshots.rounds.forget()
+        _admit(self)
         now, before = self.outside.clock(), self._looked
         self._looked = now
         self._snapshots.rounds.look(self.nodes, len(self._remote.at), self._remote.local)
         for node in filter(None, ready):
             messages, ended = node.link.read()
             node.heard = now if messages else node.heard
-            for message in messages:
-                events.extend(self._hear(node, message))
+            self._inbox.unheard += [(node, message) for message in messages]
             if ended:
-                events.extend(self._lose(node, Message("is gone")))
-        events.extend(self._snapshots.rounds.take_reports())
+                self._inbox.unheard.append((node, None))
+        while self._inbox.unheard:
+            node, message = self._inbox.unheard.popleft()
+            self._inbox.gathered += (
+                self._lose(node, Message("is gone")) if message is None else self._hear(node, message)
+            )
+        self._inbox.gathered += self._snapshots.rounds.take_reports()
         is_due = int(10 * now) != int(10 * before)  # timeouts are checked ten times a second, not after each message
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
-            events.extend(
-                self._lose(node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS))
+            self._inbox.gathered += self._lose(
+                node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS)
             )
-        return events
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
@@ -429,6 +424,30 @@ class ClusterAgent(LocalAgent):
             node.link.close()
         self.close()
         self._inbox.close()
+
+
+def _admit(fleet: ClusterAgent) -> None:
+    """Handles the messages of other threads, among them the nodes that have connected."""
+    for end, hello in fleet._inbox.take():
+        if end is None:
+            if hello["event"] in ("refusal", "degraded"):
+                fleet._inbox.gathered.append(hello)
+            else:
+                fleet._snapshots.rounds.heard(hello)
+            continue
+        try:
+            name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
+        # An authenticated client need not be a node: a snapshot client may connect to the wrong port.
+        except (KeyError, TypeError, ValueError):
+            end.close()
+            continue
+        try:
+            node = _NodeConnection(name, fleet.outside.link(end, hello), devices, fleet.outside.clock())
+            fleet._inbox.poller.add(node.link.handle, node)
+        except OSError as error:  # the node has disconnected, or no descriptor is left; the node will try again
+            end.close()
+            line = Message("node {node} was not admitted: {reason}", node=name, reason=error.strerror)
+            fleet._inbox.gathered.append({"event": "refusal", "line": line})
 
 
 def _tell(node: _NodeConnection, **message: Any) -> None:

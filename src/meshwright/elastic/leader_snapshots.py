@@ -78,12 +78,16 @@ class LeaderSnapshots:
         newest = newest_complete_version(found)
         if newest is None and any(found.values()):
             reasons.append(Message("are incomplete: those of some ranks are missing"))
-        own = retained.sets.pop(newest.key, None) if retained is not None and newest is not None else None
+        own = retained.sets.get(newest.key) if retained is not None and newest is not None else None
+        # What may fail comes first, so that the caller can try again.
+        holdings = own or (self._outside.holdings(len(newest.places)) if newest is not None else None)
         if retained is not None:
-            retained.close()
-        if newest is None:
+            if newest is not None:
+                retained.sets.pop(newest.key, None)
+            with contextlib.suppress(OSError):  # a file that cannot be closed must not cost the others
+                retained.close()
+        if newest is None or holdings is None:
             return None, reasons
-        holdings = own or self._outside.holdings(len(newest.places))
         holdings.key, self.shared[newest.key] = newest.key, holdings
         self._locations.adopt(newest.key, newest.places)
         return AdoptedSnapshots(newest.generation, holdings, False, 0.0), reasons

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from meshwright.core.messages import Message
 from meshwright.elastic.attempt import RankJob
@@ -31,6 +32,8 @@ RETRY_PAUSE_SECONDS = 0.1
 """The pause before the retry after the second failure in a row without a completed step."""
 
 BAD_RANK_FAULTS = 3
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -93,6 +96,18 @@ class RestartPolicy:
         if pause := self.pause():
             time.sleep(pause)
             part("pause", pause)
+
+
+def call_with_retries(do: Callable[[], ResultT], retries: int, note: Callable[[str], None]) -> ResultT:
+    """Returns `do()`. After an OSError, `note` receives a line, and `do` is called again, up to `retries` times. The
+    first pause takes RETRY_PAUSE_SECONDS, and each further one twice as long."""
+    for number in range(retries):
+        try:
+            return do()
+        except OSError as error:
+            note(Message("the supervisor failed: {error}; it tries again", error=error))
+            time.sleep(RETRY_PAUSE_SECONDS * 2.0**number)
+    return do()
 
 
 @dataclass(frozen=True)

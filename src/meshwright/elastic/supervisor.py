@@ -55,7 +55,7 @@ from meshwright.elastic.hang_detector import FORK_SERVER_SECONDS, HangDetector, 
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.missing_nodes import MissingNodes
 from meshwright.elastic.replan import PendingChange, RankCountRequest
-from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy
+from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy, ResultT, call_with_retries
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_adoption import SnapshotAdoption, SnapshotSets
 from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
@@ -97,7 +97,7 @@ class Supervisor:
             else self.agent.devices
         )
         with failures_as_one_line(self.work.logs):
-            make_folder(self.work.logs)
+            self._retried(lambda: make_folder(self.work.logs))
         clock = self.agent.outside.clock if self.agent is not None else time.monotonic
         self._journal = EventLog(self.work.folder, self.note, clock)
         self._retries = RestartPolicy(self.care.retries)
@@ -105,7 +105,7 @@ class Supervisor:
         adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.agent is None else None, self.note)
         log, pipe = self.work.logs / "fork-server.log", adoption.lifeline
         self._agent = self.agent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
-        fresh = self._agent.outside.holdings(self.work.world)
+        fresh = self._retried(lambda: self._agent.outside.holdings(self.work.world))
         self._pace, self._sets = StepPace(), SnapshotSets(fresh, adoption, self._agent.homes)
         request = RankCountRequest(self.work.folder, self.note, self._slots.full)
         self._change_to = PendingChange(request, self._agent.places)
@@ -116,11 +116,7 @@ class Supervisor:
         try:
             with stop_signal_handler(self._stop.on_signal):
                 # The next generation reads the snapshots of a killed supervisor or leader, as after any fault.
-                adopted = self._sets.adopt(self.work, self._journal)
-                if adopted is None and self.agent is not None:
-                    adopted = self._sets.adopt_from_nodes(self.agent, self.care.hold, self._journal)
-                if adopted is not None:
-                    self.generation, self._begun = adopted + 1, True
+                self._adopt()
                 if self.agent is None and (first := self._await_ready()) is not None:
                     _revive(self, first)
                 now = _run_attempts(self)
@@ -132,6 +128,21 @@ class Supervisor:
             self._sets.close()
             self._journal.close()
         _finish(self, now)
+
+    def _retried(self, do: Callable[[], ResultT]) -> ResultT:
+        return call_with_retries(do, self.care.retries, self.note)
+
+    def _adopt(self) -> None:
+        """Adopts the snapshots of a killed supervisor or of a lost leader. If this fails, the run goes on from its
+        checkpoint."""
+        adopted = self._sets.adopt(self.work, self._journal)
+        if adopted is None and (agent := self.agent) is not None:
+            try:
+                adopted = self._retried(lambda: self._sets.adopt_from_nodes(agent, self.care.hold, self._journal))
+            except OSError as error:
+                self.note(Message("the snapshots of a node that lost its leader {why}: not adopted", why=error))
+        if adopted is not None:
+            self.generation, self._begun = adopted + 1, True
 
     @property
     def _holdings(self) -> SharedFileStore:
