@@ -27,6 +27,7 @@ from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.failure import RankFailed
 from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, FORK_SERVER_SECONDS
 from meshwright.elastic.local_agent import SEND_SECONDS, LocalAgent
+from meshwright.elastic.node import NODE_TIMEOUT_SECONDS
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.supervisor import Supervisor
 
@@ -335,3 +336,11 @@ def test_an_error_that_does_not_go_away_ends_the_wait_for_nodes_after_the_retrie
         await_nodes(fleet, NodeRole(0, 2, (1, 1), "10.0.0.0", 1), cluster.notes.append, run)
     assert len(calls) == 1 + retries == 1 + len([line for line in cluster.notes if "it tries again" in line])
     fleet.dissolve()
+
+
+def test_the_silence_of_a_node_counts_as_detection(tmp_path: Path) -> None:
+    cluster = made(tmp_path, 3, kinds=("link",), options={"rejoin_timeout": 600.0}).train()
+    assert cluster.told[0].healed
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (fault,) = [event for event in events if event["kind"] == "fault"]
+    assert NODE_TIMEOUT_SECONDS <= fault["detection"] < NODE_TIMEOUT_SECONDS + 1.0

@@ -69,7 +69,7 @@ class Attempt:
     kills: int = field(default_factory=oom_kill_count)
     """The number of OOM kills in the cgroup before the generation began."""
     silent: float = 0.0
-    """The seconds from the last heartbeat of a hung rank to the detection of the hang."""
+    """The seconds from the last heartbeat of a hung rank, or the last message of a silent node, to the detection."""
     clock: Callable[[], float] = time.monotonic
     blames_server: bool = False
     """Whether the fork servers must be replaced before the next generation."""
@@ -143,6 +143,7 @@ class Attempt:
             self.hear(rank, event["message"])
         elif event["event"] == "ended":
             del self.living[rank]
+            self.silent = max(self.silent, event.get("silent", 0.0))
             if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:

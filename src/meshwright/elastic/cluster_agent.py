@@ -228,7 +228,7 @@ class ClusterAgent(LocalAgent):
         """Returns the ids of all devices, except those of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
-    def _lose(self, node: _NodeConnection, why: str) -> list[IpcMessage]:
+    def _lose(self, node: _NodeConnection, why: str, silent: float = 0.0) -> list[IpcMessage]:
         if node.is_lost:
             return []
         node.is_lost = True
@@ -243,7 +243,14 @@ class ClusterAgent(LocalAgent):
         self._snapshots.rounds.lost()
         words = Message("its node {node} {why}", node=node.name, why=why)
         lost = [
-            {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
+            {
+                "event": "ended",
+                "rank": rank,
+                "generation": number,
+                "status": -signal.SIGKILL,
+                "words": words,
+                "silent": silent,
+            }
             for rank, number in node.ranks.items()
         ]
         return [*lost, {"event": "node_lost", "name": node.name, "why": why}]
@@ -359,9 +366,8 @@ class ClusterAgent(LocalAgent):
         self._inbox.gathered += self._snapshots.rounds.take_reports()
         is_due = int(10 * now) != int(10 * before)  # timeouts are checked ten times a second, not after each message
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
-            self._inbox.gathered += self._lose(
-                node, Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS)
-            )
+            why = Message("has been silent for {seconds:.0f} s", seconds=NODE_TIMEOUT_SECONDS)
+            self._inbox.gathered += self._lose(node, why, now - node.heard)
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
