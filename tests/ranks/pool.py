@@ -54,7 +54,8 @@ CHECKED = [
     "parameter_access", "pass_writes", "plain_modules", "plan_trials", "precision_recipes", "proof",
     "proof_faults", "proof_limit", "proof_models", "proof_repeated", "proof_rows", "replica_check",
     "row_coupling", "sequence_mixing", "shared_weights", "soundness_list", "split_proofs", "stage_check",
-    "step_guards", "step_invariants", "trainer", "trainer_state", "unused_weights", "writes_between_steps",
+    "step_guards", "step_invariants", "trainer", "trainer_state", "unused_weights", "unusual_models",
+    "writes_between_steps",
 ]  # fmt: skip
 CHECKED_FILES = frozenset(Path(__file__).with_name(f"test_{name}.py") for name in CHECKED)
 """Files whose tests need the checks of rows and writes; the others compare with one device themselves, where the checks

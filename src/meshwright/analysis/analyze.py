@@ -36,7 +36,7 @@ from meshwright.analysis.graph import ModelGraph, TpSplit
 from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lora
 from meshwright.analysis.op_trace import find_written_parameter, trace_ops
 from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
-from meshwright.analysis.run_conditions import set_training_modes, training_modes
+from meshwright.analysis.run_conditions import run_modes, set_training_modes
 from meshwright.analysis.trace_log import TraceLog
 from meshwright.analysis.verified_regions import accept_verified_regions
 from meshwright.core.messages import Message
@@ -55,6 +55,7 @@ def analyze_model(
     example: ExampleInputs | None = None,
     splits: bool = True,
     sequence: bool = True,
+    evaluates: bool = False,
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
@@ -62,15 +63,14 @@ def analyze_model(
     parameters outside of the blocks, and those of the first block of each group of identical blocks. `example`: a batch
     to call the model with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions
     are verified for tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism
-    is checked. If False, the result marks it as unsupported.
+    is checked. If False, the result marks it as unsupported. `evaluates`: whether to run the model in eval mode.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
     """
-    adapted = lora_layers(model)
-    if adapted:
+    if adapted := lora_layers(model):
         with without_lora(model, adapted):
-            found = analyze_model(model, use_random_weights, example, splits, sequence)
+            found = analyze_model(model, use_random_weights, example, splits, sequence, evaluates)
         return add_lora_to_graph(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
@@ -78,7 +78,7 @@ def analyze_model(
         return ModelGraph(findings=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_distinct_blocks(model, lists)
     counts = _count_blocks(model, lists)
-    state = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
+    state = AnalysisState(model, lists, counts, make_example(model, example), run_modes(model, evaluates))
     state.sequence_error = "" if sequence else SEQUENCE_UNVERIFIED_REASON
     modules = {path: id(module) for path, module in model.named_modules()}
     with dry_run(model, {}), fixed_seeds(0):

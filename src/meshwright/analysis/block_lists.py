@@ -19,8 +19,9 @@ arguments and in the output.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -211,6 +212,16 @@ def with_hidden(
 
 def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
     """Returns `output` of a block with `function` applied to the hidden state. The hidden state is the first element of
-    a tuple or list, otherwise the output itself.
+    a tuple or list, or the first value of a dict, otherwise the output itself.
+
+    >>> map_first(lambda value: value + 1, {"hidden": 1, "extra": 1})
+    {'hidden': 2, 'extra': 1}
     """
+    if isinstance(output, dict):
+        changed = copy.copy(output)
+        for name, value in islice(output.items(), 1):
+            changed[name] = function(value)
+        return changed
+    if isinstance(output, tuple) and hasattr(output, "_make"):  # a NamedTuple
+        return type(output)(function(output[0]), *output[1:])
     return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

@@ -6,6 +6,7 @@ large by one in every training step. A dry run restores:
 - the mode of each module (some modules may be frozen in eval mode);
 - attributes of modules and of the loss, such as the expert capacity of NLLB-MoE, the weight layout of RWKV, and
   position caches. Elements of lists, dictionaries and sets are restored too, but nothing nested deeper;
+- states of the model's own random generators;
 - hooks that the forward registers (transformers does, if a class requests hidden states);
 - values of buffers;
 - parameters that the forward writes to.
@@ -41,6 +42,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
@@ -242,6 +244,7 @@ def dry_run(
         for module in _all_modules(model, loss)
         for name, buffer in module._buffers.items()
     ]
+    generators = GeneratorStates(own_generators(model))
     writes = ParamWriteRecorder(storage_spans(dict(model.named_parameters())) if parameters is None else parameters)
     if not as_it_trains:
         model.eval()
@@ -250,6 +253,7 @@ def dry_run(
             yield writes
     finally:
         writes.restore()
+        generators.restore()
         for state in states:
             state.restore()
         for module, name, buffer, numbers in buffers:

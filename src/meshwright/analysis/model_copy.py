@@ -45,7 +45,7 @@ class ModelCopy:
 
     def with_parameters(self, make: Callable[[torch.Tensor], torch.Tensor]) -> ModelCopy:
         """Returns a copy in which each parameter is replaced by the result of `make` for it. Tied parameters stay tied.
-        Gradient hooks are copied.
+        Gradient hooks are copied. Random generators are shared with the copy.
         """
         memo: dict[int, Any] = {}
         parameters = list(self.model.parameters())
@@ -55,6 +55,8 @@ class ModelCopy:
             for value in vars(module).values():  # deepcopy rejects non-leaf tensors, such as those of weight_norm
                 if isinstance(value, torch.Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
+                elif isinstance(value, torch.Generator):  # the copy draws the numbers that the model would draw next
+                    memo[id(value)] = value
         model = copy.deepcopy(self.model, memo)
         again = FunctionRebinder(memo)
         loss = again(self.loss)

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import MODULE_DICT_KEYS
 from meshwright.analysis.graph import TpSplit
+from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.analysis.run_conditions import cotangent, relative_difference
 
 PROJECTION_COLUMNS = 8
@@ -322,7 +323,8 @@ def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleSnapshot:
-    """Stores what a run of `root` may write: small parameters and buffers, and attributes of all modules."""
+    """Stores what a run of `root` may write: small parameters and buffers, attributes of all modules, and the states of
+    the model's own random generators."""
 
     def __init__(self, root: nn.Module) -> None:
         entries = [vars(module) for module in root.modules()]
@@ -332,6 +334,7 @@ class ModuleSnapshot:
         self.attributes += [
             (one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)
         ]
+        self.generators = GeneratorStates(own_generators(root))
         tensors = (*root.parameters(), *root.buffers())
         self.values = [
             (tensor, tensor.detach().clone())
@@ -340,7 +343,8 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> None:
-        """Restores the attributes and the values of the tensors."""
+        """Restores the attributes, the values of the tensors, and the states of the generators."""
+        self.generators.restore()
         for entries, values in self.attributes:
             for name in entries.keys() - values.keys() - MODULE_DICT_KEYS:
                 del entries[name]

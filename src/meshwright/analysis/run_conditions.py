@@ -161,6 +161,11 @@ def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
     return {module: module.training or not model.training for module in model.modules()}
 
 
+def run_modes(model: nn.Module, evaluates: bool) -> dict[nn.Module, bool]:
+    """Returns eval mode (False) for each module if `evaluates`, otherwise the result of `training_modes`."""
+    return dict.fromkeys(model.modules(), False) if evaluates else training_modes(model)
+
+
 def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
     """Sets the mode of each module of `model`. A module that is not in `modes` gets training mode."""
     for module in model.modules():

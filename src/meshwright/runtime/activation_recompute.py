@@ -11,7 +11,8 @@ The plan gives each block one of these modes:
 With activation offload, the saved tensors are in host memory or on disk instead of on the device.
 
 Guarantees: gradients with recompute are bitwise equal to gradients without recompute, because the same kernels run
-again on the same values and the same random state.
+again on the same values and the same random state. The random state includes the model's own generators
+(analysis/own_generators.py).
 
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 
@@ -41,6 +42,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.analysis.own_generators import GeneratorStates
 from meshwright.analysis.recompute_min_cut import RematPlanCache
 from meshwright.analysis.recompute_tape import RematTape, active_saved_tensor_hooks
 from meshwright.core.errors import InputError
@@ -160,7 +162,7 @@ class RecomputePolicy:
     `how` and `sends` take the index of a block in its stage. `how` returns the recompute mode of the block, and `sends`
     returns whether the block offloads its activations. `offload`: the activation offload, or None if no block offloads.
     `cuts`: a cache of which tensors `sac` saves, by the graph of a block. `weights`: the `storage_id` of each parameter
-    group's weights.
+    group's weights. `generators`: the model's own random generators.
     """
 
     how: Callable[[int], Recompute] = _no_recompute
@@ -168,11 +170,14 @@ class RecomputePolicy:
     sends: Callable[[int], bool] = bool
     cuts: RematPlanCache = field(default_factory=dict)
     weights: Collection[int] = ()
+    generators: Collection[torch.Generator] = ()
 
     @classmethod
-    def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
+    def of(
+        cls, mesh: ParallelContext, weights: Collection[int], generators: Collection[torch.Generator]
+    ) -> RecomputePolicy:
         """Returns the policy of the plan of `mesh`. `weights`: the `storage_id` of each parameter group's weights,
-        which are never offloaded as activations.
+        which are never offloaded as activations. `generators`: see the class.
 
         The policy excludes two cases that other modules handle: `attn` over context ranks
         (context_parallel/attention.py), and `sac` in compiled blocks (compile.py).
@@ -189,7 +194,7 @@ class RecomputePolicy:
             if offloads_activations(plan.offload)
             else None
         )
-        return cls(mode_of_block, offloaded, partial(offloads_block, plan), weights=weights)
+        return cls(mode_of_block, offloaded, partial(offloads_block, plan), weights=weights, generators=generators)
 
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
@@ -228,7 +233,7 @@ class RecomputePolicy:
     ) -> Any:
         how = self.how(place)
         if how == Recompute.full:
-            return _recompute_full(forward, moving, args, kwargs)
+            return _recompute_full(forward, moving, self.generators, args, kwargs)
         if how == Recompute.attn:
             return _recompute_attention(forward)(*args, **kwargs)
         return (
@@ -259,13 +264,18 @@ class RecomputePolicy:
 
 
 def _recompute_full(
-    forward: BlockForward, moving: MutatedBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    forward: BlockForward,
+    moving: MutatedBuffers,
+    generators: Collection[torch.Generator],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     before = moving.before()
     as_before, modes = RestoredBuffers(before), function_modes()
-    buffers = as_before if any(each.value is not None for each in before) else None
+    restored: list[AbstractContextManager[Any]] = [as_before] if any(each.value is not None for each in before) else []
+    restored += [GeneratorStates(generators)] if generators else []
     contexts: Any = (
-        {"context_fn": lambda: (nullcontext(), with_function_modes(modes, buffers))} if modes or buffers else {}
+        {"context_fn": lambda: (nullcontext(), with_function_modes(modes, *restored))} if modes or restored else {}
     )
     output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
     as_before.moved = moving.moved(before)
@@ -273,12 +283,12 @@ def _recompute_full(
 
 
 @contextmanager
-def with_function_modes(
-    modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
-) -> Iterator[None]:
+def with_function_modes(modes: Sequence[TorchFunctionMode], *restored: AbstractContextManager[Any]) -> Iterator[None]:
     """Activates `modes`, the function modes of the original forward (one may disable dropout, for example), and enters
-    `buffers`. Recompute needs this context, because torch deactivates function modes during backward."""
-    with buffers or nullcontext(), ExitStack() as stack:
+    the contexts `restored`. Recompute needs this context, because torch deactivates function modes during backward."""
+    with ExitStack() as stack:
+        for context in restored:
+            stack.enter_context(context)
         for mode in modes:
             if mode not in function_modes():
                 stack.enter_context(mode)

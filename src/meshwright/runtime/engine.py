@@ -150,6 +150,8 @@ class StepChecks(Protocol):
     once: OncePerStepBuffers
     written: set[str]
     """Names of the parameters that a forward of the model writes to."""
+    generators: dict[int, torch.Generator]
+    """The `torch.Generator` objects that the passes of the checks have drawn from, by id."""
 
     @property
     def paths(self) -> PassRecorder:

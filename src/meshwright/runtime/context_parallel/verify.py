@@ -43,9 +43,9 @@ from meshwright.analysis.run_conditions import (
     group_identical_blocks,
     leaf_copy,
     relative_difference,
+    run_modes,
     set_seed,
     training_conditions,
-    training_modes,
 )
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
@@ -79,10 +79,13 @@ class CannotCutSequence(Exception):
     """Says why the model cannot run on pieces of the sequence. The caller then refuses the plan."""
 
 
-def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
+def verify_sequence_cut(
+    model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None, evaluates: bool = False
+) -> SequenceCut:
     """Returns how to cut the block arguments along the sequence. The model is unchanged afterwards.
 
-    `example`: inputs of the model in addition to token ids.
+    `example`: inputs of the model in addition to token ids. `evaluates`: whether the model runs in eval mode, instead
+    of the modes in which it trains.
 
     Raises:
         CannotCutSequence: the model cannot run on pieces of the sequence.
@@ -99,7 +102,7 @@ def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleI
 
     exact = sum(size for name, size in sizes.items() if needed(name)) <= MAX_PARAMS_FLOAT64
     with (
-        training_conditions(model, exact, training_modes(model)),
+        training_conditions(model, exact, run_modes(model, evaluates)),
         check_parameters(model, needed, CHECK_VOCAB_ROWS, exact),
         skipped_blocks(blocks, first),
     ):

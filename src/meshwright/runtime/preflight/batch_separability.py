@@ -16,7 +16,8 @@ capacity. The check runs such a model with as many rows as the whole batch has. 
 number of rows, in which all tokens are equal and therefore go to one expert. If this expert drops none of them, no
 expert drops tokens of a batch of this size.
 
-A forward may change state that the next forward reads (a count of calls, running means, spectral norm). The state
+A forward may change state that the next forward reads (a count of calls, running means, spectral norm, the state of a
+`torch.Generator`). The state
 changes once per micro-batch, and twice if a layer is recomputed. So the check runs two consecutive passes of the same
 rows. If their losses differ, plans that run several forwards per step are refused. Data parallelism is then also
 refused if the state depends on the rows.
@@ -41,6 +42,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
+from meshwright.analysis.own_generators import GeneratorRecorder
 from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
@@ -107,12 +109,35 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     )
 
 
+def check_evaluation_separable(engine: Engine, batches: Sequence[Batch]) -> bool:
+    """Checks before an evaluation that the rows of a batch do not affect each other in evaluation mode. Returns whether
+    the plan divides this batch. If not, nothing is checked. Every rank calls this function.
+
+    Raises:
+        PlanRefused: rows affect each other. Every rank raises it.
+    """
+    plan = engine.mesh.plan
+    pieces = sum(plan.shares) or plan.dp * len(batches)
+    if pieces == 1:
+        return False
+    whole = joint_rows(batches) if engine.objective.loss is None else mask_first_row_labels(joint_rows(batches))
+    counts = engine.anatomy.unsupported.get("rows", "")
+    with torch.no_grad(), perturb_constants(engine):
+        _check_rows_independent(engine, [whole], pieces, counts, backward=False, modes=(False,))
+    return True
+
+
 def _check_rows_independent(
-    engine: Engine, contents: Iterable[Batch], pieces: int, counts: str, backward: bool = True
+    engine: Engine,
+    contents: Iterable[Batch],
+    pieces: int,
+    counts: str,
+    backward: bool = True,
+    modes: Sequence[bool] = (True, False),
 ) -> None:
     name = engine.mesh.plan.name
     for whole in contents:
-        found = _find_difference(engine, whole, backward)
+        found = _find_difference(engine, whole, backward, modes)
         if found is None:
             continue
         together, separate, gradient = found
@@ -121,6 +146,8 @@ def _check_rows_independent(
             if counts
             else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )
+        if engine.preflight.generators and not counts:
+            why = Message("such as random numbers of a torch.Generator, drawn for all rows together")
         shown = Message(
             "their loss is {together:.6g} in one pass but {separate:.6g} in separate passes (relative difference "
             "{difference:.1e})",
@@ -248,10 +275,10 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
         raise PlanRefused(
             Message(
                 "plan {plan}: each forward of this model changes a state that the next one reads (a count, a running "
-                "mean, spectral norm): the loss of the same rows is {first:.6g} and then {after:.6g} (relative "
-                "difference {relative_difference:.1e}), and micro-batches, recompute or data ranks would change that "
-                "state differently than one device: use one micro-batch without recompute, and dp1 if the state "
-                "depends on the rows",
+                "mean, spectral norm, a torch.Generator): the loss of the same rows is {first:.6g} and then "
+                "{after:.6g} (relative difference {relative_difference:.1e}), and micro-batches, recompute or data "
+                "ranks would change that state differently than one device: use one micro-batch without recompute, "
+                "and dp1 if the state depends on the rows",
                 plan=plan.name,
                 first=first,
                 after=after,
@@ -288,15 +315,18 @@ class PassResult(NamedTuple):
     gradients: GradientFingerprint
 
 
-def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """Compares one pass of `whole` with passes of its two halves, in training mode and then in evaluation mode.
+def _find_difference(
+    engine: Engine, whole: Batch, backward: bool, modes: Sequence[bool]
+) -> tuple[float, float, GradientDifference] | None:
+    """Compares one pass of `whole` with passes of its two halves, in each of `modes`: in training mode (True), then in
+    evaluation mode (False).
 
     Returns None if the results of one pass and of two passes are equal within tolerance on all ranks. Also returns None
-    if in both modes the random numbers of the model explain the difference. Otherwise returns the loss of one pass, the
+    if in all modes the random numbers of the model explain the difference. Otherwise returns the loss of one pass, the
     loss of two passes, and the largest difference of a gradient. Its `name` is '' if the losses differ.
     """
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
-    for train in (True, False):
+    for train in modes:
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
         loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)
         gradient = _largest_difference(engine, once.gradients.difference(separate.gradients))
@@ -389,6 +419,7 @@ def isolated_pass(
     with ExitStack() as stack:
         stack.enter_context(backend_of(device).fork_rng(device))
         stack.enter_context(preserve_python_rng())
+        stack.enter_context(GeneratorRecorder(engine.preflight.generators))
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         lying = {

@@ -28,7 +28,7 @@ returns NaN, the plan is refused.
 Schedule. The dry run takes place once. Two more checks run before each of the training steps `CHECKED_STEPS`, counted
 from the start of the process: the check of writes to parameters and buffers (user_writes.py), and the check that the
 batch may be divided (batch_separability.py). They also run at later steps, because values that are zero or disabled in
-the first steps often change later.
+the first steps often change later. Before the first evaluation, other checks run (evaluation_checks.py).
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, StageCursor
-from meshwright.runtime.preflight.batch_separability import check_batch_separable
+from meshwright.runtime.preflight.batch_separability import check_batch_separable, check_evaluation_separable
 from meshwright.runtime.preflight.code_paths import CodePaths
+from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
 from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
     check_replaced_storage,
     is_single_device_step,
 )
 from meshwright.runtime.stage_placeholder import StagePlaceholder
+from meshwright.runtime.tensor_parallel.random import check_own_generators
+from meshwright.spec.plan import Plan
 
 InputSignature = frozenset[tuple[str, str, int]]
 """The inputs of a model as (name, dtype, number of dimensions)."""
@@ -368,8 +371,14 @@ class Preflight:
     once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
     written: set[str] = field(default_factory=set)
     """Names of the parameters that a pass of the model writes to."""
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
+    """The `torch.Generator` objects that the passes of the checks have drawn from, by id."""
     paths: PassRecorder = field(default_factory=CodePaths)
     """Records the code paths of models that read tensor values."""
+    evaluation: EvaluationAnalysis | str = ""
+    """The analysis that must run before the first evaluation, or why the model cannot be evaluated."""
+    evaluated: bool = field(default_factory=lambda: os.environ.get(CHECKS_ENV) == "never")
+    """Whether the rows of an evaluation have been checked."""
     analysed: AnalysisGuard | None = None
     """Repeats the analysis for batches that differ from its example; None if the plan does not depend on the
     analysis."""
@@ -398,8 +407,10 @@ class Preflight:
         if trains and self.analysed is not None:
             inputs = engine.objective.inputs(batches[0])
             self.analysed.check(inputs, engine.model.training, together=not self.steps)
+        if not trains:
+            self._check_evaluation_analysis(engine.mesh.plan)
         stages = engine.mesh.plan.stages > 1 and not self.stages_run
-        rows = trains and self.steps + 1 in CHECKED_STEPS and self.steps + 1 != self.checked
+        rows = self.steps + 1 in CHECKED_STEPS and self.steps + 1 != self.checked if trains else not self.evaluated
         if stages or rows:
             engine.open_ungated()
             if stages:
@@ -411,15 +422,24 @@ class Preflight:
                     batches[0],
                     engine.objective.loss,
                 )
-            if rows:
+            if rows and not trains:
+                self.evaluated = check_evaluation_separable(engine, batches)
+            elif rows:
                 with self.paths.learning():
                     self.once.names = check_pass_writes(engine, batches)
+                    check_own_generators(engine.mesh.plan, self.generators, engine.run.keeping.generators)
                     check_batch_separable(engine, batches)
                 self.checked = self.steps + 1
             engine.zero.reshard_all()
             self.stages_run = True
             engine.forget()
         self.once.made = {}
+
+    def _check_evaluation_analysis(self, plan: Plan) -> None:
+        if isinstance(self.evaluation, EvaluationAnalysis):
+            self.evaluation = next(filter(None, gather_objects(self.evaluation.objection())), "")
+        if self.evaluation:
+            raise PlanRefused(sequence_refusal(plan, self.evaluation))
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """Repeats the checks for a step whose passes took unchecked code paths. Called after these passes and before

@@ -14,13 +14,16 @@ This module also refuses models whose forward draws numbers from the generators 
 passes would have to draw equal numbers. These generators have different states in different processes. So ranks that
 together compute one sequence would draw different numbers. A block and its recompute would also draw different numbers.
 Data-parallel ranks may draw different numbers, because they compute different sequences.
+
+A model may have a `torch.Generator` of its own (analysis/own_generators.py). `check_own_generators` refuses plans under
+which its numbers would differ from those of one device.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +36,7 @@ from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import Backend, initialized_accelerators
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.error_propagation import gather_objects
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
@@ -139,6 +143,33 @@ def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
                 "and passes that compute the same rows: draw them with torch, or use data ranks without recompute",
                 plan=plan.name,
                 drawn=drawn[0],
+            )
+        )
+
+
+def check_own_generators(plan: Plan, drawn: Mapping[int, torch.Generator], known: Collection[torch.Generator]) -> None:
+    """Checks that each draw from the generators `drawn` gives the same numbers under `plan` as on one device. `known`:
+    the generators that recompute restores. All ranks call it.
+
+    Raises:
+        PlanRefused: a draw gives other numbers. Every rank raises it.
+    """
+    unknown = drawn.keys() - {id(each) for each in known}
+    everyone = gather_objects((bool(drawn), bool(unknown)))
+    if plan.stages > 1 and any(draws for draws, _ in everyone):
+        raise PlanRefused(
+            Message(
+                "plan {plan}: the model's forward draws random numbers from a torch.Generator of its own, and one "
+                "stage does not see the draws of the others: use pp1, or torch's default generator",
+                plan=plan.name,
+            )
+        )
+    if Recompute.full in (plan.recompute, plan.recompute_rest) and any(hidden for _, hidden in everyone):
+        raise PlanRefused(
+            Message(
+                "plan {plan}: the model's forward draws random numbers from a torch.Generator that recompute cannot "
+                "find: make it an attribute of a module before parallelize, or leave recompute out",
+                plan=plan.name,
             )
         )
 

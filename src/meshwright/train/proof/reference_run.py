@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
+from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.activation_recompute import with_function_modes
 from meshwright.runtime.engine import Engine
@@ -202,9 +203,12 @@ class ReferenceRun:
             return inner(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            modes = function_modes()
+            modes, states = function_modes(), GeneratorStates(own_generators(self.model))
             again = partial(
-                checkpoint, run, use_reentrant=False, context_fn=lambda: (nullcontext(), with_function_modes(modes))
+                checkpoint,
+                run,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), with_function_modes(modes, states)),
             )
             output = again(*args, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
             self._close()

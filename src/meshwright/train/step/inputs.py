@@ -68,7 +68,9 @@ class LocalBatch:
 
 
 def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:
-    """Raises InputError on all ranks if their plans, precisions, models or weights differ. All ranks call it."""
+    """Raises InputError on all ranks if their plans, precisions, models or weights differ, or if the model has lazy
+    layers that have not run. All ranks call it."""
+    _check_initialized(model)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
@@ -118,6 +120,21 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
                     rank=rank,
                 )
             )
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if torch.nn.parameter.is_lazy(tensor):
+                raise InputError(
+                    Message(
+                        "{path} is a {type} whose {name} has no shape yet: run the model once on every rank with the "
+                        "same batch before parallelize, or give the layer its input size",
+                        path=path,
+                        type=type(module).__name__,
+                        name=name,
+                    )
+                )
 
 
 def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:

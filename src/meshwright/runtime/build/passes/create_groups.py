@@ -11,9 +11,13 @@ from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.context_parallel.attention import make_context_state
 from meshwright.runtime.expert_parallel.groups import make_ep_groups
 from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.preflight.evaluation_checks import evaluation_analysis
 
 
-@build_pass(reads=("model", "base", "example", "partition"), writes=("context", "experts", "sequence", "tied_groups"))
+@build_pass(
+    reads=("model", "base", "example", "partition"),
+    writes=("context", "experts", "sequence", "evaluation", "tied_groups"),
+)
 def create_groups(build: Build) -> None:
     """Creates the groups of expert ranks, of context ranks, and of stages that share parameters. All ranks run it.
 
@@ -25,6 +29,7 @@ def create_groups(build: Build) -> None:
     build.experts = make_ep_groups(base, factory, graph)
     with without_kv_cache(build.model):
         build.sequence = make_context_state(build.model, graph, base, factory, build.example)
+        build.evaluation = evaluation_analysis(base.plan, build.model, graph, build.example)
     build.tied_groups = _tied_groups(base, factory, build.partition.shared_stages)
     build.context = replace(base, groups=factory.groups)
 

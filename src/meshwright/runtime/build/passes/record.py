@@ -30,6 +30,7 @@ from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups
 from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
+from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis
 from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.weight_gradients import StepBackward
 from meshwright.runtime.zero.param_group import FlatParamGroup
@@ -104,6 +105,7 @@ class Build:
     context = WriteOnce[ParallelContext]()  # create_groups
     experts = WriteOnce[EpGroups]()  # create_groups
     sequence = WriteOnce[ContextState | None]()  # create_groups
+    evaluation = WriteOnce[EvaluationAnalysis | str]()  # create_groups
     tied_groups = WriteOnce[Mapping[tuple[int, ...], CommGroup | None]]()  # create_groups
     shards = WriteOnce[ShardTable]()  # describe_shards
     extra_state = WriteOnce[ExtraState]()  # describe_shards

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.own_generators import own_generators
 from meshwright.runtime.activation_recompute import RecomputePolicy
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.passes.wrap_modules import BlockSteps, cut_head_input, hidden_functions, wrap_modules
@@ -39,7 +40,7 @@ def wrap_blocks(build: Build) -> None:
     cursor = StageCursor(
         start=0,
         stop=max(stage_graph.count, 1),
-        keeping=RecomputePolicy.of(context, weights),
+        keeping=RecomputePolicy.of(context, weights, own_generators(model)),
         carry=BoundaryState(boundary) if boundary else None,
         shared=build.local.copies,
     )

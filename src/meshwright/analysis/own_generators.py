@@ -1,0 +1,61 @@
+"""Finds the `torch.Generator` objects of a model, and restores their states. torch's checkpoint restores only the
+default generators, so recompute (runtime/activation_recompute.py), dry runs and proofs restore the others.
+
+A generator that is an attribute of a module is found without a run (`own_generators`). `GeneratorRecorder` finds every
+generator that a run draws from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """Returns the generators that are attributes of modules, or elements of a list, tuple or dict that is one."""
+    found: dict[int, torch.Generator] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            elements = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            found |= {id(each): each for each in elements if isinstance(each, torch.Generator)}
+    return list(found.values())
+
+
+class GeneratorStates:
+    """Stores the present states of `generators`. Inside the context they have these states. On exit, the context
+    restores their states from before it."""
+
+    def __init__(self, generators: Collection[torch.Generator]) -> None:
+        self.states = [(each, each.get_state()) for each in generators]
+        self._now: list[torch.Tensor] = []
+
+    def restore(self) -> None:
+        """Restores the stored states."""
+        for each, state in self.states:
+            each.set_state(state)
+
+    def __enter__(self) -> None:
+        self._now = [each.get_state() for each, _ in self.states]
+        self.restore()
+
+    def __exit__(self, *raised: Any) -> None:
+        for (each, _), now in zip(self.states, self._now, strict=True):
+            each.set_state(now)
+
+
+class GeneratorRecorder(TorchFunctionMode):
+    """Adds to `found`, by id, each generator that a torch function gets as an argument."""
+
+    def __init__(self, found: dict[int, torch.Generator]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Generator):
+                self.found[id(value)] = value
+        return function(*args, **(kwargs or {}))
