@@ -155,6 +155,28 @@ class Attention(Block):
         return super().forward(x + mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+# --- dropout inside of torch functions
+
+
+class Encoder(Net):
+    """torch's encoder layers. `mixes`: whether training adds the mean over rows."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__(partial(nn.TransformerEncoderLayer, WIDTH, 2, INNER, 0.1, batch_first=True))
+        self.mixes = mixes
+
+    def between(self, x: Any) -> torch.Tensor:
+        return x + 2.0 * x.mean(0, keepdim=True) if self.mixes and self.training else x  # type: ignore[no-any-return]
+
+
+class Recurrent(Net):
+    def __init__(self) -> None:
+        super().__init__(partial(nn.LSTM, WIDTH, WIDTH, 2, dropout=0.1, batch_first=True))
+
+    def between(self, x: Any) -> torch.Tensor:
+        return x[0] + 2.0 * x[0].mean(0, keepdim=True) if self.training else x[0]  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
     """`plans`: those under which the model must be equal to one device, and then those under which it must be refused
     with `line`. `proves`: the modes of the proof."""
@@ -189,6 +211,12 @@ CASES = {
         lambda: Net(partial(Attention, True)), "dp2.mb4", "cp2.mb16", "in evaluation mode", ("never",)
     ),
     "attention": Case(lambda: Net(partial(Attention, False)), "cp2.mb16", proves=("never",)),
+    "dropout in attention, rows that meet in training": Case(
+        lambda: Encoder(True), "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
+    "dropout in a recurrent layer, rows that meet in training": Case(
+        Recurrent, "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
     "layer without a size": Case(Lazy, "", "dp2.mb8 dp1.mb16", "head is a LazyLinear", ("never",)),
 }
 
@@ -254,3 +282,13 @@ def test_a_model_that_a_plan_would_train_wrong_is_refused_in_one_line(
 ) -> None:
     for said in on_ranks(ranks, name, plan, prove):
         assert isinstance(said, str) and CASES[name].line in said and "\n" not in said, said
+
+
+def proven(plan: str) -> tuple[bool, tuple[str, ...]]:
+    model = Encoder(False).double()
+    found = parallelize(model, sgd, plan, precision="fp64", example=batch_of(0), prove="start").prove(batch_of(0))
+    return found.equal, found.notes
+
+
+def test_dropout_in_attention_is_proven_in_training_mode(ranks: Any) -> None:
+    assert ranks.run(2, proven, "dp2.mb2") == [(True, ())] * 2

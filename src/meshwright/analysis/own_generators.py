@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -48,14 +49,15 @@ class GeneratorStates:
 
 
 class GeneratorRecorder(TorchFunctionMode):
-    """Adds to `found`, by id, each generator that a torch function gets as an argument."""
+    """Adds to `found` each generator that a torch function gets as an argument. A generator that the code makes for one
+    draw disappears from this set."""
 
-    def __init__(self, found: dict[int, torch.Generator]) -> None:
+    def __init__(self, found: WeakSet[torch.Generator]) -> None:
         super().__init__()
         self.found = found
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.Generator):
-                self.found[id(value)] = value
+                self.found.add(value)
         return function(*args, **(kwargs or {}))

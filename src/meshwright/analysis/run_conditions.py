@@ -108,7 +108,8 @@ CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
 
 class RepeatableMode(TorchFunctionMode):
-    """Replaces dropout by a factor of 1 + p, where p is the dropout rate. `exact`: whether float64 replaces every
+    """Replaces dropout by a factor of 1 + p, where p is the dropout rate, also inside attention and recurrent layers.
+    `exact`: whether float64 replaces every
     narrower floating dtype.
     """
 
@@ -123,11 +124,9 @@ class RepeatableMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if "dropout" in name and args and isinstance(args[0], torch.Tensor):
             return _dropout_as_factor(name, args, kwargs)
-        if name == "scaled_dot_product_attention":
-            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            result = function(*args, **{key: value for key, value in kwargs.items() if key != "dropout_p"})
-            return result * (1 + rate) if rate else result
+        args, kwargs, rate = without_inner_dropout(name, args, kwargs)
+        if rate:
+            return scale_first(function(*args, **kwargs), 1 + rate)
         if self.exact:
             if name in CAST_METHODS and len(args) == 1:
                 return args[0].double()
@@ -136,6 +135,34 @@ class RepeatableMode(TorchFunctionMode):
             if kwargs:
                 kwargs = {key: _float64_of(value) for key, value in kwargs.items()}
         return function(*args, **kwargs)
+
+
+DROPOUT_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Positions of the dropout rate among the arguments of functions that apply dropout inside, where no mode sees it."""
+RECURRENT_FUNCTIONS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Functions that apply dropout inside, and whose only float argument is its rate. Whether they train comes next."""
+
+
+def without_inner_dropout(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], float]:
+    """Returns the arguments of the torch function `name` with a rate of 0 for dropout inside the function, and the
+    rate that the function would use: 0 if it has no such dropout or does not train."""
+    place = DROPOUT_POSITIONS.get(name, -1)
+    if name in RECURRENT_FUNCTIONS:
+        place = next((place for place, value in enumerate(args) if isinstance(value, float)), -1)
+        trains = place >= 0 and args[place + 1]
+    else:
+        trains = kwargs.get("training", args[13] if len(args) > 13 else True)
+    if place < 0:
+        return args, kwargs, 0.0
+    if len(args) > place:
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs, args[place] if trains else 0.0
+    rate = kwargs.get("dropout_p", 0.0)
+    return args, {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs, rate if trains else 0.0
+
+
+def scale_first(result: Any, factor: float) -> Any:
+    """Returns `result`, a tensor or a tuple that begins with one, with this tensor multiplied by `factor`."""
+    return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
 
 def _float64_of(value: Any) -> Any:

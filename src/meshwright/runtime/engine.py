@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -150,8 +151,8 @@ class StepChecks(Protocol):
     once: OncePerStepBuffers
     written: set[str]
     """Names of the parameters that a forward of the model writes to."""
-    generators: dict[int, torch.Generator]
-    """The `torch.Generator` objects that the passes of the checks have drawn from, by id."""
+    generators: WeakSet[torch.Generator]
+    """The `torch.Generator` objects that the passes of the checks have drawn from."""
 
     @property
     def paths(self) -> PassRecorder:

@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
 from meshwright.analysis.own_generators import GeneratorRecorder
+from meshwright.analysis.run_conditions import without_inner_dropout
 from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
@@ -65,17 +66,14 @@ GRADIENT_TOLERANCE_FACTOR = 10.0
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout: the dropout functions return their input, and attention runs without dropout."""
+    """Disables dropout: the dropout functions return their input, and attention and recurrent layers run without
+    dropout."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            args, kwargs = (
-                (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args,
-                {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})},
-            )
-        elif name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+        if name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
             return args[0] if args else kwargs["input"]
+        args, kwargs, _ = without_inner_dropout(name, args, kwargs)
         return function(*args, **kwargs)
 
 

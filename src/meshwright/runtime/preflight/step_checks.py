@@ -39,6 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -371,8 +372,8 @@ class Preflight:
     once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
     written: set[str] = field(default_factory=set)
     """Names of the parameters that a pass of the model writes to."""
-    generators: dict[int, torch.Generator] = field(default_factory=dict)
-    """The `torch.Generator` objects that the passes of the checks have drawn from, by id."""
+    generators: WeakSet[torch.Generator] = field(default_factory=WeakSet)
+    """The `torch.Generator` objects that the passes of the checks have drawn from."""
     paths: PassRecorder = field(default_factory=CodePaths)
     """Records the code paths of models that read tensor values."""
     evaluation: EvaluationAnalysis | str = ""

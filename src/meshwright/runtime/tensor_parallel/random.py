@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,14 +147,14 @@ def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
         )
 
 
-def check_own_generators(plan: Plan, drawn: Mapping[int, torch.Generator], known: Collection[torch.Generator]) -> None:
+def check_own_generators(plan: Plan, drawn: Collection[torch.Generator], known: Collection[torch.Generator]) -> None:
     """Checks that each draw from the generators `drawn` gives the same numbers under `plan` as on one device. `known`:
     the generators that recompute restores. All ranks call it.
 
     Raises:
         PlanRefused: a draw gives other numbers. Every rank raises it.
     """
-    unknown = drawn.keys() - {id(each) for each in known}
+    unknown = set(drawn) - set(known)
     everyone = gather_objects((bool(drawn), bool(unknown)))
     if plan.stages > 1 and any(draws for draws, _ in everyone):
         raise PlanRefused(

@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import dry_run
-from meshwright.analysis.run_conditions import set_seed
+from meshwright.analysis.run_conditions import scale_first, set_seed, without_inner_dropout
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
@@ -41,17 +41,14 @@ wrong rate."""
 
 class ConstantDropout(TorchFunctionMode):
     """While this mode is active, dropout of rate p > 0 in training mode multiplies by MIN_DROPOUT_FACTOR + p / 8.
-    Dropout of attention weights is replaced by this factor on the attention output."""
+    Dropout inside attention and recurrent layers is replaced by this factor on their output."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            if rate > 0.0:
-                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-                kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-                return function(*args, **kwargs) * dropout_factor(rate)
-        elif name.strip("_").endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+        args, kwargs, inner = without_inner_dropout(name, args, kwargs)
+        if inner > 0.0:
+            return scale_first(function(*args, **kwargs), dropout_factor(inner))
+        if name.strip("_").endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
             given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             rate = given.get("p", 0.0 if name.startswith("_") else 0.5)
             draws = given.get("training", given.get("train", True))
