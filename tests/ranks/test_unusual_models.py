@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.analysis.analyze import analyze_model
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
@@ -193,7 +194,7 @@ CASES = {
         lambda: OwnGenerator(True), "dp2.mb8.rc-full dp2.mb4", "pp2.mb8", "torch.Generator of its own"
     ),
     "generator that goes on": Case(
-        lambda: OwnGenerator(False), "dp1.mb16 tp2.mb16 dp2.mb8", "dp2.mb4 dp2.mb8.rc-full", "a torch.Generator"
+        lambda: OwnGenerator(False), "dp1.mb16 tp2.mb16 dp2.mb8", "dp2.mb4 dp2.mb8.rc-full", "generator, spectral norm"
     ),
     "generator that is no attribute": Case(
         HiddenGenerator, "dp1.mb16.rc-sac", "dp2.mb8.rc-full", "torch.Generator that recompute", ("never",)
@@ -292,3 +293,17 @@ def proven(plan: str) -> tuple[bool, tuple[str, ...]]:
 
 def test_dropout_in_attention_is_proven_in_training_mode(ranks: Any) -> None:
     assert ranks.run(2, proven, "dp2.mb2") == [(True, ())] * 2
+
+
+class Long(Net):
+    """Runs with at least 8 positions."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < LENGTH:
+            raise ValueError("too short")
+        return super().forward(input_ids)
+
+
+def test_inputs_that_the_check_of_splits_leaves_out_are_a_finding() -> None:
+    assert any("leaves out 1 kinds of input" in each and "too short" in each for each in analyze_model(Long()).findings)
+    assert not any("leaves out" in each for each in analyze_model(Net()).findings)

@@ -19,7 +19,8 @@ computed in full and then projected. Two different gradients have equal projecti
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.analysis.dry_run import MODULE_DICT_KEYS
 from meshwright.analysis.graph import TpSplit
@@ -352,3 +354,48 @@ class ModuleSnapshot:
         for tensor, numbers in self.values:
             if not torch.equal(tensor.detach(), numbers):
                 tensor.data.copy_(numbers)
+
+
+# --- skipped blocks
+
+
+@contextmanager
+def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
+    """Makes the blocks of `lists` that are not in `run` return their hidden state. The returned structure is that of
+    the last output of a block in `run` of the same list, or a bare tensor if none has run. Restores all blocks on exit.
+    """
+    form: dict[str, Any] = {}
+    undo: list[tuple[nn.Module, Any]] = []
+
+    def change(path: str, stack: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if path in run:
+                form[stack] = forward(*args, **kwargs)
+                return form[stack]
+            return (
+                replace_first_tensor(form[stack], find_hidden_states(args, kwargs))
+                if stack in form
+                else find_hidden_states(args, kwargs)
+            )
+
+        return call
+
+    try:
+        for stack in lists:
+            for name, block in model.get_submodule(stack).named_children():
+                undo.append((block, vars(block).get("forward")))
+                block.forward = change(f"{stack}.{name}", stack, block.forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for block, own in undo:
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
+
+
+def replace_first_tensor(form: Any, hidden: torch.Tensor) -> Any:
+    """Returns a copy of `form`, the output of a block, with `hidden` as its first tensor."""
+    leaves, spec = tree_flatten(form)
+    place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+    return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

@@ -36,8 +36,10 @@ from meshwright.analysis.run_comparison import (
     compare_param_grads,
     find_hidden_states,
     identity,
+    replace_first_tensor,
     run_backward,
     sequence_shard,
+    skip_blocks,
 )
 from meshwright.analysis.run_conditions import (
     MAX_PARAMS_CHECK_ALL_BLOCKS,
@@ -50,8 +52,6 @@ from meshwright.analysis.verify_sharding import (
     ShardingCheck,
     StopForward,
     open_sharding_check,
-    replace_first_tensor,
-    skip_blocks,
     verify_region,
     verify_together,
 )

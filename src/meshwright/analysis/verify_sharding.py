@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.analysis.example_inputs import (
@@ -43,7 +43,6 @@ from meshwright.analysis.run_comparison import (
     CallArguments,
     ModuleSnapshot,
     RandomMatrices,
-    find_hidden_states,
 )
 from meshwright.analysis.run_conditions import (
     CHECK_VOCAB_ROWS,
@@ -55,7 +54,12 @@ from meshwright.analysis.run_conditions import (
 )
 from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
+from meshwright.core.messages import Message, mark_msgid
+from meshwright.core.printable_text import reason_of
 
+UNCHECKED_CALLS_TEXT = mark_msgid(
+    "the check of the splits leaves out {count} kinds of input, with which the model does not run ({reason})"
+)
 GENERATED_TEXT_LENGTHS = (8, 4)
 """Lengths of the two generated texts in tokens. Both can be split over 2 or 4 ranks."""
 MAX_TEXT_LENGTH = 32
@@ -70,8 +74,8 @@ class ShardingCheck:
     """Checks the splits of `blocks`, with the inputs that each block receives in its first run in each of `calls`.
 
     Each of `calls` returns the arguments of one call of the model. The calls may have texts of different lengths. A
-    call that raises is skipped, except the first, whose exception propagates. `seen` is the trace of the model, None
-    without one.
+    call that raises is left out, and `failures` has its reason. The exception of the first call propagates. `seen` is
+    the trace of the model, None without one.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class ShardingCheck:
         self.is_meta = any(tensor.is_meta for path in blocks for tensor in model.get_submodule(path).parameters())
         self.calls: list[CallArguments] = []
         self.block_calls: list[dict[str, BlockCall]] = []
+        self.failures: list[str] = []
         self.matrices: RandomMatrices = {}
         before = ModuleSnapshot(model)
         for number, call in enumerate(calls):
@@ -98,9 +103,11 @@ class ShardingCheck:
                 before.restore()
                 self.block_calls.append(reached)
                 self.calls.append(given)
-            except Exception:
+            except Exception as error:
                 if not number:
                     raise
+                before.restore()
+                self.failures.append(reason_of(error))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, BlockCall]:
         reached: dict[str, BlockCall] = {}
@@ -253,6 +260,8 @@ def open_sharding_check(
                 except Exception as error:
                     failed = failed or error
                     continue
+                if failures := [*([reason_of(failed)] if failed else []), *check.failures]:
+                    state.findings.append(Message(UNCHECKED_CALLS_TEXT, count=len(failures), reason=failures[0]))
                 yield check
                 return
     assert failed is not None
@@ -453,48 +462,3 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
         ):
             return ranks
     return None
-
-
-# --- skipped blocks
-
-
-@contextmanager
-def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Makes the blocks of `lists` that are not in `run` return their hidden state. The returned structure is that of
-    the last output of a block in `run` of the same list, or a bare tensor if none has run. Restores all blocks on exit.
-    """
-    form: dict[str, Any] = {}
-    undo: list[tuple[nn.Module, Any]] = []
-
-    def change(path: str, stack: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if path in run:
-                form[stack] = forward(*args, **kwargs)
-                return form[stack]
-            return (
-                replace_first_tensor(form[stack], find_hidden_states(args, kwargs))
-                if stack in form
-                else find_hidden_states(args, kwargs)
-            )
-
-        return call
-
-    try:
-        for stack in lists:
-            for name, block in model.get_submodule(stack).named_children():
-                undo.append((block, vars(block).get("forward")))
-                block.forward = change(f"{stack}.{name}", stack, block.forward)  # type: ignore[method-assign]
-        yield
-    finally:
-        for block, own in undo:
-            if own is None:
-                del block.forward
-            else:
-                block.forward = own
-
-
-def replace_first_tensor(form: Any, hidden: torch.Tensor) -> Any:
-    """Returns a copy of `form`, the output of a block, with `hidden` as its first tensor."""
-    leaves, spec = tree_flatten(form)
-    place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
-    return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

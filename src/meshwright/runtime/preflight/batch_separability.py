@@ -272,8 +272,8 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
             Message(
-                "plan {plan}: each forward of this model changes a state that the next one reads (a count, a running "
-                "mean, spectral norm, a torch.Generator): the loss of the same rows is {first:.6g} and then "
+                "plan {plan}: each forward of this model changes a state that the next one reads (count, "
+                "mean, generator, spectral norm): the loss of the same rows is {first:.6g} and then "
                 "{after:.6g} (relative difference {relative_difference:.1e}), and micro-batches, recompute or data "
                 "ranks would change that state differently than one device: use one micro-batch without recompute, "
                 "and dp1 if the state depends on the rows",
