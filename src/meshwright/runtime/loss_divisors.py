@@ -79,9 +79,10 @@ def _divisor(node: Any, name: str) -> Any:
 
 
 def _single_number(saved: Any) -> torch.Tensor | None:
-    """Returns `saved` without a gradient if it is a tensor of one element that needs none, otherwise None."""
+    """Returns `saved` if it is a tensor of one element that needs no gradient, otherwise None. It may be a number that
+    torch has wrapped, which a dispatch mode cannot detach."""
     is_number = isinstance(saved, torch.Tensor) and saved.numel() == 1 and not saved.requires_grad
-    return saved.detach() if is_number and not saved.is_complex() else None
+    return saved if is_number and not saved.is_complex() else None
 
 
 def uneven_divisors(counts: Sequence[MicroBatchCounts]) -> tuple[float, float] | None:
