@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.save import SINGLE_RANK, SaveFailed
+from meshwright.checkpoint.save import SINGLE_RANK, RankExchange, SaveFailed
+from meshwright.core import storage
 from meshwright.core.ipc import Heartbeat, HeartbeatField, open_heartbeats
 from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord
-from meshwright.train import checkpoint_pruner, recovery
+from meshwright.train import checkpoint_pruner, recovery, storage_probe
 from meshwright.train.checkpoint_pruner import CheckpointPruner
 from meshwright.train.console import RunConsole
 from meshwright.train.memory_checkpointer import OFFLOADED_TEXT
 from meshwright.train.metrics import StepGap
 from meshwright.train.recovery import Recovery
+from meshwright.train.storage_probe import SILENT_DISK_TEXT, StorageProbe, is_disk_silent
 
 
 class Rank:
@@ -100,6 +103,57 @@ def test_that_there_are_no_copies_in_memory_is_said_once_and_is_an_event(
     Supervisor._hear(supervisor, 0, rank.said[0])
     assert [line.removeprefix("rank 0: ") for line in noted + heard] == [why]
     assert (tmp_path / EVENTS_FILE_NAME).exists() == (kind == "degraded")
+
+
+def test_after_a_save_that_hung_saves_are_skipped_until_the_disk_answers(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation saved the same step, hung again, and so on until no retry was left."""
+    answers, real = threading.Event(), storage.write_file
+    hangs = lambda path, blocks: answers.wait(60.0) and real(path, blocks)
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(storage_probe.storage, "write_file", hangs)
+    monkeypatch.setattr(storage_probe, "PROBE_SECONDS", 0.2)
+    seen = list[int]()
+    monkeypatch.setattr(
+        rank.recovery.trainer, "save", lambda *_: seen.append(rank.pulse.read(HeartbeatField.saving)) or tmp_path
+    )
+    assert [said["kind"] for said in rank.step()] == ["saved"], "no save was interrupted before"
+    assert seen == [1] and rank.pulse.read(HeartbeatField.saving) == 0
+    rank.pulse.write(HeartbeatField.saving, 1)  # it was killed
+    holdings = SharedFileStore(1)
+    holdings.pulse(0).write(HeartbeatField.saving, 1)
+    holdings.begin()
+    assert holdings.pulse(0).read(HeartbeatField.saving) == 1, "the next generation knows"
+    holdings.close()
+    rank.recovery.probe = StorageProbe(rank.recovery.folder, rank.pulse)
+    assert rank.pulse.read(HeartbeatField.saving) == 0
+    for waited in (0.2, 0.0, 0.0):
+        (said,) = rank.step()
+        assert (said["kind"], said["step"], said["why"]) == ("unsaved", rank.trainer.steps, SILENT_DISK_TEXT)
+        assert waited <= said["waited"] < waited + 0.15
+    assert seen == [1]
+    answers.set()
+    rank.recovery.probe.is_silent(must=True)
+    assert [said["kind"] for said in rank.step()] == ["saved"] and seen == [1, 1]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_last_save_waits_for_the_disk_and_is_never_skipped(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(storage_probe.storage, "write_file", lambda *_: answers.wait(60.0))
+    monkeypatch.setattr(storage_probe, "LAST_SAVE_SECONDS", 0.3)
+    rank.pulse.write(HeartbeatField.saving, 1)
+    probe, before = StorageProbe(tmp_path, rank.pulse), rank.pulse.read(HeartbeatField.beat)
+    assert not is_disk_silent(probe, SINGLE_RANK, must=True)
+    assert rank.pulse.read(HeartbeatField.beat) > before + 2, "it is not called hung meanwhile"
+    others = RankExchange(0, 2, lambda text: ["False", text])
+    assert is_disk_silent(probe, others, must=False) and is_disk_silent(
+        StorageProbe(tmp_path, rank.pulse), RankExchange(0, 2, lambda text: [text, "True"]), must=False
+    )
+    answers.set()
 
 
 def test_a_removal_that_hangs_delays_training_once_and_is_said_once(

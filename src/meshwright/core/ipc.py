@@ -135,7 +135,7 @@ class MessageReader:
         return [parse_message(line) for line in lines], ended
 
 
-HEARTBEAT_FIELDS = 8
+HEARTBEAT_FIELDS = 9
 """Number of 64-bit fields in the row of a rank."""
 
 
@@ -155,6 +155,7 @@ class HeartbeatField(IntEnum):
     - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
     - `saved` is the duration of the last checkpoint in microseconds.
     - `took` is the duration of the last complete step in microseconds.
+    - `saving` is 1 while the rank itself writes a checkpoint. It stays 1 if the rank is killed meanwhile.
     """
 
     step = 0
@@ -165,6 +166,7 @@ class HeartbeatField(IntEnum):
     busy = 5
     saved = 6
     took = 7
+    saving = 8
 
 
 class RankPhase(IntEnum):

@@ -42,6 +42,7 @@ from meshwright.train.checkpoint_pruner import CheckpointPruner
 from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.metrics import StepGap, last_reported_step
 from meshwright.train.rank_main import RankControl
+from meshwright.train.storage_probe import SILENT_DISK_TEXT, StorageProbe, is_disk_silent
 from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_checkpoint import rank_exchange
 
@@ -68,8 +69,8 @@ class Recovery:
         self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
     ) -> None:
         self.launch, self.channel, self.trainer, self.pulse, self.identity = launch, channel, trainer, pulse, identity
-        self.folder = Path(launch.run.folder) / "checkpoints"
-        self.pruner = CheckpointPruner(self.folder, channel.say)
+        self.pruner = CheckpointPruner(Path(launch.run.folder) / "checkpoints", channel.say)
+        self.probe = StorageProbe(self.folder, pulse)
         self.source = ""
         self.saved = -1
         self.record: dict[str, Any] | None = None
@@ -88,6 +89,11 @@ class Recovery:
             if memory.own and launch.run.memory_checkpoints
             else None
         )
+
+    @property
+    def folder(self) -> Path:
+        """Returns the folder of the checkpoints."""
+        return self.pruner.folder
 
     # --- resuming ---------------------------------------------------------------------------------
 
@@ -154,17 +160,8 @@ class Recovery:
                 or self.trainer.steps in map(parse_step, list_checkpoints(self.folder))
             )
             if rank_exchange(self.trainer.mesh).all_gather(there)[0] == "False":
-                self._copy_first()
+                _copy_first(self)
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
-
-    def _copy_first(self) -> None:
-        """Makes this rank's in-memory checkpoint of the resumed step if it is missing, because the run was resumed from
-        checkpoints of another plan. A save that overlaps with training reads this checkpoint. All ranks call it."""
-        if self.copies is not None:
-            if self.trainer.steps not in self.copies.memory.steps:
-                self.copies.begin(self.record or {})
-            if any(rank_exchange(self.trainer.mesh).all_gather(self.copies.refused)):
-                self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
         """Rolls back to the newest valid checkpoint that was saved before the loss spike (loss_spike.py). Returns the
@@ -288,6 +285,14 @@ class Recovery:
             return
         self._await_writer()
         self.saved, self._since, self._owed = step, 0.0, False
+        began = time.perf_counter()
+        is_skipped = is_disk_silent(self.probe, rank_exchange(self.trainer.mesh), must)
+        self._block(time.perf_counter() - began)
+        if is_skipped:
+            if self.channel.rank == 0:
+                self.channel.say("unsaved", step=step, why=SILENT_DISK_TEXT, waited=self._waited)
+            self._waited = 0.0
+            return
         for left in reversed(range(self.launch.run.retries + 1 if must else 1)):
             try:
                 self._save_here(step, must)
@@ -320,7 +325,8 @@ class Recovery:
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
         try:
-            path = self.trainer.save(self.folder, self.identity)
+            with self.probe.watched():
+                path = self.trainer.save(self.folder, self.identity)
             took = time.perf_counter() - began
             if self.channel.rank == 0:
                 self.pruner.prune(self.launch.run.keep, verified=path)
@@ -352,6 +358,16 @@ class Recovery:
 
     def _note(self, line: str) -> None:
         self.channel.say("note", line=line)
+
+
+def _copy_first(run: Recovery) -> None:
+    """Makes this rank's in-memory checkpoint of the resumed step if it is missing, because the run was resumed from
+    checkpoints of another plan. A save that overlaps with training reads this checkpoint. All ranks call it."""
+    if run.copies is not None:
+        if run.trainer.steps not in run.copies.memory.steps:
+            run.copies.begin(run.record or {})
+        if any(rank_exchange(run.trainer.mesh).all_gather(run.copies.refused)):
+            run.copies.refused = run.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
 
 def _has_later_checkpoint(folder: Path, step: int, ranks: RankExchange, say: Callable[[str], None]) -> bool:
