@@ -39,9 +39,11 @@ def whole(place: Path) -> Path:
 
 
 def moments(seed: int, count: int) -> list[dict[str, Any]]:
-    """So many kills at random moments of random steps, one after the other."""
+    """So many kills at random moments of random steps, one after the other. Steps lie at least 4 apart: a supervisor
+    that is killed within a step of its recovery may die before it has read the record that ends the recovery."""
     chance = random.Random(seed)
-    steps = sorted(chance.sample(range(2, 38), count))
+    steps = sorted(chance.sample(range(2, 38 - 3 * (count - 1)), count))
+    steps = [step + 3 * at for at, step in enumerate(steps)]
     return [
         {"rank": chance.randrange(2), "step": step, "phase": chance.choice(PHASES), "delay": chance.uniform(0.0, 0.02)}
         for step in steps
