@@ -7,7 +7,8 @@ many steps, until the first padded batch, so a check at the start cannot detect 
 
 The counts are read from the autograd graph, near the loss: the divisors of divisions and the factors of products that
 are single numbers without a gradient, the total weight of a cross-entropy, and the number of elements of a mean over
-all dimensions. A custom autograd function, and a product with a tensor of weights, have no such numbers.
+all dimensions. Only nodes whose result is a single number are read. A custom autograd function, and a product with a
+tensor of weights, have no such numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def find_divisors(loss: torch.Tensor, rows: int) -> LossDivisors:
         if at >= len(nodes):
             break
         node: Any = nodes[at]
-        name = "" if node is None else node.name()
+        if node is None or not node._input_metadata or node._input_metadata[0].shape:
+            continue  # not a single number; saved tensors of the model's own nodes may have hooks (recompute)
+        name = node.name()
         value = _divisor(node, name)
         if value is not None:
             found[f"{at} {name}"] = value
@@ -72,7 +75,7 @@ def _divisor(node: Any, name: str) -> Any:
         return node._saved_self_sym_numel
     if name == "DivBackward0":
         return _single_number(node._saved_other)
-    if name == "MulBackward0" and not node._input_metadata[0].shape:
+    if name == "MulBackward0":
         factors = (_single_number(node._saved_other), _single_number(node._saved_self))
         return next((each for each in factors if each is not None), None)
     return None
