@@ -177,7 +177,7 @@ class ProofSchedule:
     def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
         """Runs a proof if it is due before the update on `batch`. Raises PlanRefused on all ranks if the plan differs
         from one device."""
-        self.row_counts.check(state, batch, self.say)
+        self.row_counts.check(state, batch)
         reason = self._reason(state, batch)
         self._updates += 1
         if not reason:

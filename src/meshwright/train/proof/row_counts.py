@@ -3,10 +3,8 @@ few rows, one device runs all rows at once, and the other checks run at most a f
 
 A copy of the model on the meta device runs forwards with as many rows as a micro-batch and as many as the whole batch,
 which costs no memory. If both call the same torch functions at the same places of the user's code, the number of rows
-counts as harmless, and so does every number between them. Otherwise a bisection finds the smallest number of rows with
-other call sites, and a forward of so many rows is compared with forwards of micro-batches on the plan's ranks. The plan
-is refused if their losses differ. A forward of more than MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the
-memory of a rank, so a line reports the code instead.
+counts as harmless, and so does every number between them. Otherwise a forward of the whole batch is compared with
+forwards of its micro-batches on the plan's ranks. The plan is refused if their losses differ.
 
 A model that does not run on the meta device is not checked, and neither is code of the user's loss.
 """
@@ -14,7 +12,7 @@ A model that does not run on the meta device is not checked, and neither is code
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -34,9 +32,6 @@ from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.passes import StepPasses
 from meshwright.train.step.state import TrainState
 
-MAX_COMPARED_MICRO_BATCHES = 8
-"""A forward of at most as many rows as this number of micro-batches is compared. It keeps no activations."""
-
 
 class RowCounts:
     """The numbers of rows that were checked, on one rank. All ranks make equal calls. `copy`: the copy of the model, or
@@ -47,10 +42,9 @@ class RowCounts:
         self._known: tuple[int, int] | None = None
         self._codes: dict[int, tuple[CodeType, int]] = {}
 
-    def check(self, state: TrainState, batch: Batch | LocalBatch, say: Callable[[str], None]) -> None:
-        """Checks the numbers of rows of the next step, unless they are known. `say` gets a line about code that is not
-        compared. Raises PlanRefused on all ranks if the model computes another loss for more rows at once than for
-        micro-batches."""
+    def check(self, state: TrainState, batch: Batch | LocalBatch) -> None:
+        """Checks the numbers of rows of the next step, unless they are known. Raises PlanRefused on all ranks if the
+        model computes another loss for all rows at once than for micro-batches."""
         if self.copy is None or state.engine.outer is not None:
             return
         try:
@@ -64,23 +58,11 @@ class RowCounts:
         bounds = sorted({counts[0], counts[-1], low, high})
         paths = [self._path(state, example, rows) for rows in bounds]
         self._known = (bounds[0], bounds[-1])
-        other = next((at for at, path in enumerate(paths) if path != paths[0]), None)
-        first = max(gather_objects(0 if other is None else self._first_other(state, example, bounds[0], bounds[other])))
-        if not first:
-            return
-        place = self._shown(self._path(state, example, first) ^ paths[0])
-        if first > MAX_COMPARED_MICRO_BATCHES * counts[0]:
-            say(
-                Message(
-                    "the model runs other code for batches of {rows} rows or more ({place}), which is not compared "
-                    "with one device",
-                    rows=first,
-                    place=place,
-                )
-            )
+        differs = next((path ^ paths[0] or path for path in paths if path != paths[0]), None)
+        if not any(gather_objects(differs is not None)):
             return
         batches, _ = StepPasses().split(state, batch)
-        found = state.engine.preflight.compare_row_counts(state.engine, batches, first)
+        found = state.engine.preflight.compare_row_counts(state.engine, batches, counts[-1])
         if found is not None:
             raise PlanRefused(
                 Message(
@@ -88,22 +70,13 @@ class RowCounts:
                     "{fewer} ({place}), with a loss of {together:.6g} instead of {separate:.6g}: use dp1 with the "
                     "batch as one micro-batch, or code that does not depend on the number of rows",
                     plan=state.plan.name,
-                    rows=first,
+                    rows=counts[-1],
                     fewer=counts[0],
-                    place=place,
+                    place=self._shown(differs or frozenset()),
                     together=found[0],
                     separate=found[1],
                 )
             )
-
-    def _first_other(self, state: TrainState, example: Batch, low: int, high: int) -> int:
-        """Returns the smallest number of rows above `low` with other call sites than `low`, which `high` has, by
-        bisection."""
-        path = self._path(state, example, low)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._path(state, example, middle) == path else (low, middle)
-        return high
 
     def _path(self, state: TrainState, example: Batch, rows: int) -> Path:
         """Returns the call sites of a forward with `rows` rows. They are empty if the copy does not run."""
