@@ -64,7 +64,6 @@ from meshwright.spec.record import (
     validate_proof_mode,
 )
 from meshwright.train.proof.proof_run import NothingProven, ProofRun
-from meshwright.train.proof.row_counts import RowCounts
 from meshwright.train.proof.stored_values import (
     StoredValues,
     apply_changes,
@@ -129,15 +128,11 @@ class ProofSchedule:
         of the computation. Raises InputError if the model cannot be copied."""
         self.mode = mode
         try:
-            copy = None if model is None else copy_to_meta(model, loss)
+            self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
         except InputError as error:
-            if mode != "never":
-                raise InputError(
-                    Message("no proof run: {error}, or train without it with prove='never'", error=error)
-                ) from None
-            copy = None
-        self.skeleton = None if mode == "never" else copy
-        self.row_counts = RowCounts(copy)
+            raise InputError(
+                Message("no proof run: {error}, or train without it with prove='never'", error=error)
+            ) from None
         self.fingerprints = (
             {}
             if self.skeleton is None or model is None or not _is_rank_0()
@@ -177,7 +172,6 @@ class ProofSchedule:
     def before(self, state: TrainState, batch: Batch | LocalBatch) -> None:
         """Runs a proof if it is due before the update on `batch`. Raises PlanRefused on all ranks if the plan differs
         from one device."""
-        self.row_counts.check(state, batch)
         reason = self._reason(state, batch)
         self._updates += 1
         if not reason:
