@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoint_worlds import raising, run_world
 
 from meshwright.checkpoint import memory_checkpoint
 from meshwright.checkpoint.memory_checkpoint import (
@@ -56,22 +56,8 @@ def test_steps_of_before_a_rollback_are_not_newer_than_those_after_it(tmp_path: 
 WORLD = 8
 
 
-def on_all_ranks(work: Callable[[RankExchange], object]) -> list:
-    """Runs `work` in a thread per rank. Returns the results by rank."""
-    barrier, texts = threading.Barrier(WORLD), [""] * WORLD
-
-    def exchange(rank: int) -> Callable[[str], list[str]]:
-        def all_gather(text: str) -> list[str]:
-            texts[rank] = text
-            barrier.wait(10)
-            found = list(texts)
-            barrier.wait(10)
-            return found
-
-        return all_gather
-
-    with ThreadPoolExecutor(WORLD) as pool:
-        return list(pool.map(lambda rank: work(RankExchange(rank, WORLD, exchange(rank))), range(WORLD)))
+def on_all_ranks(work: Callable[[RankExchange], Any]) -> list[Any]:
+    return raising(run_world(WORLD, work))
 
 
 @pytest.fixture

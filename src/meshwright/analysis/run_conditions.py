@@ -109,8 +109,7 @@ CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
 class RepeatableMode(TorchFunctionMode):
     """Replaces dropout by a factor of 1 + p, where p is the dropout rate, also inside attention and recurrent layers.
-    `exact`: whether float64 replaces every
-    narrower floating dtype.
+    `exact`: whether float64 replaces every narrower floating dtype.
     """
 
     def __init__(self, exact: bool) -> None:

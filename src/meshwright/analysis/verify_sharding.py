@@ -58,7 +58,7 @@ from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.printable_text import reason_of
 
 UNCHECKED_CALLS_TEXT = mark_msgid(
-    "the check of the splits leaves out {count} kinds of input, with which the model does not run ({reason})"
+    "the splits were not checked with {count} of the test inputs, because the model does not run with them ({reason})"
 )
 GENERATED_TEXT_LENGTHS = (8, 4)
 """Lengths of the two generated texts in tokens. Both can be split over 2 or 4 ranks."""

@@ -27,11 +27,10 @@ import ctypes
 import json
 import mmap
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -46,6 +45,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.reshard import normalize_shard
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
 from meshwright.core.messages import Message
+from meshwright.core.retry import ResultT, retry_os_error
 from meshwright.core.secure_channel import TOKEN_VARIABLE
 from meshwright.core.snapshots import (
     HEADER_BYTES,
@@ -288,20 +288,10 @@ MAX_OPEN_SNAPSHOTS = 32
 RETRY_PAUSES = (0.1, 0.5)
 """Seconds before the second and the third try to read a snapshot."""
 
-T = TypeVar("T")
 
-
-def retry_read(read: Callable[[], T]) -> T:
-    """Returns the result of `read`. An OSError is retried.
-
-    Raises: the OSError of the last try.
-    """
-    for pause in RETRY_PAUSES:
-        try:
-            return read()
-        except OSError:
-            time.sleep(pause)
-    return read()
+def retry_read(read: Callable[[], ResultT]) -> ResultT:
+    """Returns the result of `read`, a read of a snapshot. An OSError is retried twice; raises the last one."""
+    return retry_os_error(read, RETRY_PAUSES)
 
 
 class MemoryCheckpoint:
@@ -398,9 +388,9 @@ class RemoteSnapshot(MemorySnapshot):
 
         Raises: OSError if the node does not answer.
         """
-        address, key, rank = self._place.split("/")
         client, self._client = self._client, None
         if client is None:
+            address, key, rank = self._place.split("/")
             client = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
         found = client.fetch(begin, size)
         self._client = client

@@ -1,4 +1,4 @@
-"""Defines the limits and the texts of a wait for nodes. A leader uses them before it starts ranks (cli/node_role.py)
+"""Defines the limits and the texts of a wait for nodes. A leader uses them before it starts ranks (cli/leader_role.py)
 and between two generations (elastic/missing_nodes.py)."""
 
 from __future__ import annotations

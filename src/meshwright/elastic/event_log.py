@@ -43,8 +43,8 @@ class EventLog:
     last: int = 0
     _decided: float | None = None
     _heard: float | None = None
-    """The time up to which an account has the seconds: the start of training, the end of the last reported step, or of
-    a save after it."""
+    """The end of the last period that goodput accounts for: the start of training, the end of the last reported step,
+    or the end of a save after it."""
     _unfinished: float = 0.0
     """The seconds for which the interrupted step had run before the fault was detected."""
     _begun: float = 0.0

@@ -19,9 +19,9 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from meshwright.core.messages import Message
+from meshwright.core.retry import ResultT, retry_os_error
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.devices import ExclusionPolicy
 from meshwright.elastic.failure import RankExit, failure_cause, is_oom
@@ -32,8 +32,6 @@ RETRY_PAUSE_SECONDS = 0.1
 """The pause before the retry after the second failure in a row without a completed step."""
 
 BAD_RANK_FAULTS = 3
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -101,13 +99,10 @@ class RestartPolicy:
 def call_with_retries(do: Callable[[], ResultT], retries: int, note: Callable[[str], None]) -> ResultT:
     """Returns `do()`. After an OSError, `note` receives a line, and `do` is called again, up to `retries` times. The
     first pause takes RETRY_PAUSE_SECONDS, and each further one twice as long."""
-    for number in range(retries):
-        try:
-            return do()
-        except OSError as error:
-            note(Message("the supervisor failed: {error}; it tries again", error=error))
-            time.sleep(RETRY_PAUSE_SECONDS * 2.0**number)
-    return do()
+    pauses = (RETRY_PAUSE_SECONDS * 2.0**number for number in range(retries))
+    return retry_os_error(
+        do, pauses, lambda error: note(Message("the supervisor failed: {error}; it tries again", error=error))
+    )
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,7 @@ def json_digest(*parts: Any) -> str:
 
 
 def last_step_of_run(folder: Path) -> int:
-    """Returns the last step in the records of a run folder, or 0 if no records can be read in
-    time."""
+    """Returns the last step in the records of a run folder, or 0 if no records can be read in time."""
     try:
         return max(0, last_recorded_step(read_tail(folder / RECORDS_FILE_NAME, RECORD_TAIL_BYTES)))
     except OSError:

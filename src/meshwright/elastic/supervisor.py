@@ -37,6 +37,7 @@ from meshwright.core.errors import Interrupted, MeshwrightError
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
 from meshwright.core.node_wait import ended_without_save
+from meshwright.core.retry import ResultT
 from meshwright.core.signals import StopRequest, stop_signal_handler
 from meshwright.core.storage import failures_as_one_line, make_folder, report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
@@ -55,7 +56,7 @@ from meshwright.elastic.hang_detector import FORK_SERVER_SECONDS, HangDetector, 
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.missing_nodes import MissingNodes
 from meshwright.elastic.replan import PendingChange, RankCountRequest
-from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy, ResultT, call_with_retries
+from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy, call_with_retries
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_adoption import SnapshotAdoption, SnapshotSets
 from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 from meshwright.checkpoint.retention import prune_checkpoints
 from meshwright.core import storage
-from meshwright.core.background_thread import start_background_thread
+from meshwright.core.background_thread import BackgroundCall, CallPending, describe_exception
 from meshwright.core.messages import Message
 
 MAX_REMOVAL_WAIT_SECONDS = 10.0
@@ -23,7 +23,7 @@ class CheckpointPruner:
 
     def __init__(self, folder: Path, say: Callable[..., None]) -> None:
         self.folder, self.say = folder, say
-        self._thread: Thread | None = None
+        self._disk = BackgroundCall[None]("prune")
         self._lines: list[str] = []
         """Lines of the thread. The main thread sends them, since two threads must not write to one pipe."""
         self._is_degraded = False
@@ -45,17 +45,27 @@ class CheckpointPruner:
         self._run(remove)
 
     def _run(self, work: Callable[[], None]) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            if not self._is_degraded:
-                line = Message("old checkpoints are not removed: the removal after the last save has not ended")
-                self.say("degraded", line=line)
-            self._is_degraded = True
-        else:
+        if self._has_ended():
             self._is_degraded = False
-            try:
-                self._thread = start_background_thread("prune", work, self._lines.append, restarts=False)
-                self._thread.join(MAX_REMOVAL_WAIT_SECONDS)
-            except OSError as error:  # the system cannot start a thread
-                self._lines.append(Message("old checkpoints are not removed: {error}", error=error))
+            self._attempt(work, time.monotonic() + MAX_REMOVAL_WAIT_SECONDS)
+        elif not self._is_degraded:
+            self._is_degraded = True
+            line = Message("old checkpoints are not removed: the removal after the last save has not ended")
+            self.say("degraded", line=line)
         while self._lines:
             self.say("note", line=self._lines.pop(0))
+
+    def _has_ended(self) -> bool:
+        """Returns whether no earlier removal is in progress."""
+        if self._disk.is_pending:
+            self._attempt(lambda: None, 0.0)
+        return not self._disk.is_pending
+
+    def _attempt(self, work: Callable[[], None], end: float) -> None:
+        """Runs `work`, or continues to wait for an earlier removal, until the time `end`."""
+        try:
+            self._disk.call(work, end)
+        except CallPending:
+            pass
+        except Exception as error:  # a failure must not end training
+            self._lines.append(describe_exception("prune", error))

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -58,6 +58,7 @@ from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.codec import validate_data
 from meshwright.core.ipc import Heartbeat, HeartbeatField
 from meshwright.core.messages import Message
+from meshwright.core.retry import ResultT
 from meshwright.core.snapshots import SNAPSHOT_SLOTS, is_lost
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.runtime.backend import backend_of
@@ -70,8 +71,6 @@ from meshwright.train.trainer_checkpoint import checkpoint_shards, merge_scalar_
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-
-T = TypeVar("T")
 
 PINNED_CHUNK_BYTES = 1 << 25
 """The size of a chunk of pinned memory."""
@@ -323,16 +322,16 @@ def newest_memory_checkpoint(
     mine = range(ranks.rank, len(places), ranks.world)
     problems: list[tuple[int, str]] = []
 
-    def attempt(at: int, read: Callable[[], T]) -> T | None:
+    def attempt(at: int, read: Callable[[], ResultT]) -> ResultT | None:
         try:
             return retry_read(read)
         except OSError as error:
             problems.append((at, str(error)))
             return None
 
-    def exchange(**mine: Any) -> list[dict[str, Any]]:
+    def exchange(**answer: Any) -> list[dict[str, Any]]:
         """Returns the answers of all ranks. Rank 0 reports the first problem."""
-        answers = [json.loads(text) for text in ranks.all_gather(json.dumps(mine | {"problems": problems}))]
+        answers = [json.loads(text) for text in ranks.all_gather(json.dumps(answer | {"problems": problems}))]
         problems.clear()
         first = next((problem for answer in answers for problem in answer["problems"]), None)
         if first is not None and ranks.rank == 0:

@@ -17,10 +17,9 @@ number of rows, in which all tokens are equal and therefore go to one expert. If
 expert drops tokens of a batch of this size.
 
 A forward may change state that the next forward reads (a count of calls, running means, spectral norm, the state of a
-`torch.Generator`). The state
-changes once per micro-batch, and twice if a layer is recomputed. So the check runs two consecutive passes of the same
-rows. If their losses differ, plans that run several forwards per step are refused. Data parallelism is then also
-refused if the state depends on the rows.
+`torch.Generator`). The state changes once per micro-batch, and twice if a layer is recomputed. So the check runs two
+consecutive passes of the same rows. If their losses differ, plans that run several forwards per step are refused. Data
+parallelism is then also refused if the state depends on the rows.
 
 The check runs in training mode without dropout. A model that draws other random numbers is compared in evaluation mode.
 If it also draws random numbers in evaluation mode, the comparison is skipped. In two cases only losses are compared:
