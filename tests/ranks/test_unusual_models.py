@@ -118,6 +118,36 @@ class Lazy(Net):
         self.head = nn.LazyLinear(WORDS)
 
 
+# --- counters in Python
+
+
+class CountsBetween(Net):
+    turn = 0
+
+    def between(self, x: Any) -> torch.Tensor:
+        self.turn += self.training
+        return x * (1.0 + 0.05 * self.turn)  # type: ignore[no-any-return]
+
+
+class CountsBefore(CountsBetween):
+    def between(self, x: Any) -> torch.Tensor:
+        return x * (1.0 + 0.05 * self.turn)  # type: ignore[no-any-return]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.turn += self.training
+        return super().forward(input_ids)
+
+
+class CountingBlock(Block):
+    def __init__(self, counts: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.counts = {"turn": 0} if counts is None else counts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts["turn"] += self.training
+        return super().forward(x) * (1.0 + 0.05 * self.counts["turn"])  # type: ignore[no-any-return]
+
+
 # --- code that runs in evaluation only
 
 
@@ -217,6 +247,18 @@ CASES = {
     ),
     "dropout in a recurrent layer, rows that meet in training": Case(
         Recurrent, "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
+    "counter between blocks": Case(CountsBetween, "tp2.mb16", "pp2.mb16", "forward changes model.turn", ("never",)),
+    "counter before blocks": Case(
+        CountsBefore, "pp2.mb16", "pp2.mb16.zbv", "forward changes model.turn", ("never", "start")
+    ),
+    "counter of each block": Case(lambda: Net(CountingBlock), "pp2.mb16 pp2.mb16.zbv", proves=("never", "start")),
+    "counter that blocks share": Case(
+        lambda: (lambda counts: Net(partial(CountingBlock, counts)))({"turn": 0}),
+        "dp1.mb16",
+        "pp2.mb16",
+        "counts.turn",
+        ("never",),
     ),
     "layer without a size": Case(Lazy, "", "dp2.mb8 dp1.mb16", "head is a LazyLinear", ("never",)),
 }

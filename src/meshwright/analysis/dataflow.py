@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from meshwright.analysis.example_inputs import DATA_DEPENDENT_OPS
+from meshwright.analysis.value_changes import ValueChange
 
 
 class WeightUse(NamedTuple):
@@ -147,6 +148,10 @@ class DataflowRecord:
 
     replaced: frozenset[str] = frozenset()
     """Names of buffers that the forward replaced by another tensor."""
+    value_changes: frozenset[ValueChange] = frozenset()
+    """Changes of plain values that several stages may read."""
+    repeated_changes: frozenset[str] = frozenset()
+    """Names of the values of `value_changes` that a second forward changes again, such as counters."""
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:

@@ -55,6 +55,7 @@ from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, tensors_of
 from meshwright.analysis.recompute_tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
+from meshwright.analysis.value_changes import ValueChangeRecorder
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
@@ -100,11 +101,13 @@ class DataflowRecorder(TorchFunctionMode):
         self.alive: list[Any] = []
         self.reads: dict[str, set[WeightUse]] = defaultdict(set)
         self.paths, self.running_blocks, self.begun = [""], [-1], 0
+        self.last_block = -1
         self.returned: set[int] = set()
         self.values_requested: set[str] = set()
         self.random_storages: set[int] = set()
         self.is_random = False
         self.hooks_before = active_saved_tensor_hooks()
+        self.values: ValueChangeRecorder | None = None
         for number, tensor in enumerate(parameters):
             assert self.storage_id(tensor) == number
             record.made_from[number] = 1 << number
@@ -196,7 +199,8 @@ class DataflowRecorder(TorchFunctionMode):
         argument. The code around the block continues to use the original.
         """
         numbers = {path: number for number, path in enumerate(blocks)}
-        handles = []
+        self.values = ValueChangeRecorder(model, blocks)
+        handles = [model.register_forward_hook(lambda *_: self._compare_values())]
         for path, module in model.named_modules():
             if path:
                 handles.append(module.register_forward_pre_hook(self._enter(path)))
@@ -207,12 +211,20 @@ class DataflowRecorder(TorchFunctionMode):
                 handles.append(module.register_forward_hook(lambda *_: self.paths.pop() and None))
         return handles
 
+    def _compare_values(self) -> None:
+        """Assigns the changes of Python values since the previous call to the code that has run since."""
+        assert self.values is not None
+        with torch._C.DisableTorchFunction():
+            self.values.compare(self.last_block, is_inside=self.running_blocks[-1] >= 0)
+        self.record.value_changes = frozenset(self.values.found)
+
     def _enter(self, path: str) -> Any:
         return lambda *_: self.paths.append(path)
 
     def _begin(self, block: int) -> Any:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             record = self.record
+            self._compare_values()
             found: dict[Obstacle, bool] = {
                 "no_grad": not torch.is_grad_enabled(),
                 "again": active_saved_tensor_hooks() is not self.hooks_before,
@@ -239,6 +251,7 @@ class DataflowRecorder(TorchFunctionMode):
                     values[place] = copied
             record.events.append(BlockEntry(block, leaves))
             self.begun += 1
+            self.last_block = block
             self.running_blocks.append(block)
             return tree_unflatten(values, form)
 
@@ -248,6 +261,7 @@ class DataflowRecorder(TorchFunctionMode):
         def end(module: nn.Module, args: Any, output: Any) -> None:
             with torch._C.DisableTorchFunction():
                 writes = tuple(self.storage_id(tensor) for tensor in tensors_of(output))
+            self._compare_values()
             self.returned.update(writes)
             self.record.events.append(BlockExit(block, writes, len(output) if isinstance(output, tuple) else 0))
             self.running_blocks.pop()
@@ -340,6 +354,12 @@ def _record_once(
         finally:
             for handle in handles:
                 handle.remove()
+        if record.value_changes:
+            again = ValueChangeRecorder(model, blocks)
+            with pass_through_experts(model) if on_meta else nullcontext():
+                call_with_tensors(model, {**parameters, **buffers}, args, kwargs)
+            again.compare(-1, is_inside=False)
+            record.repeated_changes = frozenset(change.name for change in again.found)
         watch.is_random |= is_drawn()
     leaves = [*tensors_of(_logits(output)), *tensors_of(output)]
     record.outputs = tuple(watch.storage_id(leaf) for leaf in leaves)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.analysis.guarded_values import MODULE_ATTRIBUTES, nested_containers, plain_values
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.stage_placeholder import StagePlaceholder
-from meshwright.train.step.guarded_values import MODULE_ATTRIBUTES, PLAIN_TYPES, nested_containers
 
 StoredValues = dict[str, dict[Any, Any]]
 """The plain values (numbers, strings, None, and lists and tuples of these) that the user's code stores: by the path of
@@ -32,20 +32,9 @@ def _owners(model: nn.Module, loss: Any, seen: set[int] | None) -> Iterator[tupl
         yield from nested_containers(vars(loss), LOSS_PATH, seen)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN_TYPES) or (type(value) in (tuple, list) and all(map(_is_plain, value)))
-
-
 def stored_values(model: nn.Module, loss: Any = None) -> StoredValues:
     """Returns the plain values that the modules and the user's loss store, without training modes."""
-
-    def copied(value: Any) -> Any:
-        return list(map(copied, value)) if type(value) is list else value
-
-    return {
-        path: {key: copied(value) for key, value in own.items() if key != "training" and _is_plain(value)}
-        for path, own in _owners(model, loss, set())
-    }
+    return {path: plain_values(own) for path, own in _owners(model, loss, set())}
 
 
 def changed_values(before: StoredValues, now: StoredValues) -> StoredValues:

@@ -5,8 +5,9 @@ The guards record these conditions of a checked step:
 - The keys of the batch, and the type, dimensions and sizes of each value, except the number of rows.
 - The values of zero-dimensional tensors and plain numbers in the batch, also inside dicts, lists and objects.
 - The mode of each module, `requires_grad` of each parameter, and the number of hooks on modules.
-- The values that the user's modules and the user's loss store, such as the weight of a loss term (guarded_values.py):
-  numbers, strings, None, functions, small tensors, buffers, and what configuration objects, dicts and lists contain.
+- The values that the user's modules and the user's loss store, such as the weight of a loss term: numbers, strings,
+  None, functions, small tensors, buffers, and what configuration objects, dicts and lists contain
+  (analysis/guarded_values.py).
 - The code path of forward, if the user's code branches on tensor values (runtime/preflight/code_paths.py).
 
 | difference from the recorded conditions | what runs after the backward of this step and before its update |
@@ -39,11 +40,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.analysis.guarded_values import GuardedValue, guarded_values, is_same, plain_leaves
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.loss_divisors import MicroBatchCounts
-from meshwright.train.step.guarded_values import GuardedValue, guarded_values, is_same, plain_leaves
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine

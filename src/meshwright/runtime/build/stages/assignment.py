@@ -204,6 +204,29 @@ def find_buffer_stages(
     return found
 
 
+def check_value_changes(record: DataflowRecord, bounds: Mapping[int, tuple[int, int]], plan: Plan) -> None:
+    """Checks that the forward changes no plain value that would differ between stages.
+
+    Code before the end of the first stage, outside of the blocks, runs in the forward of every stage. A change by any
+    other code is missing on some stages. A rank with several stages changes a counter once for each of them.
+
+    Raises:
+        InputError: the forward changes such a value.
+    """
+    for name, block, is_inside in sorted(record.value_changes):
+        stage = next(stage for stage, (_, stop) in bounds.items() if block < stop)
+        if stage or is_inside or (plan.stages > plan.pp and name in record.repeated_changes):
+            raise InputError(
+                Message(
+                    "plan {plan}: the forward changes {name}, which stages other than {stage} may read, but each stage "
+                    "runs only a part of the forward: give the value in the batch, change it between steps, or use pp1",
+                    plan=plan.name,
+                    name=name,
+                    stage=stage,
+                )
+            )
+
+
 @dataclass(frozen=True)
 class StageLayer:
     """A layer of the model with the names of its parameters.

@@ -28,6 +28,7 @@ from meshwright.runtime.build.stages.assignment import (
     StageLayer,
     assign_layers,
     check_block_calls,
+    check_value_changes,
     find_buffer_stages,
     find_param_stages,
     stage_bounds,
@@ -114,6 +115,7 @@ def partition_model(
         if plan.stages == 1:
             return None, NO_PARAM_STAGES
         check_block_calls(other, stage_graph, plan)
+        check_value_changes(other, stage_bounds(stage_graph, plan), plan)
         crossing = trace_boundaries(other, stage_graph)
         return crossing, param_stages(stage_graph, plan, other, crossing, own_loss)
 
@@ -129,6 +131,7 @@ def partition_model(
     )
     if plan.stages == 1:
         return dataclasses.replace(partition, guard=guard)
+    check_value_changes(record, stage_bounds(stage_graph, plan), plan)
     saved = model.state_dict(keep_vars=True).keys()
     writers = find_buffer_stages(record, stage_graph, stage_bounds(stage_graph, plan), saved, plan)
     return dataclasses.replace(partition, idle=record.params_without_grad, guard=guard, writers=writers)

@@ -1,4 +1,5 @@
-"""Finds the Python values that the user's modules and loss may read in a forward, for the step guards (guards.py).
+"""Finds the Python values that the user's modules and loss may read in a forward, for the step guards
+(train/step/guards.py), for proofs, and for pipeline stages (value_changes.py).
 
 | value | what is compared in each step |
 |---|---|
@@ -127,6 +128,23 @@ def plain_leaves(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
         inside = value if isinstance(value, list | tuple) else () if entries is None else entries.values()
         for each in inside if len(inside) <= MAX_ENTRIES else ():
             yield from plain_leaves(each, depth - 1)
+
+
+def plain_values(own: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the plain values of a dict that stores values, and its lists and tuples of plain values, as copies.
+    Leaves training modes out.
+
+    >>> plain_values({"step": 3, "sizes": [1, (2, 3)], "training": True, "scale": torch.ones(2)})
+    {'step': 3, 'sizes': [1, (2, 3)]}
+    """
+
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, PLAIN_TYPES) or (type(value) in (tuple, list) and all(map(is_plain, value)))
+
+    def copied(value: Any) -> Any:
+        return list(map(copied, value)) if type(value) is list else value
+
+    return {key: copied(value) for key, value in own.items() if key != "training" and is_plain(value)}
 
 
 def _entries(value: Any) -> Any:
