@@ -4,6 +4,7 @@ said."""
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE, SnapshotAdopt
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 from meshwright.spec.record import StepRecord
 from meshwright.train.metrics import RecordWriter
+from meshwright.train.rank_main import open_rank_log
 
 SOON = 0.2
 """Seconds after which a disk is overdue here."""
@@ -182,6 +184,20 @@ def test_a_log_that_cannot_be_read_in_time_is_left_out(disk: HangingDisk, tmp_pa
     disk.answers.clear()
     began = time.monotonic()
     assert log_tail(tmp_path / "log", 1) == [] and time.monotonic() < began + QUICK
+
+
+def test_a_rank_starts_without_its_log_if_the_disk_hangs(disk: HangingDisk, tmp_path: Path) -> None:
+    said: list[tuple[str, str]] = []
+    say = lambda kind, line: said.append((kind, line))
+    os.close(open_rank_log(tmp_path / "rank-0.log", say))
+    assert (tmp_path / "rank-0.log").exists() and said == []
+    disk.answers.clear()
+    began = time.monotonic()
+    handle = open_rank_log(tmp_path / "rank-0.log", say)
+    assert time.monotonic() < began + QUICK and os.path.samestat(os.fstat(handle), os.stat(os.devnull))
+    os.close(handle)
+    [(kind, line)] = said
+    assert kind == "degraded" and line.startswith("the output of this rank is lost: ") and "rank-0.log" in line
 
 
 def test_a_call_runs_once_and_its_result_or_error_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from virtual_cluster import Cluster
+
+from meshwright.elastic.cluster_agent import EventInbox
+from meshwright.elastic.local_agent import ReadinessPoller
 
 LEAST_SHARE = 0.05
 """Of a core, that the leader of 1,024 nodes may take while all is well."""
@@ -37,6 +41,21 @@ def test_256_nodes_lose_one_of_them_and_go_on_from_its_mirror(tmp_path: Path) ->
     cluster = checked(Cluster(tmp_path, 256, kinds=("node",), step=1.0).train())
     kinds = kinds_of(tmp_path)
     assert len(cluster.told) == kinds.count("recovery") == kinds.count("node_lost") == 1 and "verdict" not in kinds
+
+
+def test_a_message_from_another_thread_never_waits_for_the_loop() -> None:
+    """10,000 messages before the loop looks, more than fit into the socket that wakes it (about 280)."""
+    inbox = EventInbox(ReadinessPoller())
+    try:
+        sender = threading.Thread(target=lambda: [inbox.put({"number": number}) for number in range(10_000)])
+        sender.daemon = True
+        sender.start()
+        sender.join(60.0)
+        assert not sender.is_alive()
+        assert inbox.poller.wait(0.0, 0.0) == [None]
+        assert [message["number"] for _, message in inbox.take()] == [*range(10_000)]
+    finally:
+        inbox.close()
 
 
 def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they_may(tmp_path: Path) -> None:

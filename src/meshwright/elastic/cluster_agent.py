@@ -123,12 +123,14 @@ class EventInbox:
         """The messages of nodes that were read, but not handled yet. None is the end of a connection."""
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
+        self._waker.setblocking(False)
         poller.add(self._woken.fileno(), None)
 
     def put(self, message: IpcMessage, end: socket.socket | None = None) -> None:
         """Queues a message. Any thread may call it. `end`: the socket of a node that has just connected, or None."""
         self._queue.put((end, message))
-        self._waker.send(b"1")
+        with contextlib.suppress(BlockingIOError):  # the socket is full, so that the loop wakes anyway
+            self._waker.send(b"1")
 
     def take(self) -> Iterator[tuple[socket.socket | None, IpcMessage]]:
         """Yields the messages queued since the last call, as pairs (socket, message). The socket is that of a node that

@@ -31,6 +31,7 @@ from meshwright.core.ipc import IpcMessage, MessageReader, open_heartbeats, writ
 from meshwright.core.messages import Message
 from meshwright.core.signals import install_stop_handler
 from meshwright.core.snapshots import HISTORIES_PER_GENERATION, read_snapshot_locations
+from meshwright.core.storage_deadline import answer_in_time
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -163,10 +164,16 @@ class RankLog(FileIO):
             super().flush()
 
 
-def _open_log(path: Path) -> int:
-    """Opens the log of a rank and returns the descriptor. If this fails, returns 2, the log of the parent process."""
+def open_rank_log(path: Path, say: Callable[..., None]) -> int:
+    """Opens the log of a rank and returns the descriptor. If the disk does not answer in time, the output of the rank
+    is lost, and a message `degraded` says so. After any other error the output goes to the log of the parent process.
+    """
     try:
-        return storage.open_for_append(path)
+        return answer_in_time(path, lambda: storage.open_for_append(path))
+    except TimeoutError as error:
+        failure = storage.describe_failure(error, path)
+        say("degraded", line=Message("the output of this rank is lost: {failure}", failure=failure))
+        return os.open(os.devnull, os.O_WRONLY)
     except OSError as error:
         print(storage.describe_failure(error, path), file=sys.stderr, flush=True)
         return 2
@@ -194,7 +201,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
             message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places
         )
         die_with_parent(parent, f"mesh-rank-{channel.rank}")
-        log = _open_log(Path(message["log"]))
+        log = open_rank_log(Path(message["log"]), channel.say)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
