@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.core.secure_channel import SecureChannel, encode_message, open_channel
+from meshwright.core.ipc import message_line
+from meshwright.core.secure_channel import SecureChannel, open_channel
 from meshwright.core.snapshots import read_snapshot_locations
 from meshwright.elastic.attempt import Attempt, RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent, _NodeConnection
@@ -143,7 +144,7 @@ def test_a_node_is_there_once_it_has_said_where_its_copies_are_read_and_not_befo
     leader.ended = True  # no process of ranks is waited for
     ours, _ = open_channel("127.0.0.1", leader.port, "secret", {"name": "b", "devices": 2, "order": 1})
     assert leader.events(60.0) == [] and leader.places == EACH
-    ours.sendall(encode_message({"event": "lends", "address": "10.0.0.2:5"}))
+    ours.sendall(message_line({"event": "lends", "address": "10.0.0.2:5"}))
     assert leader.events(60.0) == [{"event": "node_joined", "name": "b", "devices": 2}]
     assert leader.places == EACH + 2 and leader.nodes[0].lender == "10.0.0.2:5"
     ours.close()

@@ -17,8 +17,8 @@ import pytest
 import xxhash
 from snapshot_files import snapshot_file
 
-from meshwright.core.ipc import wait_readable
-from meshwright.core.secure_channel import SecureChannel, encode_message
+from meshwright.core.ipc import message_line, wait_readable
+from meshwright.core.secure_channel import SecureChannel
 from meshwright.core.snapshots import HISTORIES_PER_GENERATION
 from meshwright.core.version import __version__
 from meshwright.elastic.leader_snapshots import LeaderSnapshots
@@ -64,7 +64,7 @@ def store(world: int, **ranks: list[tuple[int, int]]) -> SharedFileStore:
 
 def sent(retained: RetainedSnapshots) -> Any:
     """An inventory as it arrives."""
-    return json.loads(encode_message(retained.inventory()))
+    return json.loads(message_line(retained.inventory()))
 
 
 def test_a_node_reports_complete_copies_alone() -> None:

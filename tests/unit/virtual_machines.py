@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.ipc import IpcMessage, parse_message
-from meshwright.core.secure_channel import encode_message
+from meshwright.core.ipc import IpcMessage, message_line, parse_message
 from meshwright.core.snapshots import (
     HEADER_BYTES,
     HISTORIES_PER_GENERATION,
@@ -121,7 +120,7 @@ class End:
         self.wake()
 
     def send(self, message: IpcMessage) -> None:
-        self.write(encode_message(message))
+        self.write(message_line(message))
 
     def read(self) -> tuple[list[IpcMessage], bool]:
         messages = [parse_message(line) for line in self.inbox]

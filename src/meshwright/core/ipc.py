@@ -85,11 +85,15 @@ def parse_message(line: bytes) -> IpcMessage:
     {'do': 'end'}
     """
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode())
     except RecursionError:
         raise ValueError(f"the message is nested deeper than {MAX_MESSAGE_DEPTH} levels") from None
     if not isinstance(found, dict):
         raise ValueError("the message is not a JSON object")
+    # Of the 1,000 lines a second that a leader reads, almost none are nested or contain a message.
+    unpack = unpack_messages if b'"msgid"' in line else lambda data: data
+    if line.count(b"[") + line.count(b"{") <= MAX_MESSAGE_DEPTH:
+        return unpack(found)
     level: list[Any] = [found]
     for _ in range(MAX_MESSAGE_DEPTH):
         level = [
@@ -99,7 +103,7 @@ def parse_message(line: bytes) -> IpcMessage:
             if isinstance(inner, dict | list)
         ]
         if not level:
-            return unpack_messages(found)
+            return unpack(found)
     raise ValueError(f"the message is nested deeper than {MAX_MESSAGE_DEPTH} levels")
 
 

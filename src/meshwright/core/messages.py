@@ -162,6 +162,10 @@ LIST_SEPARATOR = Message("; ")
 """The separator between the parts of a field that is a list."""
 
 
+JSON_LEAVES = frozenset({str, int, float, bool, type(None)})
+"""Types of JSON values that contain no message. The lines of a leader of 1,024 nodes have 100,000 of them a second."""
+
+
 def pack_messages(data: Any) -> Any:
     """Returns JSON `data` with each message replaced by an object of its text, template and fields.
 
@@ -172,9 +176,9 @@ def pack_messages(data: Any) -> Any:
         fields = {name: _pack_field(value) for name, value in data.fields.items()}
         return {"text": str.__str__(data), "msgid": data.msgid, "context": data.context, "fields": fields}
     if isinstance(data, dict):
-        return {name: pack_messages(value) for name, value in data.items()}
+        return {name: value if type(value) in JSON_LEAVES else pack_messages(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [pack_messages(value) for value in data]
+        return [value if type(value) in JSON_LEAVES else pack_messages(value) for value in data]
     return data
 
 
@@ -191,10 +195,10 @@ def unpack_messages(data: Any) -> Any:
     Guarantees: no template is formatted, so the English text is that of the sender.
     """
     if isinstance(data, list):
-        return [unpack_messages(value) for value in data]
+        return [value if type(value) in JSON_LEAVES else unpack_messages(value) for value in data]
     if not isinstance(data, dict):
         return data
-    values = {name: unpack_messages(value) for name, value in data.items()}
+    values = {name: value if type(value) in JSON_LEAVES else unpack_messages(value) for name, value in data.items()}
     if values.keys() == PACKED_KEYS and isinstance(values["fields"], dict):
         return _make_message(str(values["text"]), str(values["msgid"]), str(values["context"]), values["fields"])
     return values

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import json
 import secrets
 import socket
 import struct
@@ -35,8 +34,8 @@ from meshwright.core.connection_listener import (
     InboundConnection,
 )
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.ipc import IpcMessage, MessageReader, parse_message, wait_writable
-from meshwright.core.messages import Message, pack_messages
+from meshwright.core.ipc import IpcMessage, MessageReader, message_line, parse_message, wait_writable
+from meshwright.core.messages import Message
 from meshwright.core.storage import failures_as_one_line, read_file
 
 TOKEN_MISMATCH = "another token"
@@ -91,7 +90,7 @@ class SecureChannel:
 
         Raises: OSError if the peer has closed the connection, or does not read for `SEND_TIMEOUT_SECONDS`.
         """
-        self.write(encode_message(message))
+        self.write(message_line(message))
 
     def write(self, line: bytes) -> None:
         """Sends the encoded message `line` from any thread. A caller can so encode a message once for several peers.
@@ -181,7 +180,7 @@ class _PendingHandshake(InboundConnection):
         self._challenge, self._line = secrets.token_hex(16), b""
 
     def greet(self) -> None:
-        self.send(encode_message({"challenge": self._challenge}))
+        self.send(message_line({"challenge": self._challenge}))
 
     def receive(self, data: bytes) -> None:
         self._line += data
@@ -191,12 +190,10 @@ class _PendingHandshake(InboundConnection):
             return
         hello = parse_message(self._line)
         if not _is_valid_mac(hello.pop("proof", ""), self._token, "enters", self._challenge):
-            self.send(encode_message({"refused": TOKEN_MISMATCH}))
+            self.send(message_line({"refused": TOKEN_MISMATCH}))
             raise ConnectionRejected(TOKEN_MISMATCH)
         self.send(
-            encode_message(
-                {"proof": _handshake_mac(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}
-            )
+            message_line({"proof": _handshake_mac(self._token, "admits", str(hello.pop("challenge", ""))), **self._me})
         )
         if self.unsent:
             raise ConnectionRejected(Message("it does not read"))
@@ -214,7 +211,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
     try:
         challenge = secrets.token_hex(16)
         theirs = str(_read_first_line(end, until).get("challenge", ""))
-        end.sendall(encode_message({"proof": _handshake_mac(token, "enters", theirs), "challenge": challenge, **me}))
+        end.sendall(message_line({"proof": _handshake_mac(token, "enters", theirs), "challenge": challenge, **me}))
         answer = _read_first_line(end, until)
         if "refused" in answer:
             raise AuthenticationError(
@@ -265,17 +262,12 @@ def local_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _handshake_mac(token: str, deed: str, challenge: str) -> str:
-    return hmac.new(token.encode(), f"meshwright {deed} {challenge}".encode(), "sha256").hexdigest()
+def _handshake_mac(token: str, purpose: str, challenge: str) -> str:
+    return hmac.new(token.encode(), f"meshwright {purpose} {challenge}".encode(), "sha256").hexdigest()
 
 
-def encode_message(message: IpcMessage) -> bytes:
-    """Returns `message` encoded as one line."""
-    return json.dumps(pack_messages(message), separators=(",", ":")).encode() + b"\n"
-
-
-def _is_valid_mac(said: Any, token: str, deed: str, challenge: str) -> bool:
-    return hmac.compare_digest(str(said).encode(), _handshake_mac(token, deed, challenge).encode())
+def _is_valid_mac(said: Any, token: str, purpose: str, challenge: str) -> bool:
+    return hmac.compare_digest(str(said).encode(), _handshake_mac(token, purpose, challenge).encode())
 
 
 def _read_first_line(end: socket.socket, until: float) -> IpcMessage:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.cgroup_limits import raise_open_file_limit
-from meshwright.core.ipc import IpcMessage
+from meshwright.core.ipc import IpcMessage, message_line
 from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import store_key_prefix
-from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel, encode_message
+from meshwright.core.secure_channel import TOKEN_MISMATCH, TOKEN_VARIABLE, SecureChannel
 from meshwright.elastic.devices import DeviceIds, node_of_device
 from meshwright.elastic.leader_snapshots import LeaderSnapshots
 from meshwright.elastic.local_agent import LocalAgent, ReadinessPoller
@@ -294,7 +294,7 @@ class ClusterAgent(LocalAgent):
         self._remote.at = {rank: node for rank, (node, _) in enumerate(homes) if node}
         self._remote.local = [rank for rank, (node, _) in enumerate(homes) if not node]
         job = self._snapshots.job
-        settled = encode_message({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs, "job": job})
+        settled = message_line({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs, "job": job})
         (port, secret), every = self._store, max(TICK_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         more: IpcMessage = {
             **what,
@@ -459,7 +459,7 @@ def _admit(fleet: ClusterAgent) -> None:
 
 
 def _tell(node: _NodeConnection, **message: Any) -> None:
-    _write(node, encode_message(message))
+    _write(node, message_line(message))
 
 
 def _write(node: _NodeConnection, line: bytes) -> None:
@@ -470,7 +470,7 @@ def _write(node: _NodeConnection, line: bytes) -> None:
 def _send_keepalives(fleet: ClusterAgent) -> None:
     """Sends a keepalive message to each node. A separate thread calls it, so that nodes do not count the leader as lost
     while it plans. It sends nothing if the leader's loop has not run for LEADER_PLANNING_SECONDS."""
-    line = encode_message({"do": "alive"})
+    line = message_line({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
         with contextlib.suppress(ValueError):  # the main thread has closed the connection
             _write(node, line)

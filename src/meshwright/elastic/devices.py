@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -59,6 +60,8 @@ class DeviceIds:
     def __init__(self, devices: int) -> None:
         self.devices = devices
         self._known: dict[int, tuple[str, int]] = {}
+        self._nodes: list[tuple[int, int]] = []
+        self._ids = tuple(range(devices))
 
     def first_of(self, name: str, devices: int, taken: Iterable[int]) -> int:
         """Returns the first device id of the node `name`, which has joined with `devices` devices. `taken`: the first
@@ -103,8 +106,11 @@ class DeviceIds:
 
     def all_of(self, nodes: Sequence[NodeDevices]) -> tuple[int, ...]:
         """Returns the device ids of the first machine and of `nodes`, in this order."""
-        there = [range(self.devices), *(range(node.first, node.first + node.devices) for node in nodes)]
-        return tuple(slot for devices in there for slot in devices)
+        there = [(node.first, node.devices) for node in nodes]
+        if there != self._nodes:  # the supervisor asks twenty times a second
+            later = chain.from_iterable(range(first, first + devices) for first, devices in there)
+            self._nodes, self._ids = there, (*range(self.devices), *later)
+        return self._ids
 
 
 def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:

@@ -229,11 +229,11 @@ class HangDetector:
         """Checks all ranks. Returns a report if a rank or a fork server hangs, else None. `living`: the process id of
         each living rank; 0 if it is not forked yet."""
         now = self.clock()
-        if (unstarted := self._unstarted(living, now)) is not None or not self.patience:
-            return unstarted
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
+        if (unstarted := self._unstarted(living, now)) is not None or not self.patience:
+            return unstarted
         if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted anew
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = before.since = now
