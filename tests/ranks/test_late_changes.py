@@ -223,3 +223,63 @@ def test_a_loss_that_is_a_mean_over_rows_trains_with_a_mask(ranks: Any, name: st
     expected = with_loss(name, uneven, None)
     for losses in ranks.run(1 if plan.startswith("dp1") else 2, with_loss, name, uneven, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+# --- code that depends on the number of rows ----------------------------------------------------------------------
+
+
+class ByRows(Net):
+    """Runs other code for more than 8 rows: `kind` says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("", False)
+        self.kind = kind
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        if self.kind == "mean":
+            x = x + 0.5 * x.mean(0, keepdim=True) if len(x) > 8 else x
+        elif self.kind == "factor":
+            x = x + 0.5 * (x.shape[0] > 8) * x.mean(0, keepdim=True)
+        elif self.kind == "chunks":
+            x = torch.cat([torch.tanh(each) for each in x.split(4)]) if len(x) > 8 else torch.tanh(x)
+        return self.head(x)
+
+
+def by_rows(kind: str, plan: str | None) -> list[Any]:
+    model, losses = ByRows(kind).double(), list[Any]()
+    try:
+        if plan is not None:
+            trainer = parallelize(model, adamw, plan, precision="fp64", example=batch_of(0))
+            return [trainer.step(batch_of(step)).loss for step in range(3)]
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            batch = batch_of(step)
+            loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    except InputError as error:
+        losses.append(str(error))
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "dp1.mb2", "dp2.z3.mb2", "pp2.mb4"])
+@pytest.mark.parametrize("kind", ["mean", "factor"])
+@pytest.mark.covering(2)
+def test_code_that_depends_on_the_number_of_rows_is_refused_before_the_first_step(
+    ranks: Any, kind: str, plan: str
+) -> None:
+    for found in ranks.run(1 if plan.startswith("dp1") else 2, by_rows, kind, plan):
+        assert len(found) == 1 and "the model runs other code for a batch of 9 rows" in found[0], found
+        assert "test_late_changes.py" in found[0] and "\n" not in found[0]
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("chunks", "dp2.mb2"), ("mean", "dp1.mb16"), ("mean", "tp2.mb16")])
+def test_equal_code_for_many_rows_and_one_micro_batch_train(ranks: Any, kind: str, plan: str) -> None:
+    expected = by_rows(kind, None)
+    for losses in ranks.run(1 if plan.startswith("dp1") else 2, by_rows, kind, plan):
+        assert losses == pytest.approx(expected, rel=1e-10)

@@ -167,6 +167,9 @@ class StepChecks(Protocol):
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks that are due before the next training step (`trains`) or evaluation."""
 
+    def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
+        """Returns the losses of one forward of `rows` rows and of forwards of micro-batches, if they differ."""
+
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """Repeats the checks for a step that took unchecked code paths. Called after its last backward and before its
         update."""

@@ -45,6 +45,7 @@ from meshwright.train.proof.proof_schedule import ProofSchedule, resolve_proof_m
 from meshwright.train.step.inputs import LocalBatch, check_example, check_model_across_ranks
 from meshwright.train.step.invariants import StepInvariants, retry_after_repair
 from meshwright.train.step.passes import StepPasses
+from meshwright.train.step.row_counts import RowCounts
 from meshwright.train.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class Trainer(TrainState):
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients if set (silent_corruption.py). The training loop sets it."""
-        self.passes = StepPasses(StepInvariants(engine, optimizer, prover))
+        rows = RowCounts(prover.copy, lambda line: prover.say(line))
+        self.passes = StepPasses(StepInvariants(engine, optimizer, prover), rows)
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -312,17 +312,38 @@ class PassResult(NamedTuple):
     gradients: GradientFingerprint
 
 
+def find_row_count_difference(engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
+    """Compares one forward of `rows` rows with forwards of as many rows as the first micro-batch has. The rows are
+    those of `batches`, repeated. Returns the two losses if they differ, otherwise None. All ranks call it."""
+    each = num_rows(batches[0])
+    same = [batch for batch in batches if _tensor_shapes(batch) == _tensor_shapes(batches[0])]
+    joined = {
+        name: torch.cat([batch[name] for batch in same]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batches[0].items()
+    }
+    whole = repeat_rows(joined, -(-rows // each) * each, None)
+    parts = [
+        {
+            name: value[first : first + each] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in whole.items()
+        }
+        for first in range(0, num_rows(whole), each)
+    ]
+    found = _find_difference(engine, whole, False, (True, False), parts)
+    return None if found is None else found[:2]
+
+
 def _find_difference(
-    engine: Engine, whole: Batch, backward: bool, modes: Sequence[bool]
+    engine: Engine, whole: Batch, backward: bool, modes: Sequence[bool], parts: Sequence[Batch] = ()
 ) -> tuple[float, float, GradientDifference] | None:
-    """Compares one pass of `whole` with passes of its two halves, in each of `modes`: in training mode (True), then in
-    evaluation mode (False).
+    """Compares one pass of `whole` with passes of its `parts`, by default of its two halves, in each of `modes`: in
+    training mode (True), then in evaluation mode (False).
 
     Returns None if the results of one pass and of two passes are equal within tolerance on all ranks. Also returns None
     if in all modes the random numbers of the model explain the difference. Otherwise returns the loss of one pass, the
     loss of two passes, and the largest difference of a gradient. Its `name` is '' if the losses differ.
     """
-    parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
+    parts, backward = parts or _split_in_half(whole), backward and _compares_gradients(engine)
     for train in modes:
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
         loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)

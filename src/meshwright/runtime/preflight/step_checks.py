@@ -57,7 +57,11 @@ from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, StageCursor
-from meshwright.runtime.preflight.batch_separability import check_batch_separable, check_evaluation_separable
+from meshwright.runtime.preflight.batch_separability import (
+    check_batch_separable,
+    check_evaluation_separable,
+    find_row_count_difference,
+)
 from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
 from meshwright.runtime.preflight.user_writes import (
@@ -450,6 +454,15 @@ class Preflight:
             self.check(engine, batches, True)
         finally:
             self.steps = self.checked = steps
+
+    def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
+        """Compares a forward of `rows` rows with forwards of micro-batches (batch_separability.py). Every rank calls
+        this method, before a step."""
+        engine.open_ungated()
+        found = find_row_count_difference(engine, batches, rows)
+        engine.zero.reshard_all()
+        engine.forget()
+        return found
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks that follow the micro-batches of a training step (`trains`) or of an evaluation."""

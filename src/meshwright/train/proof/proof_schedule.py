@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.analysis.model_copy import copy_to_meta
+from meshwright.analysis.model_copy import ModelCopy, copy_to_meta
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
@@ -127,12 +127,16 @@ class ProofSchedule:
         """`model`: the user's model before sharding. `loss`: the user's loss, or None. `compute`: the name of the dtype
         of the computation. Raises InputError if the model cannot be copied."""
         self.mode = mode
+        self.copy: ModelCopy | None = None
+        """The copy of the model on the meta device, or None if it cannot be copied and no proof is due."""
         try:
-            self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
+            self.copy = None if model is None else copy_to_meta(model, loss)
         except InputError as error:
-            raise InputError(
-                Message("no proof run: {error}, or train without it with prove='never'", error=error)
-            ) from None
+            if mode != "never":
+                raise InputError(
+                    Message("no proof run: {error}, or train without it with prove='never'", error=error)
+                ) from None
+        self.skeleton = None if mode == "never" else self.copy
         self.fingerprints = (
             {}
             if self.skeleton is None or model is None or not _is_rank_0()

@@ -31,6 +31,7 @@ from meshwright.train.step.inputs import (
     split_micro_batches,
 )
 from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
+from meshwright.train.step.row_counts import RowCounts
 from meshwright.train.step.state import TrainState
 
 GradientSums = tuple[float, int, list[float]]
@@ -42,10 +43,11 @@ class StepPasses:
     """Runs forward and backward on one rank. `rows`, `loads`, `dropped` and `balance_loss` describe the last global
     batch. `balance_loss` is the mean load-balancing loss, or None if the model has none."""
 
-    def __init__(self, invariants: StepInvariants | None = None) -> None:
+    def __init__(self, invariants: StepInvariants | None = None, row_counts: RowCounts | None = None) -> None:
         """`invariants`: the checks of each step. Without them, as in a proof, no update may follow and no phases are
-        reported."""
+        reported. `row_counts`: the check of code that depends on the number of rows."""
         self.invariants, self._reports_phases = invariants, invariants is not None
+        self._row_counts = row_counts
         self.rows = 0
         """The number of rows of the global batch."""
         self.loads: list[list[float]] = []
@@ -73,6 +75,8 @@ class StepPasses:
         self._begin(RankPhase.backward, state)
         self.check_around(state)
         batches, tokens = self.split(state, batch)
+        if self._row_counts is not None:
+            self._row_counts.check(state, batches, self.rows, whole=not isinstance(batch, LocalBatch))
         outer, every = engine.outer, tokens
         if outer is not None:
             tokens = count_replica_labels(engine, batches)

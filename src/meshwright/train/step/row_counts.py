@@ -1,0 +1,138 @@
+"""Detects code that depends on the number of rows of a batch, such as `if len(x) > 8`. A plan runs micro-batches of a
+few rows, one device runs all rows at once, and the other checks run at most a few rows.
+
+A copy of the model on the meta device runs forwards with as many rows as a micro-batch and as many as the whole batch,
+which costs no memory. If both call the same torch functions at the same places of the user's code, the number of rows
+counts as harmless, and so does every number between them. Otherwise a bisection finds the smallest number of rows with
+other call sites, and a forward of so many rows is compared with forwards of micro-batches on the plan's ranks. The plan
+is refused if their losses differ. A forward of more than MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the
+memory of a rank, so a line reports the code instead.
+
+A model that does not run on the meta device is not checked, and neither is code of the user's loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from meshwright.analysis.dry_run import MetaTwins, call_with_tensors, dry_run
+from meshwright.analysis.example_inputs import MetaRunMode
+from meshwright.analysis.model_copy import ModelCopy, isolated_run
+from meshwright.core.errors import PlanRefused
+from meshwright.core.messages import Message
+from meshwright.runtime.error_propagation import gather_objects
+from meshwright.runtime.loss import Batch
+from meshwright.runtime.preflight.code_paths import Path, Recorder, line_of
+from meshwright.runtime.preflight.step_checks import CHECKS_ENV
+from meshwright.train.step.state import TrainState
+
+MAX_COMPARED_MICRO_BATCHES = 8
+"""A forward of at most as many rows as this number of micro-batches is compared. It keeps no activations."""
+
+
+class RowCounts:
+    """The numbers of rows that were checked. `copy`: the copy of the model, or None if it cannot be copied.
+    `say` gets a line about code that is not compared."""
+
+    def __init__(self, copy: ModelCopy | None, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.copy = None if os.environ.get(CHECKS_ENV) == "never" else copy
+        self._known: tuple[int, int] | None = None
+        self._codes: dict[int, tuple[CodeType, int]] = {}
+
+    def check(self, state: TrainState, batches: Sequence[Batch], rows: int, whole: bool) -> None:
+        """Checks the numbers of rows of a step, unless they are known, after the ranks have compared their batches.
+
+        `batches`: the micro-batches of this rank's replica. `rows`: the number of rows of the global batch. `whole`:
+        whether every rank was given the global batch. Otherwise only the first step is checked, because later replicas
+        may be given different numbers of rows. All ranks call it.
+
+        Raises:
+            PlanRefused: the model computes another loss for more rows at once than for micro-batches. Every rank raises
+                it.
+        """
+        if self.copy is None or state.engine.outer is not None or (self._known is not None and not whole):
+            return
+        fewest = min([rows, *map(state.plan.micro_batch_of, range(state.plan.dp))])
+        low, high = self._known or (fewest, fewest)
+        self._known = min(low, fewest), max(high, rows)
+        if self._known == (low, high):
+            return
+        bounds = sorted({fewest, rows, low, high})
+        paths = [self._path(state, batches[0], each) for each in bounds]
+        other = next((at for at, path in enumerate(paths) if path != paths[0]), None)
+        first = max(
+            gather_objects(0 if other is None else self._first_other(state, batches[0], bounds[0], bounds[other]))
+        )
+        if not first:
+            return
+        place = self._shown(self._path(state, batches[0], first) ^ paths[0])
+        if first > MAX_COMPARED_MICRO_BATCHES * fewest:
+            self._say(
+                Message(
+                    "the model runs other code for batches of {rows} rows or more ({place}), which is not compared "
+                    "with one device",
+                    rows=first,
+                    place=place,
+                )
+            )
+            return
+        found = state.engine.preflight.compare_row_counts(state.engine, batches, first)
+        if found is not None:
+            raise PlanRefused(
+                Message(
+                    "plan {plan}: the model runs other code for a batch of {rows} rows than for a micro-batch of "
+                    "{fewer} ({place}), with a loss of {together:.6g} instead of {separate:.6g}: use dp1 with the "
+                    "batch as one micro-batch, or code that does not depend on the number of rows",
+                    plan=state.plan.name,
+                    rows=first,
+                    fewer=fewest,
+                    place=place,
+                    together=found[0],
+                    separate=found[1],
+                )
+            )
+
+    def _first_other(self, state: TrainState, example: Batch, low: int, high: int) -> int:
+        """Returns the smallest number of rows above `low` with other call sites than `low`, which `high` has, by
+        bisection."""
+        path = self._path(state, example, low)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._path(state, example, middle) == path else (low, middle)
+        return high
+
+    def _path(self, state: TrainState, example: Batch, rows: int) -> Path:
+        """Returns the call sites of a forward with `rows` rows. They are empty if the copy does not run."""
+        assert self.copy is not None
+        model = self.copy.model
+        modes = dict(state.engine.model.named_modules())
+        for path, module in model.named_modules():
+            module.training = modes[path].training if path in modes else module.training
+        recorder = Recorder(self._codes)
+        twins = MetaTwins(model, None)
+        inputs = state.engine.objective.inputs({name: _of_rows(value, rows) for name, value in example.items()})
+        try:
+            with dry_run(model, {}, as_it_trains=True), isolated_run(state.engine.model), MetaRunMode(), recorder:
+                call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
+        except Exception:  # the first step says what does not run
+            return frozenset()
+        return frozenset(recorder.places)
+
+    def _shown(self, places: Path) -> str:
+        """Returns the file and line of one of the call sites `places`."""
+        found = [(self._codes[place.code][0], place.at) for place in places if place.code in self._codes]
+        shown = sorted((code.co_filename.rpartition("/")[2], line_of(code, at)) for code, at in found)
+        return f"{shown[0][0]}:{shown[0][1]}" if shown else "the user's code"
+
+
+def _of_rows(value: Any, rows: int) -> Any:
+    """Returns a meta tensor with `rows` rows in the form of `value`; a value that is no tensor with rows itself."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
