@@ -95,14 +95,15 @@ def defects(times: int, fresh: bool) -> None:
 
 
 def outcomes(tests: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs the tests in one process. Returns for each test the message of its first failure (None: all its cases have
+    """Runs the tests, two files at a time. Returns for each test the message of its first failure (None: all its cases have
     passed) and its seconds. A test without a result has failed."""
     if not tests:
         return {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         report = Path(folder) / "report.xml"
         names = [f"tests/{test}" for test in tests]
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "soak or not soak", f"--junitxml={report}", *names]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", f"--junitxml={report}"]
+        command += ["-m", "soak or not soak", *names]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):  # no result of the round counts
             raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
