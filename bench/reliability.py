@@ -95,8 +95,8 @@ def defects(times: int, fresh: bool) -> None:
 
 
 def outcomes(tests: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs the tests, two files at a time. Returns for each test the message of its first failure (None: all its cases have
-    passed) and its seconds. A test without a result has failed."""
+    """Runs the tests, two files at a time. Returns for each test the message of its first failure (None: all its cases
+    have passed) and its seconds. A test without a result has failed."""
     if not tests:
         return {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:

@@ -17,6 +17,8 @@ from fault_runs import STEPS, USUAL, events, launch, losses, state, train
 from hanging_disk import HangingDisk
 from sample_accounting import check
 
+from meshwright.cli import main as cli
+from meshwright.cli import slow_disk
 from meshwright.core import background_thread, storage
 from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.background_thread import PATIENCE_SECONDS, BackgroundCall, CallPending
@@ -198,6 +200,21 @@ def test_a_rank_starts_without_its_log_if_the_disk_hangs(disk: HangingDisk, tmp_
     os.close(handle)
     [(kind, line)] = said
     assert kind == "degraded" and line.startswith("the output of this rank is lost: ") and "rank-0.log" in line
+
+
+@pytest.mark.parametrize("command", [["report"], ["checkpoint", "list"], ["train", "--folder"]])
+def test_a_command_says_for_which_file_it_waits(
+    disk: HangingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    (run / "launch.json").write_text("{")
+    said: list[str] = []
+    monkeypatch.setattr(slow_disk, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(cli, "print_note", lambda line: (said.append(line), disk.answers.set()))
+    disk.answers.clear()
+    assert cli.main([*command, str(run)]) == 2
+    assert len(said) == 1 and said[0].startswith("still waiting for ") and str(run) in said[0]
+    assert "没有响应" in translate(said[0], "zh")
 
 
 def test_a_call_runs_once_and_its_result_or_error_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

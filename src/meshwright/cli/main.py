@@ -17,7 +17,8 @@ from itertools import pairwise
 from cyclopts import CycloptsError, UnknownCommandError
 
 from meshwright.cli.application import build_application, command_lines
-from meshwright.cli.options import join_negative_values
+from meshwright.cli.options import join_negative_values, print_note
+from meshwright.cli.slow_disk import report_slow_disk
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = tokens.index("--") if "--" in tokens else len(tokens)  # the words after `--` belong to another command
     debug = "--debug" in tokens[:ours]
     try:
-        with stop_signal_handler(raise_keyboard_interrupt):
+        with stop_signal_handler(raise_keyboard_interrupt), report_slow_disk(print_note):
             return run_command([token for at, token in enumerate(tokens) if token != "--debug" or at > ours])
     except (KeyboardInterrupt, MeshwrightError, Exception) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno in CLOSED_OUTPUT_ERRORS:

@@ -13,7 +13,6 @@ from meshwright.cli.options import AsJson, Language, check_output_path, print_js
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message
-from meshwright.core.storage import report_if_overdue
 
 if TYPE_CHECKING:
     from meshwright.report.run import RunFolder
@@ -58,10 +57,7 @@ def report(
         raise InputError(Message("report --memory shows one run, but {count} are given: name one", count=len(runs)))
     if page is not None:
         check_output_path("--page", page)
-    with report_if_overdue(
-        lambda: print_note(Message("still reading: the disk of the run is slow, or does not answer"), language)
-    ):
-        found = [read_run(folder) for folder in runs]
+    found = [read_run(folder) for folder in runs]
     if page is not None:
         _run_page(found[0], page, language)
     if memory:
