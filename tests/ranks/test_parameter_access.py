@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from world_group import between_hosts
 
 from meshwright.core.errors import InputError
@@ -245,3 +246,23 @@ def test_changes_that_would_be_lost_or_differ_between_ranks_are_refused(ranks: A
             "every rank",
             "full_parameters: Linear is not a module of this model",
         ]
+
+
+def averaged(plan: str) -> str:
+    model, trainer = trainer_of(plan)
+    try:
+        average = AveragedModel(model)
+        for step in range(2):
+            trainer.step(batch(step))
+            average.update_parameters(model)
+        return str(len(list(average.parameters())) == len(list(model.parameters())))
+    except InputError as error:
+        return str(error)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(("plan", "said"), [("dp2", ""), ("dp2.z3", "z3"), ("tp2", "tp2"), ("pp2.mb8", "pp2.mb8")])
+def test_a_copy_of_a_model_of_which_ranks_store_parts_is_refused(ranks: Any, plan: str, said: str) -> None:
+    for line in ranks.run(2, averaged, plan):
+        assert said in line and ("only this rank's part of the parameters" in line if said else line == "True"), line

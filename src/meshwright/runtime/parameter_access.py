@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -205,6 +205,25 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
             [full.narrow(piece.split, start, stop - start) for start, stop in piece.intervals], piece.split
         )
     return full.reshape(-1)[piece.start : piece.stop]
+
+
+def refuse_copies(model: nn.Module, plan: Plan) -> None:
+    """Lets `copy.deepcopy` of the model raise InputError with one line if this rank stores only a part of the
+    parameters. Such a copy, as torch's AveragedModel makes one, is not the model, and its forward would wait for other
+    ranks."""
+    if plan.pp == plan.tp == plan.ep == 1 and plan.zero < 3:
+        return
+
+    def refuse(memo: Any) -> NoReturn:
+        raise InputError(
+            Message(
+                "plan {plan}: a copy of the model would have only this rank's part of the parameters: copy or average "
+                "those of `with trainer.full_parameters()`, or use a plan with data parallelism and z2 at most",
+                plan=plan.name,
+            )
+        )
+
+    vars(model)["__deepcopy__"] = refuse
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:

@@ -8,7 +8,7 @@ from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.engine import Engine, StageExecutor
 from meshwright.runtime.expert_parallel.token_dispatcher import local_dispatchers
 from meshwright.runtime.loss import LossHead
-from meshwright.runtime.parameter_access import install_load_checks, loss_access_guard
+from meshwright.runtime.parameter_access import install_load_checks, loss_access_guard, refuse_copies
 from meshwright.runtime.pipeline.runner import ScheduleRunner
 from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.zero.diloco import make_outer_optimizer
@@ -43,6 +43,7 @@ def assemble(build: Build) -> None:
     """Makes the executor of this rank's stages, the runner of the pipeline schedule, and the engine."""
     context, graph = build.context, build.partition.graph
     install_load_checks(build.model, context.plan.name)
+    refuse_copies(build.model, context.plan)
     loss = build.hints.get("loss")
     loss_head = LossHead(
         build.model,
