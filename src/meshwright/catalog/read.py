@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def clusters() -> dict[str, CatalogEntry]:
 def failures() -> dict[str, CatalogEntry]:
     """Returns published failure rates of large training clusters, in failures per device and hour."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "failures.json")}
+
+
+@cache
+def interop_keys() -> Mapping[str, frozenset[str]]:
+    """Returns the known keys of other training systems by system. A key that ends with a dot is a section with any
+    keys.
+
+    >>> "--tensor-model-parallel-size" in interop_keys()["megatron"]
+    True
+    """
+    data = json.loads((_CATALOG_FOLDER / "interop_keys.json").read_text(encoding="utf-8"))
+    return {name: frozenset(entry["keys"]) for name, entry in data.items()}
 
 
 def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 
 from cyclopts import App
@@ -29,19 +30,29 @@ FIRST_LINE = re.compile(r'"""`meshwright (?P<name>[a-z]+)`: (?P<line>.+?)\.?("""
 def command_lines() -> dict[str, str]:
     """Returns the overview line of each command, in alphabetical order."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return {file.stem: line for file in files if (line := _command_line(file)) is not None}
+    return {_command_name(file): line for file in files if (line := _command_line(file)) is not None}
+
+
+def _command_name(file: Path) -> str:
+    """Returns the name of the command in `file`. The name of a command that is a keyword of Python, such as import, has
+    an underscore after it in the name of the file and of the function."""
+    return file.stem.removesuffix("_")
+
+
+def _module_name(command: str) -> str:
+    return f"{command}_" if iskeyword(command) else command
 
 
 def _command_line(file: Path) -> str | None:
     """Returns the overview line of the command in `file`, or None if the file is not a command."""
     with file.open(encoding="utf-8") as text:
         found = FIRST_LINE.match(text.readline().rstrip())
-    return found["line"] if found is not None and found["name"] == file.stem else None
+    return found["line"] if found is not None and found["name"] == _command_name(file) else None
 
 
 def is_command(name: str) -> bool:
     """Returns whether `name` is a command."""
-    file = Path(__file__).with_name(f"{name}.py") if name.isidentifier() else None
+    file = Path(__file__).with_name(f"{_module_name(name)}.py") if name.isidentifier() else None
     return file is not None and file.exists() and _command_line(file) is not None
 
 
@@ -62,8 +73,10 @@ def build_application(tokens: Sequence[str]) -> App:
         suppress_keyboard_interrupt=False,
     )
     if tokens and is_command(tokens[0]):
-        app.command(f"meshwright.cli.{tokens[0]}:{tokens[0]}", name=tokens[0])
+        module = _module_name(tokens[0])
+        app.command(f"meshwright.cli.{module}:{module}", name=tokens[0])
     else:
         for name, line in command_lines().items():
-            app.command(f"meshwright.cli.{name}:{name}", name=name, help=line, sort_key=1)
+            module = _module_name(name)
+            app.command(f"meshwright.cli.{module}:{module}", name=name, help=line, sort_key=1)
     return app

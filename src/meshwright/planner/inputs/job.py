@@ -203,6 +203,11 @@ def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
     return sizes.changed(choice.sizes, "$.model.sizes") if choice.sizes else sizes
 
 
+def known_sizes(file: JobFile) -> ArchitectureSizes | None:
+    """Returns the sizes of the job's model, or None if the model is traced because it has no closed formulas."""
+    return None if file.described is not None or file.model.module else resolve_sizes(file.model)
+
+
 def resolve_cluster(choice: ClusterChoice) -> Cluster:
     """Returns the cluster of a job file. Memory size, memory budget and failure rate of the job file replace those of
     the cluster."""

@@ -3,7 +3,7 @@ and that are worth searching for the job. The module also splits devices into de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
 from math import ceil, gcd
@@ -146,15 +146,20 @@ OFFLOAD_CHOICES = tuple(
 
 class PlanChoices:
     """The searched values of each field of a job's plans. `runnable`: whether to include only values that this version
-    can run. `offloading`: whether offload is searched.
+    can run. `offloading`: whether offload is searched. `allowed` limits the values of some fields, if a field has
+    several values.
     """
 
-    def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
+    def __init__(
+        self, job: Job, runnable: bool, offloading: bool, allowed: Mapping[str, Collection[Any]] | None = None
+    ) -> None:
         self.job, self.runnable, self.offloading = job, runnable, offloading
+        self.allowed = allowed or {}
         self._link_domain = link_model(job.cluster).domain
         self._recompute = offered_recompute(job, self.pins.get("recompute"))
         self._varies_recompute_layers = (
             not {"recompute", "recompute_layers", "recompute_rest", "offload_layers"} & self.pins.keys()
+            and not {"recompute_layers", "recompute_rest"} & self.allowed.keys()
         )
         self._fewer_last_blocks = range(1, max_fewer_last_blocks(job) + 1)
         self._min_zero_stages = {min_zero_stage(choice) for choice in self.offload_choices()}
@@ -170,6 +175,8 @@ class PlanChoices:
         set, the runtime must allow them too."""
         if self.runnable and name in SUPPORTED_VALUES:
             choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
+        if name in self.allowed and len(choices) > 1:
+            choices = [choice for choice in choices if choice in self.allowed[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
 
     def zero_choices(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
@@ -188,7 +195,8 @@ class PlanChoices:
             for shard in self.select(
                 "dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]
             ):
-                if self.pins.get("dp_replicate", dp // shard) == dp // shard:
+                allowed = not zero or dp // shard in self.allowed.get("dp_replicate", (dp // shard,))
+                if self.pins.get("dp_replicate", dp // shard) == dp // shard and allowed:
                     yield ZeroChoice(zero, dp // shard, shard * cp, lone) if zero else ZeroChoice(0, dp * cp, 1)
 
     def expert_choices(
@@ -251,7 +259,7 @@ class PlanChoices:
                             schedule, virtual_stages, given or even_split(blocks, stages), bool(given), actions
                         )
                     )
-                if pp > 1 and virtual_stages == 1 and "layers_per_stage" not in self.pins:
+                if pp > 1 and virtual_stages == 1 and not {"layers_per_stage"} & {*self.pins, *self.allowed}:
                     splits = (split_with_lighter_last_stage(blocks, stages, less) for less in self._fewer_last_blocks)
                     found += [
                         ScheduleChoice(schedule, 1, split, True, actions)
@@ -270,6 +278,13 @@ class PlanChoices:
         )
         ways = [(ContextParallelMethod.ring, 0), (ContextParallelMethod.ulysses, 0)][: 1 + (cp > 1)]
         ways += [(ContextParallelMethod.ulysses, part)] if 1 < part < cp and cp % part == 0 else []
+        if cp > 1:
+            allowed = {name: self.allowed[name] for name in ("context", "ulysses") if name in self.allowed}
+            ways = [
+                way
+                for way in ways
+                if way[0] in allowed.get("context", way[:1]) and way[1] in allowed.get("ulysses", way[1:])
+            ]
         return [
             way
             for way in ways

@@ -30,7 +30,7 @@ degrees can be in one group, because these degrees do not change the rank layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -129,8 +129,8 @@ class ContextSlice(NamedTuple):
 
 @dataclass
 class PlanSpace:
-    """The plan space of a job. `considered` is the number of plans, `rejected` the number of illegal plans by reason.
-    Both are complete after the last item of `groups`.
+    """The plan space of a job. `allowed` limits the values of some fields (choices.py). `considered` is the number of
+    plans, `rejected` the number of illegal plans by reason. Both are complete after the last item of `groups`.
 
     Raises: InputError if pins are invalid or contradict each other.
     """
@@ -139,12 +139,13 @@ class PlanSpace:
     runnable: bool = False
     offloading: bool = True
     bucket: int = DEFAULT_BUCKET_BYTES
+    allowed: Mapping[str, Collection[Any]] = field(default_factory=dict)
     considered: int = 0
     rejected: dict[str, RejectionCount] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_pins(self.job)
-        self.choices = PlanChoices(self.job, self.runnable, self.offloading)
+        self.choices = PlanChoices(self.job, self.runnable, self.offloading, self.allowed)
         self._feasibility = UpdateFeasibility(self.job)
         ways = self.choices.offload_choices()
         self._offloads = [way for way in ways if self._feasibility.offload_violation(way) is None]

@@ -1,0 +1,282 @@
+"""Imports the configuration of another system: a job, a plan, and every key that is not carried over.
+
+The system is the one whose table has the most keys of the files, unless the user names it. A key that no table has is
+an error if it is probably mistyped; a key that another system has is an error, because the keys of two systems are
+mixed. All other keys are listed as not carried over.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.catalog import read as catalog
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+from meshwright.interop.exporting import describe_violation
+from meshwright.interop.formats import ConfigFile, read_config
+from meshwright.interop.registry import SYSTEMS, find_system
+from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, workload_of
+from meshwright.interop.system import System, decode
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.spec.plan import Plan
+from meshwright.spec.workload import Workload
+
+MIN_KEYS = 2
+"""Minimum number of keys by which a system is recognized."""
+SIMILARITY = 0.88
+"""Minimum similarity of an unknown key with a key of the table at which it counts as mistyped."""
+EXPECTED_SETTINGS = {"attention_dropout": 0.0, "dropout": 0.0}
+"""Settings that a job has no field for, with the value that the reference models have."""
+
+
+class ImportedPlan(NamedTuple):
+    """The result of an import. `job` has the sections of a job file. `sizes` are the sizes of the model if the files
+    state them. `not_carried` are the keys without an equivalent, each with the reason. `carried` is the number of keys
+    that were carried over."""
+
+    system: System
+    plan: Plan
+    job: dict[str, Any]
+    sizes: dict[str, Any]
+    carried: int
+    not_carried: tuple[Message, ...]
+    settings: Settings
+
+
+def import_plan(
+    *paths: str | Path, system: str | None = None, devices: int = 0, allow_unknown: bool = False
+) -> ImportedPlan:
+    """Imports the configuration in the files `paths`, which belong together. `system` is the name of the system; None
+    means that it is recognized. `devices` is the number of devices; it replaces that of the files. `allow_unknown`
+    lists unknown keys instead of refusing them.
+
+    Raises: InputError if a file cannot be read, if a key is unknown or belongs to another system, or if the
+    configuration contradicts itself.
+    """
+    if not paths:
+        raise InputError(Message("name the configuration files of the other system"))
+    files = [read_config(path) for path in paths]
+    keys: dict[str, Any] = {}
+    for file in files:
+        _check_repeated(file, keys)
+        keys |= file.keys
+    found = find_system(system) if system is not None else _recognize(keys, paths)
+    _check_versions(found, keys)
+    not_carried = _check_unknown(found, keys, allow_unknown)
+    launcher = _launcher_settings(files, devices)
+    decoded = decode(found, keys, launcher)
+    settings = degrees_of(decoded.settings)
+    plan = plan_of(settings)
+    _check_limits(found, plan)
+    not_carried += [
+        Message("{key}={value}: no equivalent of this value", key=name, value=keys[name])
+        for name in decoded.unknown_values
+    ]
+    not_carried += [
+        Message(
+            "{name}={value}: the reference models have {expected}", name=name, value=settings[name], expected=expected
+        )
+        for name, expected in EXPECTED_SETTINGS.items()
+        if settings.get(name, expected) != expected
+    ]
+    workload = _checked_workload(settings, not_carried)
+    sizes = _checked_sizes(settings, not_carried)
+    return ImportedPlan(
+        system=found,
+        plan=plan,
+        job=_job_sections(settings, plan, workload, sizes),
+        sizes=sizes,
+        carried=sum(name in keys and name not in decoded.unknown_values for name in found.own_keys),
+        not_carried=tuple(not_carried),
+        settings=settings,
+    )
+
+
+def _check_repeated(file: ConfigFile, keys: Mapping[str, Any]) -> None:
+    for name in file.keys.keys() & keys.keys():
+        if keys[name] != file.keys[name]:
+            raise InputError(
+                Message(
+                    "{path}: {key} is {value}, but {other} in another file",
+                    path=file.path,
+                    key=name,
+                    value=file.keys[name],
+                    other=keys[name],
+                )
+            )
+
+
+def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
+    """Returns the system whose table has the most of `keys`; keys of older versions count too."""
+    counts = {name: len(keys.keys() & (system.own_keys | system.renamed.keys())) for name, system in SYSTEMS.items()}
+    name = max(counts, key=lambda name: counts[name])
+    if counts[name] < min(MIN_KEYS, len(keys)) or not counts[name]:
+        raise InputError(
+            Message(
+                "{paths}: not a configuration of {systems}; `--from SYSTEM` names the system",
+                paths=", ".join(map(str, paths)),
+                systems=", ".join(system.title for system in SYSTEMS.values()),
+            )
+        )
+    return SYSTEMS[name]
+
+
+def _check_versions(system: System, keys: Mapping[str, Any]) -> None:
+    old = [name for name in system.renamed if name in keys]
+    if old:
+        raise InputError(
+            Message(
+                "{key} belongs to a version of {system} before {version}: write {new}",
+                key=old[0],
+                system=system.title,
+                version=system.version,
+                new=system.renamed[old[0]],
+            )
+        )
+
+
+def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool) -> list[Message]:
+    """Returns the keys that are not carried over.
+
+    Raises: InputError for keys of another system, and for unknown keys.
+    """
+    known = catalog.interop_keys().get(system.name, frozenset())
+    not_carried, unknown = [], []
+    for name in keys:
+        if name in system.own_keys:
+            continue
+        owner = next((other for other in SYSTEMS.values() if name in other.own_keys), None)
+        near = difflib.get_close_matches(name, system.own_keys, n=1, cutoff=SIMILARITY)
+        if not known or _is_known(name, known):
+            not_carried.append(Message("{key}: no equivalent", key=name))
+        elif owner is not None:
+            raise InputError(
+                Message(
+                    "{key} belongs to {owner}, the other keys to {system}: give the files of one system",
+                    key=name,
+                    owner=owner.title,
+                    system=system.title,
+                )
+            )
+        elif allow_unknown or (system.open_arguments and name.startswith("-") and not near):
+            not_carried.append(
+                Message("{key}: not a key of {system}, left to your script", key=name, system=system.title)
+            )
+        else:
+            unknown.append(name)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], [*system.own_keys, *known], n=1, cutoff=SIMILARITY)
+        raise InputError(
+            Message(
+                "{system} {version} has no {keys}{hint}; --allow-unknown reads the other keys",
+                system=system.title,
+                version=system.version,
+                keys=", ".join(unknown),
+                hint=Message("; did you mean {names}?", names=repr(near[0])) if near else "",
+            )
+        )
+    return not_carried
+
+
+def _is_known(name: str, known: frozenset[str]) -> bool:
+    """Returns whether `name` or one of its sections is known. A section that ends with a dot has any keys."""
+    parts = name.split(".")
+    sections = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
+    dashes = name.replace("_", "-") if name.startswith("--") else name
+    return (
+        name in known
+        or dashes in known
+        or dashes.replace("--no-", "--") in known
+        or any(section in known for section in sections)
+    )
+
+
+def _launcher_settings(files: Sequence[ConfigFile], devices: int) -> Settings:
+    found: Settings = {}
+    for file in files:
+        found |= {name: value for name, value in file.launcher.items() if isinstance(value, int) and value > 0}
+    if devices:
+        nodes = found.get("nodes", 1)
+        nodes = nodes if devices % nodes == 0 else 1
+        found |= {"nodes": nodes, "devices_per_node": devices // nodes, "world": devices}
+    return found
+
+
+def _check_limits(system: System, plan: Plan) -> None:
+    """Raises InputError if `system` itself would refuse the plan."""
+    limit = system.limit_of(plan)
+    names = limit.violations(plan)
+    reason = describe_violation(plan, names[0], system) if names else limit.rule(plan)
+    if reason:
+        raise InputError(
+            Message("the configuration contradicts itself, plan {plan}: {reason}", plan=plan.name, reason=reason)
+        )
+
+
+def _checked_workload(settings: Settings, not_carried: list[Message]) -> dict[str, Any]:
+    """Returns the section `workload`. An optimizer that is invalid here is left out and listed."""
+    workload = workload_of(settings)
+    try:
+        validate_data(Workload, workload, "workload")
+    except InputError as error:
+        not_carried.append(Message("the optimizer: {error}", error=error))
+        workload.pop("optimizer", None)
+        validate_data(Workload, workload, "workload")
+    return workload
+
+
+def _checked_sizes(settings: Settings, not_carried: list[Message]) -> dict[str, Any]:
+    sizes = sizes_of(settings)
+    if not sizes:
+        return {}
+    if not sizes.get("vocab"):
+        not_carried.append(Message("the sizes of the model are left out, because no file states the vocabulary"))
+        return {}
+    try:
+        return validate_data(ArchitectureSizes, sizes, "model").model_dump(mode="json", exclude_defaults=True)
+    except InputError as error:
+        not_carried.append(Message("the sizes of the model: {error}", error=error))
+        return {}
+
+
+def _job_sections(settings: Settings, plan: Plan, workload: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sections of the job file. A model of the catalog is named; other models get their sizes."""
+    job: dict[str, Any] = {}
+    name = str(settings.get("model") or "")
+    row = next((row for each in (name, name.rpartition("/")[2]) if each and (row := _find_model(each))), None)
+    if row is not None and not sizes:
+        job["model"] = {"name": row}
+    job["workload"] = workload
+    job["plan"] = {"name": plan.name}
+    return job
+
+
+def _find_model(name: str) -> str | None:
+    """Returns the name in the catalog of a model of the Hugging Face Hub, or None."""
+    short = name.lower().removeprefix("meta-").replace("meta-llama-", "llama").replace("llama-", "llama")
+    for each in (name, short, short.removesuffix("-hf"), short.removesuffix("-instruct")):
+        row = catalog.find_entry(catalog.models(), each)
+        if row is not None:
+            return str(row["model"])
+    return None
+
+
+def import_lines(found: ImportedPlan) -> list[Message]:
+    """Returns the output of an import: the plan, and every key that is not carried over."""
+    lines = [
+        Message(
+            "{system}: plan {plan} on {devices:count device}, {count:count key} carried over",
+            system=found.system.title,
+            plan=found.plan.name,
+            devices=found.plan.world,
+            count=found.carried,
+        )
+    ]
+    if found.not_carried:
+        lines.append(Message("not carried over:"))
+        lines += [Message("  {line}", line=line) for line in found.not_carried]
+    return lines

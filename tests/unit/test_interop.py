@@ -1,0 +1,220 @@
+"""Export to other systems, import from them, and the round trip."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from interop_plans import BLOCKS, random_plans
+from jobs import named_job
+
+from meshwright.cli.main import main
+from meshwright.core.errors import InputError
+from meshwright.interop.exporting import export_lines, export_plan
+from meshwright.interop.importing import import_lines, import_plan
+from meshwright.interop.registry import SYSTEMS, find_system
+from meshwright.interop.settings import settings_of
+from meshwright.interop.shell import read_command
+from meshwright.interop.system import encode
+from meshwright.planner.inputs.model_parser import read_sizes
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.workload import Workload
+
+ROUND_TRIPS = [pytest.param(40, id="40"), pytest.param(1000, id="1000", marks=pytest.mark.soak)]
+
+
+def llama_job(batch: int = 64, on: str = "2x8:a100-80gb") -> Job:
+    return named_job("llama2-7b", on, batch, 4096)
+
+
+def write_files(folder: Path, files: dict[str, str]) -> list[Path]:
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in files]
+
+
+def imported(folder: Path, name: str, text: str, **options: object) -> str:
+    return import_plan(*write_files(folder, {name: text}), **options).plan.name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", ROUND_TRIPS)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_plan_returns_unchanged_from_every_system(name: str, count: int, tmp_path: Path) -> None:
+    system, sizes = SYSTEMS[name], read_sizes("llama2-7b")
+    assert sizes.layers == BLOCKS
+    for at, plan in enumerate(islice(random_plans(system, seed=count), count)):
+        batch = plan.dp * plan.micro_batch * (1, 4, 8)[at % 3]
+        workload = Workload(sequence=4096, batch=batch, precision="bf16", reduce="fp32", steps=100 + at)
+        settings = settings_of(plan, workload, sizes, nodes=2 if plan.world % 2 == 0 else 1, model="llama2-7b")
+        paths = write_files(tmp_path, system.write(encode(system, settings), settings))
+        found = import_plan(*paths)
+        assert (found.system.name, found.plan.but(bucket=plan.bucket)) == (name, plan), plan.name
+        assert found.job["workload"]["batch"] == batch, plan.name
+        assert found.settings["sequence"] == 4096 and found.settings["steps"] == workload.steps
+
+
+def test_megatron_gets_the_options_that_its_users_expect() -> None:
+    found = export_plan(llama_job(), parse_plan("dp2.tp4.pp2.z1.mb2"), "megatron", read_sizes("llama2-7b"))
+    command = read_command(found.files["launch.sh"])
+    assert command.launcher == ("--nnodes", "2", "--nproc-per-node", "8")
+    words = " ".join(command.arguments)
+    for option in (
+        "--num-layers 32",
+        "--hidden-size 4096",
+        "--ffn-hidden-size 11008",
+        "--num-attention-heads 32",
+        "--swiglu",
+        "--normalization RMSNorm",
+        "--position-embedding-type rope",
+        "--untie-embeddings-and-output-weights",
+        "--disable-bias-linear",
+        "--tensor-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2",
+        "--use-distributed-optimizer",
+        "--micro-batch-size 2",
+        "--global-batch-size 64",
+        "--seq-length 4096",
+        "--bf16",
+        "--attention-dropout 0",
+        "--hidden-dropout 0",
+    ):
+        assert f" {option} " in f" {words} ", option
+    assert found.plan.name == "dp2.tp4.pp2.z1.mb2" and not found.changes and len(found.numerics) >= 2
+
+
+def test_an_export_names_what_the_system_cannot_express_and_the_cost() -> None:
+    job, plan = llama_job(), parse_plan("dp8.pp2.z2")
+    found = export_plan(job, plan, "deepspeed", read_sizes("llama2-7b"))
+    lines = "\n".join(export_lines(found, job, plan))
+    assert found.plan == parse_plan("dp8.pp2.z1")
+    assert "DeepSpeed has zero=2 only with ZeRO 2 or Ulysses with ZeRO; the pipeline has zero=1 or zero=0" in lines
+    assert "cost: dp8.pp2.z1 instead of dp8.pp2.z2: " in lines and "on the peak rank instead of" in lines
+    assert "deepspeedai/DeepSpeed, deepspeed/runtime/engine.py" in lines
+
+
+def test_degrees_that_a_system_lacks_are_replaced_by_its_best_plan() -> None:
+    found = export_plan(llama_job(), parse_plan("dp2.tp4.pp2.z1"), "deepspeed", read_sizes("llama2-7b"))
+    assert found.plan.world == 16 and not SYSTEMS["deepspeed"].limit_of(found.plan).violations(found.plan)
+    assert found.cost is not None and any("the best plan that DeepSpeed can run" in line for line in found.changes)
+
+
+def test_a_plan_without_an_equivalent_feature_is_exported_without_it() -> None:
+    plan = parse_plan("dp8.tp2.z1.lc4")
+    found = export_plan(llama_job(), plan, "megatron", read_sizes("llama2-7b"))
+    assert found.plan == parse_plan("dp8.tp2.z1")
+    assert "Megatron-LM has no loss_chunks=4; it has loss_chunks=1; exported as 1" in found.changes
+
+
+def test_a_shell_script_with_arrays_defaults_and_arithmetic_is_read() -> None:
+    text = """
+    #!/bin/bash
+    GPUS=8   # devices
+    NODES=${SLURM_NNODES:-2}
+    WORLD=$((GPUS * NODES))
+    TP=${TP:-4}
+    MODEL_ARGS=(
+        --num-layers 32  # layers
+        --hidden-size $((128 * 32))
+    )
+    if [[ "$DTYPE" == fp8 ]]; then
+        MODEL_ARGS+=("--fp8-format hybrid")
+    else
+        MODEL_ARGS+=(--fp32)
+    fi
+    OPTIONS=" --tensor-model-parallel-size ${TP} \\
+        --lr 1e-4"
+    torchrun --nproc_per_node $GPUS --nnodes=$NODES pretrain_gpt.py \\
+        ${MODEL_ARGS[@]} $OPTIONS --save $1 --world $WORLD
+    """
+    command = read_command(text)
+    assert command.launcher == ("--nproc_per_node", "8", "--nnodes=2")
+    assert " ".join(command.arguments) == (
+        "--num-layers 32 --hidden-size 4096 --fp8-format hybrid --tensor-model-parallel-size 4 --lr 1e-4 --save $1 "
+        "--world 16"
+    )
+
+
+def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    }
+    launch = "deepspeed --num_gpus 8 train.py --deepspeed ds_config.json --per_device_train_batch_size 4 "
+    launch += "--gradient_accumulation_steps 2 --gradient_checkpointing true --learning_rate 2e-5 --dataset_name x"
+    paths = write_files(tmp_path, {"ds_config.json": json.dumps(config), "launch.sh": launch})
+    found = import_plan(*paths)
+    assert found.plan.name == "dp8.z3.mb4.rc-full.off-optimizer.off-gradients.off-parameters"
+    assert found.job["workload"]["batch"] == 64 and found.job["workload"]["precision"] == "bf16"
+    assert found.not_carried == ("--dataset_name: not a key of DeepSpeed, left to your script",)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.sh", "torchrun --nproc-per-node 8 x.py --tensor-model-paralel-size 2 --micro-batch-size 1 --lr 1e-4",
+         "Megatron-LM core 0.19 has no --tensor-model-paralel-size; did you mean '--tensor-model-parallel-size'?; "
+         "--allow-unknown reads the other keys"),
+        ("a.sh", "torchrun --nproc-per-node 6 x.py --tensor-model-parallel-size 4 --micro-batch-size 1",
+         "6 devices are not a multiple of tp(4) * pp(1) * cp(1) = 4; --devices gives another number"),
+        ("a.sh", "x.py --model-parallel-size 8 --batch-size 4 --num-layers 24",
+         "--model-parallel-size belongs to a version of Megatron-LM before core 0.19: write "
+         "--tensor-model-parallel-size"),
+        ("a.sh", "torchrun --nproc-per-node 8 x.py --bf16 --fp16 --micro-batch-size 1 --tensor-model-parallel-size 2",
+         "--bf16 and --fp16 contradict each other in Megatron-LM: no precision has both values"),
+        ("a.sh", "torchrun --nproc-per-node 8 x.py --micro-batch-size 3 --global-batch-size 64 --num-layers 4 --lr 1",
+         "batch 64 is not a multiple of micro_batch(3) * dp(8) = 24"),
+        ("ds.json", '{"train_batch_size": 64, "zero_optimization": {"stage": 2}, "tensor_model_parallel_size": 2}',
+         "DeepSpeed 0.19 has no tensor_model_parallel_size; --allow-unknown reads the other keys"),
+        ("ds.json", '{"train_batch_size": 64, "zero_optimization": {"stage": 3}, "pipeline": {"stages": 2}}',
+         "the configuration contradicts itself, plan pp2.z3: DeepSpeed has pp=2 only with the pipeline; ZeRO 3 has "
+         "pp=1"),
+        ("ds.json", '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, '
+         '"parallelism": {"tensor_parallel_degree": 2}}',
+         "parallelism.tensor_parallel_degree belongs to torchtitan, the other keys to DeepSpeed: give the files"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 2\n[training]\nbatch_size = 8\n",
+         "training.batch_size belongs to a version of torchtitan before 0.2: write training.local_batch_size"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 2\n[zero_optimization]\nstage = 3\n[training]\nsteps=3\n",
+         "zero_optimization.stage belongs to DeepSpeed, the other keys to torchtitan: give the files of one system"),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 2\n[training]\nsteps=3\n",
+         "data_parallel_shard_degree is -1 and the number of devices is in no file: --devices sets it"),
+        ("a.toml", "[parallelism\n", "Expected ']' at the end of a table declaration"),
+        ("a.sh", "echo hello", "a.sh: not a configuration of"),
+        ("a.json", "[1, 2]", "a.json: expected keys and values of a configuration"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        imported(tmp_path, name, text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_an_unknown_system_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match="no system 'megatorn'; did you mean 'megatron'\\? systems are megatron,"):
+        find_system("megatorn")
+    assert find_system("Megatron-LM") is SYSTEMS["megatron"]
+
+
+def test_unknown_keys_can_be_listed_instead_of_refused(tmp_path: Path) -> None:
+    (path,) = write_files(tmp_path, {"a.sh": "x.py --micro-batch-size 2 --num-layers 4 --my-option 3 --lr 1e-3"})
+    found = import_plan(path, allow_unknown=True, devices=4)
+    assert found.plan == parse_plan("dp4.mb2") and found.plan.world == 4
+    assert "--my-option: not a key of Megatron-LM, left to your script" in import_lines(found)[-3].strip()
+
+
+def test_the_commands_write_and_read_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    job = ["--model", "llama2-7b", "--cluster", "2x8:a100-80gb", "--batch", "64", "--seq", "4096"]
+    assert main(["export", *job, "--plan", "dp2.tp4.pp2.z1.mb2", "--to", "megatron", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("Megatron-LM core 0.19, plan dp2.tp4.pp2.z1.mb2 of llama2-7b: ")
+    assert main(["import", str(out / "launch.sh"), "--out", str(back)]) == 0
+    assert "Megatron-LM: plan dp2.tp4.pp2.z1.mb2 on 16 devices, " in capsys.readouterr().out
+    assert main(["estimate", str(back / "job.yaml"), "--cluster", "2x8:a100-80gb", "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    assert Plan.model_validate(estimated["plan"]).name == "dp2.tp4.pp2.z1.mb2"
