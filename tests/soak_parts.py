@@ -100,7 +100,7 @@ PARTS = {
         "checkpoints that are damaged, saves that end at any call, and disks that fail",
         {
             "mesh": "checkpoint checkpoint_crash checkpoint_damage storage_faults",
-            "ranks": "storage_runs",
+            "ranks": "checkpoint_systems storage_runs",
             "unit": "data_order data_stream files",
         },
     ),

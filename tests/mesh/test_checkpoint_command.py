@@ -84,7 +84,9 @@ def test_import_makes_a_checkpoint_of_step_0_that_exports_the_same(tmp_path, cap
     )
     capsys.readouterr()
     assert main(["checkpoint", "import", str(tmp_path / "out"), str(tmp_path / "imported"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"checkpoint": str(tmp_path / "imported" / "step-00000000")}
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoint"] == str(tmp_path / "imported" / "step-00000000")
+    assert (found["form"], found["step"], found["optimizer"]) == ("safetensors", 0, [])
     assert main(["checkpoint", "verify", str(tmp_path / "imported")]) == 0
     assert main(["checkpoint", "export", str(tmp_path / "imported"), str(tmp_path / "again")]) == 0
     assert "config.json is not written" in capsys.readouterr().err

@@ -15,8 +15,9 @@ from checkpoint_worlds import empty, layouts, random_tensor, same_bits, save_wor
 from safetensors.torch import load_file, save_file
 
 import meshwright.checkpoint
+from meshwright.checkpoint.formats.detect import import_checkpoint
 from meshwright.checkpoint.hf_weights import load_weights
-from meshwright.checkpoint.huggingface import export_weights, import_weights
+from meshwright.checkpoint.huggingface import export_weights
 from meshwright.checkpoint.load import iter_full_tensors, load_checkpoint
 from meshwright.checkpoint.reshard import slice_shard
 from meshwright.checkpoint.save import save_checkpoint
@@ -67,7 +68,7 @@ def test_weights_fill_any_layout_from_a_file_a_folder_and_a_checkpoint(tmp_path)
     tensors = _tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     named = {f"model/{name}": tensor for name, tensor in tensors.items()}
-    checkpoint = import_weights(tmp_path, tmp_path / "checkpoints")
+    checkpoint, _ = import_checkpoint(tmp_path, tmp_path / "checkpoints")
     assert checkpoint.name == "step-00000000"
     assert all(same_bits(full, tensors[name]) for name, full in iter_full_tensors(checkpoint))
     for seed, source in enumerate((tmp_path / "model.safetensors", tmp_path, checkpoint)):

@@ -1,8 +1,8 @@
-"""Exports checkpoints to Hugging Face's format, and imports weights from it, for `meshwright checkpoint`.
+"""Exports checkpoints to Hugging Face's format, for `meshwright checkpoint`.
 
 An export is a folder of safetensors files with the full tensors under the model's own names. `export_weights` has one
 tensor in memory at a time. Weights above 5 GB are written as several files and an index, which `from_pretrained` can
-read. `import_weights` converts such a folder to a checkpoint of step 0. Source: huggingface/transformers,
+read. Source: huggingface/transformers,
 `save_pretrained` (max_shard_size, `model.safetensors.index.json`).
 
 LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
@@ -38,18 +38,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, INDEX_FILE, WEIGHT_PREFIX, WEIGHTS_FILE, HfWeights
+from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, INDEX_FILE, WEIGHT_PREFIX, WEIGHTS_FILE
 from meshwright.checkpoint.load import read_full_tensor
 from meshwright.checkpoint.manifest import TensorEntry
-from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, PendingTensor, dtype_name, write_shard
-from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, PendingTensor, write_shard
 from meshwright.checkpoint.verify import CheckpointReader
 from meshwright.core import storage
 from meshwright.core.codec import parse_text, read_text_file
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
-from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.workload import LoraConfig
 
 TOKENIZER_FILES = (
@@ -412,21 +410,3 @@ def _shard_files(
         where = {item.key: name for name, group in zip(names, groups, strict=True) for item in group}
         texts[INDEX_FILE] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
     return {**dict(zip(names, groups, strict=True)), **texts}
-
-
-def import_weights(source: Path | str, folder: Path | str) -> Path:
-    """Saves the Hugging Face weights at `source` as the checkpoint of step 0 in `folder`. Returns its path."""
-    weights = HfWeights(source)
-    pieces = []
-    for key in weights.entries:
-        tensor = weights.read_full(key)
-        assert tensor is not None
-        pieces.append(
-            (
-                ShardMetadata(
-                    WEIGHT_PREFIX + key, tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()
-                ),
-                tensor.reshape(-1),
-            )
-        )
-    return save_checkpoint(folder, 0, pieces, {"imported": str(source)})

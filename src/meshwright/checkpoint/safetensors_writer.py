@@ -34,6 +34,7 @@ _SAFETENSORS_DTYPES = {
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
     "bool": "BOOL",
 }  # fmt: skip
+NAME_BY_SAFETENSORS_DTYPE = {stored: name for name, stored in _SAFETENSORS_DTYPES.items()}
 MAX_METADATA_BYTES = 4096
 """Number of bytes at the beginning of a file that are searched for its metadata."""
 

@@ -61,6 +61,7 @@ from meshwright.spec.plan import Plan
 
 LATEST_LINK = "latest"
 LocalShard = tuple[ShardMetadata, torch.Tensor]
+LazyShard = tuple[ShardMetadata, torch.Tensor | Callable[[], torch.Tensor]]
 TensorKey = tuple[str, tuple[int, ...], str, int | None]
 ShardsByTensor = dict[TensorKey, list[SavedShard]]
 
@@ -83,7 +84,7 @@ SINGLE_RANK = RankExchange(0, 1, lambda text: [text])
 def save_checkpoint(
     folder: Path | str,
     step: int,
-    pieces: Iterable[LocalShard],
+    pieces: Iterable[LazyShard],
     state: Mapping[str, Any],
     *,
     plan: Plan | None = None,
@@ -94,15 +95,15 @@ def save_checkpoint(
     """Saves the shards `pieces` of all ranks as FOLDER/step-N and returns this path once it is durable and read back.
 
     Collective: every rank must call this function. `state` is the JSON state of the trainer; only the `state` of rank 0
-    is saved. `local` are tensors that only this rank has (random states); only the same rank of the same plan loads
-    them. `world` is needed if one process writes the shards of all ranks: the number of these ranks. 0 means
-    `ranks.world`.
+    is saved. A shard may be a function that reads it when it is written. `local` are tensors that only this rank has
+    (random states); only the same rank of the same plan loads them. `world` is needed if one process writes the shards
+    of all ranks: the number of these ranks. 0 means `ranks.world`.
 
     Raises:
         SaveFailed: a rank failed. All ranks raise this error.
     """
     shards = [
-        (_normalized_shard(piece), tensor.detach())
+        (_normalized_shard(piece), tensor if callable(tensor) else tensor.detach())
         for piece, tensor in pieces
         if piece.start < piece.stop or not math.prod(piece.shape)
     ]
@@ -132,7 +133,7 @@ def save_checkpoint(
 class _SaveOperation:
     """One save on one rank. Each stage is a method. The ranks synchronise after each stage."""
 
-    def __init__(self, folder: Path, step: int, shards: list[LocalShard], ranks: RankExchange, plan: Plan) -> None:
+    def __init__(self, folder: Path, step: int, shards: list[LazyShard], ranks: RankExchange, plan: Plan) -> None:
         self.folder, self.step, self.shards, self.ranks, self.plan = folder, step, shards, ranks, plan
         self.final = folder / step_folder_name(step)
         self.temporary: Path | None = None
@@ -252,7 +253,8 @@ class _SaveOperation:
         self.needs, task = self.read_note("task", rank)
         shards = dict(self.shards)
         mine = {shard_key(piece): piece for piece in map(_parse_shard, task)}
-        live = {key: tensor_digest(shards[piece]) for key, piece in mine.items() if shards[piece].device.type == "cpu"}
+        here = {key: data for key, piece in mine.items() if not callable(data := shards[piece])}
+        live = {key: tensor_digest(data) for key, data in here.items() if data.device.type == "cpu"}
         items = [
             PendingTensor(
                 key,
@@ -300,14 +302,9 @@ class _SaveOperation:
             for fields, key, offset, xxh3 in listed:
                 piece = _parse_shard(fields)
                 part = SavedShard(
-                    intervals=piece.intervals,
-                    start=piece.start,
-                    stop=piece.stop,
-                    file=shard_name(rank),
-                    key=key,
-                    offset=offset,
-                    xxh3=xxh3,
-                )
+                    intervals=piece.intervals, start=piece.start, stop=piece.stop, file=shard_name(rank), key=key,
+                    offset=offset, xxh3=xxh3,
+                )  # fmt: skip
                 parts[_tensor_key(piece)].append(part)
         manifest = CheckpointManifest(
             version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.world,
@@ -400,9 +397,9 @@ def _shard_bytes(piece: ShardMetadata) -> int:
     return (piece.stop - piece.start) * DTYPE_BY_NAME[piece.dtype].itemsize if piece.dtype in DTYPE_BY_NAME else 0
 
 
-def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor | Callable[[], torch.Tensor], key: str, live: dict[str, str]) -> torch.Tensor:
     """Returns the tensor on the CPU. If `live` has no digest of the shard `key`, stores the digest there."""
-    host = tensor.detach().cpu()
+    host = (tensor() if callable(tensor) else tensor).detach().cpu()
     if key not in live:
         live[key] = tensor_digest(host)
     return host
@@ -422,12 +419,14 @@ def shard_key(piece: ShardMetadata) -> str:
     return f"{piece.name}|{part}|{piece.start}-{piece.stop}"
 
 
-def _check_shard(piece: ShardMetadata, tensor: torch.Tensor) -> None:
+def _check_shard(piece: ShardMetadata, tensor: torch.Tensor | Callable[[], torch.Tensor]) -> None:
     if not re.fullmatch(TENSOR_NAME_PATTERN, piece.name):
         raise _SaveRefused(Message("{piece!r} is not a valid tensor name", piece=piece.name[:80]))
     if piece.dtype not in DTYPE_BY_NAME:
         text = mark_msgid("{piece}: dtype {dtype!r} is not one of {names}")
         raise _SaveRefused(Message(text, piece=piece.name, dtype=piece.dtype, names=", ".join(DTYPE_BY_NAME)))
+    if callable(tensor):
+        return
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
         text = mark_msgid("{piece}: expected {count} elements of {dtype}, but its tensor is {type}{shape}")
         fields = {"piece": piece.name, "count": piece.stop - piece.start, "dtype": piece.dtype}

@@ -5,8 +5,9 @@ PATH is a checkpoint, a folder of checkpoints, or a run folder.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -110,6 +111,18 @@ def export(
         Parameter(help="a config.json to store with the weights; default: the run's own if known"),
     ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
+    form: Annotated[
+        Literal["huggingface", "dcp"],
+        Parameter(
+            help=(
+                "huggingface: weights for transformers; dcp: torch.distributed.checkpoint, with optimizer states, for "
+                "FSDP2"
+            )
+        ),
+    ] = "huggingface",
+    weights_only: Annotated[
+        bool, Parameter(negative="", help="leave out the optimizer states (Hugging Face folders have none)")
+    ] = False,
     adapter: Annotated[
         bool,
         Parameter(
@@ -119,40 +132,21 @@ def export(
     ] = False,
     json: AsJson = False,
 ) -> int:
-    """Write the newest weights as a folder that transformers' from_pretrained loads: safetensors, config, tokenizer.
+    """Write the newest checkpoint for another system: a folder for transformers' from_pretrained, or with --form the
+    checkpoint of another engine, with optimizer states.
 
     Try: meshwright checkpoint export runs/mine --to exported --dtype bfloat16
     """
-    from meshwright.checkpoint import huggingface
-    from meshwright.checkpoint.huggingface import export_adapter
-    from meshwright.core.codec import parse_text, read_text_file
     from meshwright.core.errors import InputError
 
     one = newest_at(path)
-    form = run_template(one)
-    text = parse_text(read_text_file(config, "config"), str(config)) if config else form.config if form else None
-    launch = launch_of_checkpoint(one)
-    lora = launch.workload.lora if launch is not None else None
-    if adapter and lora is None:
-        raise InputError(Message("{one}: the run does not train LoRA adapters; leave --adapter out", one=one))
-    if adapter and lora is not None and launch is not None:
-        files = export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
-    else:
-        files = huggingface.export_weights(
-            one,
-            to,
-            text,
-            dtype=dtype,
-            transposed=form.transposed if form else (),
-            extra_files=run_extra_files(one),
-            lora=lora,
-        )
-    if text is None and not adapter:
-        print_note(
-            Message(
-                "config.json is not written: transformers has no class for this run's model; pass one with --config"
+    if form != "huggingface":
+        if config is not None or dtype is not None or adapter:
+            raise InputError(
+                Message("--config, --dtype and --adapter belong to --form huggingface, not to {form}", form=form)
             )
-        )
+        return _export_form(one, to, form, weights_only, json)
+    files = _export_huggingface(one, to, config, dtype, adapter)
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
     else:
@@ -160,27 +154,116 @@ def export(
     return 0
 
 
+def _export_huggingface(one: Path, to: Path, config: Path | None, dtype: str | None, adapter: bool) -> list[Path]:
+    from meshwright.checkpoint import huggingface
+    from meshwright.core.codec import parse_text, read_text_file
+    from meshwright.core.errors import InputError
+
+    launch = launch_of_checkpoint(one)
+    lora = launch.workload.lora if launch is not None else None
+    if adapter and lora is None:
+        raise InputError(Message("{one}: the run does not train LoRA adapters; leave --adapter out", one=one))
+    if adapter and lora is not None and launch is not None:
+        return huggingface.export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
+    template = run_template(one)
+    text = parse_text(read_text_file(config, "config"), str(config)) if config else template and template.config
+    files = huggingface.export_weights(
+        one,
+        to,
+        text,
+        dtype=dtype,
+        transposed=template.transposed if template else (),
+        extra_files=run_extra_files(one),
+        lora=lora,
+    )
+    if text is None:
+        print_note(
+            Message(
+                "config.json is not written: transformers has no class for this run's model; pass one with --config"
+            )
+        )
+    return files
+
+
+def _export_form(one: Path, to: Path, form: str, weights_only: bool, json: bool) -> int:
+    from meshwright.checkpoint.formats.export import export_checkpoint
+
+    content = export_checkpoint(one, to, form, weights_only)
+    if json:
+        print_json({"checkpoint": str(one), "folder": str(to), "form": form, "step": content.step})
+        return 0
+    kinds = sorted({kind for states in content.states.values() for kind in states})
+    print_output(
+        Message(
+            "{one} is exported to {to} ({form}): step {step}, {count} weights, {states}",
+            one=one,
+            to=to,
+            form=form,
+            step=content.step,
+            count=len(content.weights),
+            states=_states_text(kinds),
+        )
+    )
+    return 0
+
+
+def _states_text(kinds: Sequence[str]) -> Message:
+    """Returns the phrase for the kinds of optimizer states of a checkpoint."""
+    if not kinds:
+        return Message("without optimizer states")
+    return Message("with the optimizer states {kinds}", kinds=", ".join(kinds))
+
+
 @checkpoint.command(name="import")
 def import_(
-    weights: Annotated[
-        Path, Parameter(name="WEIGHTS", help="a safetensors file, or a Hugging Face folder of safetensors files")
+    source: Annotated[
+        Path,
+        Parameter(
+            name="SOURCE",
+            help="a checkpoint of torch DCP, or a safetensors file or folder (Hugging Face: weights only)",
+        ),
     ],
-    folder: Annotated[Path, Parameter(name="FOLDER", help="folder of checkpoints in which step 0 is written")],
+    folder: Annotated[Path, Parameter(name="FOLDER", help="folder of checkpoints in which the step is written")],
     /,
     *,
+    weights_only: Annotated[
+        bool, Parameter(negative="", help="leave out the optimizer states; the checkpoint is of step 0")
+    ] = False,
     json: AsJson = False,
 ) -> int:
-    """Convert Hugging Face weights to a checkpoint of step 0, which has no optimizer states.
+    """Convert a checkpoint of another system to one of Meshwright, with its optimizer states. Nothing in the source is
+    executed.
 
     Try: meshwright checkpoint import Llama-3.2-1B imported
     """
-    from meshwright.checkpoint.huggingface import import_weights
+    from meshwright.checkpoint.formats.detect import import_checkpoint
 
-    made = import_weights(weights, folder)
+    made, imported = import_checkpoint(source, folder, weights_only)
+    state = imported.manifest.state["optimizer"]["kinds"]
     if json:
-        print_json({"checkpoint": str(made)})
-    else:
-        print_output(f"{weights} is imported as {made}")
+        print_json(
+            {
+                "checkpoint": str(made),
+                "form": imported.form,
+                "step": imported.manifest.step,
+                "optimizer": sorted(state),
+                "left_out": list(imported.left_out),
+            }
+        )
+        return 0
+    print_output(
+        Message(
+            "{source} ({form}) is imported as {made}: step {step}, {count} weights, {states}",
+            source=source,
+            form=imported.form,
+            made=made,
+            step=imported.manifest.step,
+            count=imported.weight_count,
+            states=_states_text(sorted(state)),
+        )
+    )
+    if imported.left_out:
+        print_note(Message("not carried over: {names}{more}", names=", ".join(imported.left_out), more=""))
     return 0
 
 

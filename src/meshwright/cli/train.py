@@ -56,6 +56,15 @@ class RunOptions:
     steps: Annotated[
         int | None, Parameter(help="total number of optimizer steps; a larger number extends an existing run")
     ] = None
+    resume_from: Annotated[
+        Path | None,
+        Parameter(
+            help=(
+                "checkpoint with which a new run begins, also one of another system: torch DCP, "
+                "DeepSpeed, Megatron, safetensors"
+            )
+        ),
+    ] = None
     pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=2")] = None
     offload_to: Annotated[
         Path | None,
@@ -166,8 +175,12 @@ def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
     run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
+    begin = None if wanted.resume_from is None else wanted.resume_from.expanduser().resolve()
     prove = None if wanted.prove is None else "start" if wanted.prove else "never"
-    entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where), ("run.prove", prove))
+    entries = (
+        ("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where), ("run.prove", prove),
+        ("run.resume_from", begin),
+    )  # fmt: skip
     written = (
         f"{name}={plain.dumps(value if name == 'workload.steps' else str(value))}"
         for name, value in entries

@@ -228,6 +228,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         skipped  scalar states, by name, of parameters that an update has skipped
         scalars  scalar states of all other parameters (`by_group`: of each group, if there are several)
         empty    groups without parameters on this rank, where their options may be out of date
+        members  the group of each parameter by name, if there are several groups
 
     Raises:
         InputError: a state cannot be saved.
@@ -261,6 +262,9 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
             key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()
         },
         "by_group": {at: dict(scalar_states(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
+        "members": {run.path: at for at, group in enumerate(groups) for run in group["params"] if hasattr(run, "path")}
+        if len(groups) > 1
+        else {},
         "empty": [at for at, group in enumerate(groups) if not group["params"]],
         "own": own if any(own := [_optimizer_counters(one) for one in nested_optimizers(optimizer)]) else [],
         "states": {
@@ -303,7 +307,7 @@ def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for other in given[1:]:
         both = [
             what
-            for what in ("kinds", "scalars", "skipped", "types", "by_group", "states")
+            for what in ("kinds", "scalars", "skipped", "types", "by_group", "states", "members")
             if what in other and what in one
         ]
         one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}

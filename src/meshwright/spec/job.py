@@ -57,6 +57,13 @@ class RunConfig(StrictModel):
     failure_hours: float = Field(
         default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto"
     )
+    resume_from: OneLine = Field(
+        default="",
+        description=(
+            "checkpoint with which a new run begins, also one of another system: torch DCP, DeepSpeed, Megatron, "
+            "safetensors"
+        ),
+    )
     restart: bool = Field(
         default=False, description="start at step 0 even if the run folder has step records but no checkpoint"
     )

@@ -5,6 +5,7 @@ A run resumes from the first of these sources that exists:
 - In-memory checkpoints of the newest step for which all ranks have an intact checkpoint. They are skipped if the newest
   valid checkpoint on disk is of a later step.
 - The newest valid checkpoint in the run folder.
+- The checkpoint run.resume_from, also of another system.
 - The model's initial or pretrained weights.
 
 If the event log records a saved checkpoint, but no checkpoint can be read, the run does not restart silently at step 0:
@@ -39,6 +40,7 @@ from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import EVENTS_FILE_NAME, StepRecord, parse_events
 from meshwright.train import memory_checkpointer
 from meshwright.train.checkpoint_pruner import CheckpointPruner
+from meshwright.train.imported_checkpoint import accept_imported
 from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.metrics import StepGap, last_reported_step
 from meshwright.train.rank_main import RankControl
@@ -113,12 +115,12 @@ class Recovery:
         path = ranks.all_gather(str(chosen or ""))[0]
         if self.trainer.engine.unfilled and self.launch.model.folder:
             self.trainer.load_weights(self.launch.model.folder)
-        if path:
-            self.source = "disk"
-            self._fill(Path(path))
-            self.saved = self.trainer.steps
-        elif not self.launch.run.restart:
+        if not path and not self.launch.run.restart:
             refuse_silent_restart(self.launch, ranks, self._note)
+        if start := path or self.launch.run.resume_from:
+            self.source = "disk"
+            self._fill(Path(start))
+            self.saved = self.trainer.steps if path else -1
         self._forget()
         return self.trainer.steps
 
@@ -129,6 +131,9 @@ class Recovery:
 
     def _fill(self, source: Path | MemoryCheckpoint) -> None:
         extra = self.trainer.load(source)
+        if "imported" in extra:
+            accept_imported(self.trainer, self.launch.workload, extra, self.channel)
+            return
         data, self.record = extra["data"], extra.get("record")
         self.guard.read(extra.get("guard", {}))
         if data != self.identity["data"]:
@@ -399,7 +404,7 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
                 reported=reported,
             )
         )
-    if reported > 0 and ranks.rank == 0:
+    if reported > 0 and ranks.rank == 0 and not launch.run.resume_from:
         say(Message("the run begins at step 0 again: its earlier {reported} steps were not saved", reported=reported))
 
 

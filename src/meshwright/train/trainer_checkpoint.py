@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.formats.detect import open_checkpoint
 from meshwright.checkpoint.load import load_checkpoint
-from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.manifest import CheckpointManifest
 from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
-from meshwright.checkpoint.save import RankExchange, save_checkpoint
+from meshwright.checkpoint.save import LocalShard, RankExchange, save_checkpoint
 from meshwright.core.codec import validate_data
 from meshwright.runtime import state_dict
 from meshwright.runtime.backend import backend_of
@@ -28,6 +29,7 @@ from meshwright.runtime.non_tensor_state import load_extra_states, serializable_
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.record import RunState
+from meshwright.train.imported_checkpoint import ImportedNames
 from meshwright.train.step.state import TrainState
 
 
@@ -97,6 +99,7 @@ def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
         "optimizer": scalars,
         "unreached": _encode_stateless(state),
         "extra": extra,
+        "shared": state.engine.extra_state.shared_names,
         "modules": serializable_extra_states(state.engine.model, state.engine.extra_state.module_keys),
     }
 
@@ -154,30 +157,46 @@ def compression_residuals(state: TrainState) -> dict[str, torch.Tensor]:
     return {f"kept-{name}": reducer.residual for name, reducer in reducers.items() if reducer is not None}
 
 
+def _wanted_pieces(
+    state: TrainState, manifest: CheckpointManifest, names: ImportedNames | None, separate: bool
+) -> list[LocalShard]:
+    """Returns the pieces of this rank that the checkpoint fills, with their memory. `separate`: whether each DiLoCo
+    replica has a state in the checkpoint."""
+    engine = state.engine
+    wanted = [
+        *state_dict.weight_pieces(engine, saving=False),
+        *state_dict.optimizer_pieces(engine, state.optimizer, saving=False),
+    ]
+    buffers = list(state_dict.buffer_pieces(engine, saving=False))
+    if names is not None:
+        wanted, buffers = list(map(names.rename, wanted)), list(map(names.rename, buffers))
+    wanted += [stored for stored in buffers if stored.piece.name in manifest.tensors]
+    if separate:
+        wanted += state_dict.outer_pieces(engine, saving=False)
+    else:
+        wanted = list(map(state_dict.strip_replica_prefix, wanted))
+    return [(piece, data) for piece, data in wanted]
+
+
 def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, Any]:
     """Restores `state` from the checkpoint at `path`, or from the in-memory checkpoints of all ranks. Returns the
     `extra` of the checkpoint. All ranks call it."""
     engine, optimizer = state.engine, state.optimizer
     engine.zero.quiesce()
-    manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
-    saved = merge_scalar_states(path.states) if isinstance(path, MemoryCheckpoint) else manifest.state
-    engine.updater.set_stateless(_decode_stateless(engine.zero.param_names, saved))
+    source = path if isinstance(path, MemoryCheckpoint) else open_checkpoint(path)
+    manifest = source.manifest
+    saved = merge_scalar_states(source.states) if isinstance(source, MemoryCheckpoint) else manifest.state
+    names = ImportedNames(engine, optimizer, source.path, manifest) if "imported" in saved else None
+    engine.updater.set_stateless(
+        names.stateless(engine.zero.param_names) if names else _decode_stateless(engine.zero.param_names, saved)
+    )
     with torch.no_grad():
-        state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"])
-        wanted = [
-            *state_dict.weight_pieces(engine, saving=False),
-            *state_dict.optimizer_pieces(engine, optimizer, saving=False),
-        ]
-        wanted += [
-            stored for stored in state_dict.buffer_pieces(engine, saving=False) if stored.piece.name in manifest.tensors
-        ]
+        # The options of the job apply to an imported checkpoint; its parameters may be in other groups.
+        state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"] | ({"groups": []} if names else {}))
         separate = any(name.startswith(state_dict.OUTER_PREFIX) for name in manifest.tensors)
-        wanted = (
-            [*wanted, *state_dict.outer_pieces(engine, saving=False)]
-            if separate
-            else list(map(state_dict.strip_replica_prefix, wanted))
-        )
-        loaded = load_checkpoint(path, map(tuple, wanted), plan=state.plan, ranks=rank_exchange(state.mesh))  # type: ignore[arg-type]
+        wanted = _wanted_pieces(state, manifest, names, separate)
+        cast = names is not None and not names.kinds  # initial weights may have another dtype
+        loaded = load_checkpoint(source, wanted, plan=state.plan, ranks=rank_exchange(state.mesh), cast=cast)
         for unit in engine.zero.units:
             unit.copy_to_params()
             unit.weights.all_gather().wait()
@@ -201,4 +220,4 @@ def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, 
         device = state.mesh.device
         if (random := loaded.local.get(f"random-{device.type}")) is not None:
             backend_of(device).set_rng_state(random, device)
-    return dict(saved["extra"])
+    return dict(saved["extra"]) if names is None else {"imported": saved["imported"], **names.facts(optimizer, saved)}

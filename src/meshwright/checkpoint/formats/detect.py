@@ -1,0 +1,97 @@
+"""Recognises the form of a checkpoint by its files and opens it. The trainer and `meshwright checkpoint` use this file.
+
+| form | recognised by |
+|---|---|
+| Meshwright | `manifest.json` |
+| torch DCP, also Megatron's torch_dist | `.metadata` |
+| Hugging Face | `*.safetensors` |
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.formats.dcp import METADATA_FILE, read_dcp
+from meshwright.checkpoint.formats.source import (
+    ForeignCheckpoint,
+    ForeignState,
+    ForeignTensor,
+    check_dtype,
+    convert_checkpoint,
+    full_range,
+)
+from meshwright.checkpoint.hf_weights import HfWeights, weight_files
+from meshwright.checkpoint.manifest import MANIFEST_FILE, step_folder_name
+from meshwright.checkpoint.safetensors_writer import NAME_BY_SAFETENSORS_DTYPE
+from meshwright.checkpoint.verify import CheckpointReader
+from meshwright.core import storage
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+
+
+def open_checkpoint(path: Path) -> CheckpointReader | ForeignCheckpoint:
+    """Opens the checkpoint at `path`, of Meshwright or of another system.
+
+    Raises:
+        InputError: there is no checkpoint at `path`, or it is damaged or unsafe.
+    """
+    state = read_foreign(path)
+    return CheckpointReader(path) if state is None else ForeignCheckpoint(path, state)
+
+
+def read_foreign(path: Path) -> ForeignState | None:
+    """Returns the content of the checkpoint of another system at `path`, None for any other path.
+
+    Raises:
+        InputError: the checkpoint is damaged or unsafe.
+    """
+    if (path / MANIFEST_FILE).exists():
+        return None
+    if (path / METADATA_FILE).is_file():
+        return read_dcp(path)
+    if path.is_file() or any(path.glob("*.safetensors")):
+        return _read_safetensors(path)
+    return None
+
+
+def import_checkpoint(path: Path, folder: Path, weights_only: bool = False) -> tuple[Path, ForeignCheckpoint]:
+    """Converts the checkpoint of another system at `path` to one of Meshwright in `folder`. Returns the path of the
+    new checkpoint and the source.
+
+    Raises:
+        InputError: there is no checkpoint at `path`, it is damaged or unsafe, or `folder` has this step already.
+    """
+    state = read_foreign(path)
+    if state is None:
+        weight_files(path)  # states why `path` has no weights
+        raise InputError(
+            Message("{path!r} is not a checkpoint of another system; see `meshwright checkpoint import --help`",
+                path=str(path))
+        )  # fmt: skip
+    source = ForeignCheckpoint(path, state.without_optimizer() if weights_only else state)
+    target = folder / step_folder_name(source.manifest.step)
+    if storage.path_exists(target):
+        raise InputError(Message("{target!r} already exists; name another folder", target=str(target)))
+    return convert_checkpoint(source, folder), source
+
+
+def _read_safetensors(path: Path) -> ForeignState:
+    weights = HfWeights(path)
+
+    def read(name: str) -> torch.Tensor:
+        found: Any = weights.read_full(name)
+        return found
+
+    tensors = {
+        name: ForeignTensor(
+            stored.shape,
+            check_dtype(path, name, NAME_BY_SAFETENSORS_DTYPE.get(stored.dtype, stored.dtype)),
+            full_range(stored.shape, partial(read, name)),
+        )
+        for name, stored in weights.entries.items()
+    }
+    return ForeignState("safetensors", tensors, {}, {}, 0)

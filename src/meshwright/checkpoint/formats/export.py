@@ -1,0 +1,60 @@
+"""Writes a checkpoint of Meshwright in the form of another system, for `meshwright checkpoint export --form`.
+
+Guarantees: the files are written into a temporary folder, which gets its final name when all of them are durable. A
+failed export leaves no files, and an existing folder is never changed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from meshwright.checkpoint.formats.dcp import write_dcp
+from meshwright.checkpoint.formats.torch_state import TorchState, read_torch_state
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
+from meshwright.core import storage
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.messages import Message
+from meshwright.core.units import show_bytes
+
+WRITERS: Mapping[str, Callable[[TorchState, Path], None]] = MappingProxyType({"dcp": write_dcp})
+"""For each form, the function that writes the content of a checkpoint into a new folder."""
+
+
+def export_checkpoint(path: Path, folder: Path, form: str, weights_only: bool = False) -> TorchState:
+    """Writes the checkpoint of Meshwright at `path` as `folder` in the form `form` (a key of WRITERS). Returns its
+    content.
+
+    Raises:
+        InputError: `folder` exists, or the form cannot express the optimizer states of the checkpoint.
+        MeshwrightError: there is not enough free space.
+    """
+    if storage.path_exists(folder):
+        raise InputError(Message("folder {folder!r} already exists; name a new one", folder=str(folder)))
+    content = read_torch_state(path, weights_only)
+    lazy = [*content.weights.values(), *(one for kinds in content.states.values() for one in kinds.values())]
+    needs = sum(one.numel * DTYPE_BY_NAME[one.dtype].itemsize for one in lazy)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        storage.make_folder(folder.parent)
+        if needs > (free := storage.free_bytes(folder.parent)):
+            reason = Message("the files need {needs}, {free} are free", needs=show_bytes(needs), free=show_bytes(free))
+            raise MeshwrightError(
+                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=reason)
+            )
+        storage.remove(temporary)
+        WRITERS[form](content, temporary)
+        storage.sync_folder(temporary)
+        storage.rename(temporary, folder)
+        storage.sync_folder(folder.parent)
+    except BaseException as error:
+        storage.remove_if_possible(temporary)
+        if isinstance(error, OSError):
+            kind = MeshwrightError if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
+            raise kind(
+                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=error.strerror)
+            ) from None
+        raise
+    return content

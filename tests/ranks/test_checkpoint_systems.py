@@ -1,0 +1,181 @@
+"""A run begun in another system goes on here, and back, with the losses of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from equality import TOLERANCE, alone, anatomy_of, loss_of, make_batch, make_model, make_optimizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from meshwright.checkpoint.formats.detect import open_checkpoint
+from meshwright.checkpoint.formats.export import export_checkpoint
+from meshwright.checkpoint.load import read_full_tensor
+from meshwright.core.errors import InputError
+from meshwright.spec.plan import parse_plan
+from meshwright.train.trainer import parallelize
+
+STEPS, STOP = 5, 3
+"""Steps of every run, and the steps before it changes its system."""
+
+
+class Fsdp2:
+    """A training loop of plain torch: FSDP2, its own optimizer, a global mean over the labels."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, make_model(name).double()
+        for module in [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]:
+            for block in module:
+                fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def run(self, first: int, last: int) -> list[float]:
+        rank, world, losses = dist.get_rank(), dist.get_world_size(), []
+        for step in range(first, last):
+            batch = make_batch(self.name, step)
+            rows = {key: value.chunk(world)[rank] for key, value in batch.items()}
+            total = sum(int((row != -100).sum()) for row in self._labels(batch))
+            count = sum(int((row != -100).sum()) for row in self._labels(rows))
+            self.optimizer.zero_grad()
+            loss = self._sum(rows, count) * world / total
+            loss.backward()
+            self.optimizer.step()
+            shown = loss.detach() / world
+            dist.all_reduce(shown)
+            losses.append(float(shown))
+        return losses
+
+    def _labels(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["labels"][:, 1:]
+
+    def _sum(self, rows: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+        return loss_of(self.model, self.name, rows)[0] * count
+
+    def state(self, form: str) -> dict[str, Any]:
+        """The state dict in the form of the tutorial of DCP ('nested'), or as torchtitan flattens it ('flat')."""
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        model = get_model_state_dict(self.model)
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optimizer": optimizer} if form == "nested" else {**model, "optimizer": optimizer}
+
+
+def save_fsdp2(name: str, form: str, folder: str) -> None:
+    loop = Fsdp2(name)
+    loop.run(0, STOP)
+    state = loop.state(form)
+    if form == "flat":
+        state |= {"train_state": {"step": torch.tensor(STOP)}, "lr_scheduler": {"last_epoch": STOP}}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load_fsdp2(name: str, folder: str) -> list[float]:
+    loop = Fsdp2(name)
+    state = loop.state("nested")
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(loop.model, state["model"])
+    set_optimizer_state_dict(loop.model, loop.optimizer, state["optimizer"])
+    return loop.run(STOP, STEPS)
+
+
+def go_on(name: str, plan: str, path: str) -> tuple[list[float], list[float], int]:
+    """The losses after the checkpoint at `path`, the numbers of updates of the optimizer, and the step."""
+    trainer = parallelize(make_model(name), make_optimizer, plan, precision="fp64", anatomy=anatomy_of(name))
+    trainer.load(path)
+    step = trainer.steps
+    losses = [trainer.step(make_batch(name, at)).loss for at in range(step, STEPS)]
+    return losses, sorted({float(one["step"]) for one in trainer.optimizer.state.values()}), step
+
+
+def train_and_save(name: str, plan: str, folder: str) -> None:
+    trainer = parallelize(make_model(name), make_optimizer, plan, precision="fp64", anatomy=anatomy_of(name))
+    for step in range(STOP):
+        trainer.step(make_batch(name, step))
+    trainer.save(folder)
+
+
+def expected(name: str) -> list[float]:
+    return alone(name, "fp64", STEPS, None)["losses"][STOP:]
+
+
+def assert_losses(found: list[float], name: str) -> None:
+    limit = TOLERANCE["fp64"][0]
+    assert len(found) == STEPS - STOP
+    assert all(abs(a / b - 1) <= limit for a, b in zip(found, expected(name), strict=True)), (found, expected(name))
+
+
+FROM_FSDP2 = [
+    ("llama", "nested", ("dp2.z3", "tp2")),
+    pytest.param("llama-tied", "nested", ("pp2", "dp2.z1"), marks=pytest.mark.soak),
+    pytest.param("hf-llama", "flat", ("dp2.tp2.z2", "pp2.interleaved2"), marks=pytest.mark.soak),
+    ("hf-gpt2", "flat", ("tp2", "dp2.z2")),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "plans"), FROM_FSDP2)
+def test_a_run_begun_with_fsdp2_goes_on_here_under_two_plans(
+    ranks: Any, tmp_path: Path, name: str, form: str, plans: tuple[str, ...]
+) -> None:
+    ranks.run(2, save_fsdp2, name, form, str(tmp_path / "dcp"))
+    for plan in plans:
+        losses, updates, step = ranks.run(parse_plan(plan).world, go_on, name, plan, str(tmp_path / "dcp"))[0]
+        assert_losses(losses, name)
+        assert updates == [STEPS] and step == STOP
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("llama", "tp2"), ("llama-tied", "dp2.z3"), pytest.param("hf-gpt2", "dp2.pp2.z2", marks=pytest.mark.soak)],
+)
+def test_a_run_begun_here_goes_on_with_fsdp2(ranks: Any, tmp_path: Path, name: str, plan: str) -> None:
+    ranks.run(parse_plan(plan).world, train_and_save, name, plan, str(tmp_path))
+    export_checkpoint(tmp_path / f"step-{STOP:08d}", tmp_path / "dcp", "dcp")
+    assert_losses(ranks.run(2, load_fsdp2, name, str(tmp_path / "dcp"))[0], name)
+
+
+def save_boxes(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = {name: torch.arange(30.0 + rows).view(-1, 1) + torch.arange(7.0) for name, rows in (("a", 0), ("b", 1))}
+    places = {"a": (Shard(0), Shard(1)), "b": (Shard(1), Replicate())}
+    dcp.save(
+        {"model": {key: distribute_tensor(one, mesh, places[key]) for key, one in full.items()}}, checkpoint_id=folder
+    )
+
+
+def test_tensors_stored_as_boxes_are_assembled(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(4, save_boxes, str(tmp_path / "dcp"))
+    source = open_checkpoint(tmp_path / "dcp")
+    for name, rows in (("a", 30), ("b", 31)):
+        full = torch.arange(float(rows)).view(-1, 1) + torch.arange(7.0)
+        assert torch.equal(read_full_tensor(source, f"model/{name}"), full)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_one_line_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    ranks.run(2, save_fsdp2, "llama", "nested", str(folder))
+    for line in ranks.run(2, refused, "gpt2", False, str(folder)):
+        assert "tensors that this model does not have, the first is" in line and "\n" not in line
+    for line in ranks.run(2, refused, "llama", True, str(folder)):
+        assert "has the optimizer states exp_avg, exp_avg_sq, but SGD of this job has momentum_buffer" in line
+
+
+def refused(name: str, sgd: bool, path: str) -> str:
+    make = (lambda given: torch.optim.SGD(given, 0.1, momentum=0.9)) if sgd else make_optimizer
+    trainer = parallelize(make_model(name), make, "dp2", precision="fp64", anatomy=anatomy_of(name))
+    with pytest.raises(InputError) as caught:
+        trainer.load(path)
+    return str(caught.value)
