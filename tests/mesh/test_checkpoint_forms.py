@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_file_of_torch_save_is_read_with_records_for_allowed_classes_only(tmp_
     torch.save({"step": 3, "shape": Path("x")}, tmp_path / "a.pt")
     with pytest.raises(InputError, match=r"a\.pt names pathlib\..*refused and nothing of it was executed"):
         load_tensors(tmp_path / "a.pt", tmp_path / "a.pt")
-    names = {f"{module}.PosixPath" for module in ("pathlib", "pathlib._local")}
+    names = re.compile(r"pathlib\.\S*PosixPath")
     assert load_tensors(tmp_path / "a.pt", tmp_path / "a.pt", names)["shape"].values == ("x",)
 
 

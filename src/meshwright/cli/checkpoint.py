@@ -112,11 +112,11 @@ def export(
     ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     form: Annotated[
-        Literal["huggingface", "dcp"],
+        Literal["huggingface", "dcp", "deepspeed"],
         Parameter(
             help=(
-                "huggingface: weights for transformers; dcp: torch.distributed.checkpoint, with optimizer states, for "
-                "FSDP2"
+                "huggingface: weights for transformers; with optimizer states: dcp (torch.distributed.checkpoint, for "
+                "FSDP2), deepspeed (universal checkpoint)"
             )
         ),
     ] = "huggingface",
@@ -220,7 +220,7 @@ def import_(
         Path,
         Parameter(
             name="SOURCE",
-            help="a checkpoint of torch DCP, or a safetensors file or folder (Hugging Face: weights only)",
+            help="a checkpoint of torch DCP or DeepSpeed, or a safetensors file or folder (Hugging Face: weights only)",
         ),
     ],
     folder: Annotated[Path, Parameter(name="FOLDER", help="folder of checkpoints in which the step is written")],

@@ -186,12 +186,12 @@ class DcpFolder:
                         path=file, size=size, end=end)
                 )  # fmt: skip
 
-    def read_item(self, item: DcpItem) -> Any:
-        """Returns a stored item, without executing code."""
+    def read_item(self, item: DcpItem, allowed: re.Pattern[str] | None = None) -> Any:
+        """Returns a stored item, without executing code. Objects of classes that match `allowed` become records."""
         with item.file.open("rb") as stream:
             stream.seek(item.offset)
             data = io.BytesIO(stream.read(item.length))
-        return load_tensors(data, item.file)
+        return load_tensors(data, item.file, allowed)
 
     def read_chunk(self, key: str, chunk: DcpChunk) -> torch.Tensor:
         """Returns a stored box of the tensor `key`. Raises InputError if its shape or dtype is not that of the
@@ -208,15 +208,19 @@ class DcpFolder:
             )  # fmt: skip
         return found
 
-    def read_full(self, key: str) -> torch.Tensor:
-        """Returns the full tensor `key`, assembled from its boxes."""
+    def read_full(self, key: str, row: int | None = None) -> torch.Tensor:
+        """Returns the full tensor `key`, assembled from its boxes, or only the `row` of it along dimension 0."""
         tensor = self.tensors[key]
-        full = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        full = torch.empty(tensor.shape if row is None else tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
         for chunk in tensor.chunks:
+            if row is not None and not chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            stored = self.read_chunk(key, chunk)
+            skipped = 0 if row is None else 1
             target = full
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            for dim, (offset, size) in enumerate(zip(chunk.offsets[skipped:], chunk.sizes[skipped:], strict=True)):
                 target = target.narrow(dim, offset, size)
-            target.copy_(self.read_chunk(key, chunk))
+            target.copy_(stored if row is None else stored[row - chunk.offsets[0]])
         return full
 
     def foreign_tensor(self, key: str) -> ForeignTensor:
@@ -226,7 +230,7 @@ class DcpFolder:
         check_dtype(self.path, key, dtype)
         inner = math.prod(shape[1:])
         if not shape or any(chunk.sizes[1:] != shape[1:] for chunk in chunks):
-            self._check_covered(key)
+            self.check_covered(key)
             return ForeignTensor(shape, dtype, full_range(shape, partial(self.read_full, key)))
         ranges = tuple(
             StoredRange(
@@ -238,7 +242,7 @@ class DcpFolder:
         )
         return ForeignTensor(shape, dtype, ranges)
 
-    def _check_covered(self, key: str) -> None:
+    def check_covered(self, key: str) -> None:
         """Checks that the boxes of a tensor cover it. The edges of all boxes divide the tensor into cells."""
         shape, _, chunks = self.tensors[key]
         edges = [
@@ -287,14 +291,13 @@ def _state_name(path: Sequence[str], nested: bool) -> _StateName | None:
     return _StateName(WRAPPERS.sub("", match["name"]), match["kind"]) if match else None
 
 
-def read_dcp(path: Path) -> ForeignState:
-    """Returns the content of the DCP checkpoint in the folder `path`.
+def read_dcp(folder: DcpFolder, weights_only: bool = False) -> ForeignState:
+    """Returns the content of the DCP checkpoint `folder`, with `weights_only` without optimizer states.
 
     Raises:
         InputError: the checkpoint is damaged or unsafe, it is unclear which tensors are the weights, or the optimizer
             states are not named by parameters.
     """
-    folder = DcpFolder(path)
     groups, options = _param_groups(folder)
     states = {
         key: name for key, where in folder.paths.items() if (name := _state_name(where, where != (key,))) is not None
@@ -302,9 +305,9 @@ def read_dcp(path: Path) -> ForeignState:
     roots: dict[tuple[str, ...], list[str]] = {}
     for key in folder.tensors.keys() - states.keys() - options:
         roots.setdefault(folder.paths[key][:-1], []).append(key)
-    root = _model_root(path, list(roots))
+    root = _model_root(folder.path, list(roots))
     weights = {WRAPPERS.sub("", folder.paths[key][-1]): folder.foreign_tensor(key) for key in sorted(roots[root])}
-    optimizer, steps = _optimizer_states(folder, states, weights)
+    optimizer, steps = _optimizer_states(folder, {} if weights_only else states, weights)
     counters = {key for where, keys in roots.items() if where != root for key in keys if key.endswith(f".{STEP_KEY}")}
     used = {*states, *roots[root], *counters, *options}
     step = int(max([_number(folder, key) for key in counters] or [*steps.values(), 0]))

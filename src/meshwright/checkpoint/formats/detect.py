@@ -4,6 +4,7 @@
 |---|---|
 | Meshwright | `manifest.json` |
 | torch DCP, also Megatron's torch_dist | `.metadata` |
+| DeepSpeed, ZeRO or universal | `*_model_states.pt`, or a file `latest` that names such a folder |
 | Hugging Face | `*.safetensors` |
 """
 
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.formats.dcp import METADATA_FILE, read_dcp
+from meshwright.checkpoint.formats.dcp import METADATA_FILE, DcpFolder, read_dcp
+from meshwright.checkpoint.formats.deepspeed import deepspeed_folder, read_deepspeed
+from meshwright.checkpoint.formats.megatron import is_megatron, megatron_folder, read_megatron
 from meshwright.checkpoint.formats.source import (
     ForeignCheckpoint,
     ForeignState,
@@ -43,16 +46,25 @@ def open_checkpoint(path: Path) -> CheckpointReader | ForeignCheckpoint:
     return CheckpointReader(path) if state is None else ForeignCheckpoint(path, state)
 
 
-def read_foreign(path: Path) -> ForeignState | None:
+def read_foreign(path: Path, weights_only: bool = False) -> ForeignState | None:
     """Returns the content of the checkpoint of another system at `path`, None for any other path.
+
+    `weights_only`: whether to leave out the optimizer states. The step is then 0.
 
     Raises:
         InputError: the checkpoint is damaged or unsafe.
     """
     if (path / MANIFEST_FILE).exists():
         return None
+    state = None
+    path = megatron_folder(path)
     if (path / METADATA_FILE).is_file():
-        return read_dcp(path)
+        stored = DcpFolder(path)
+        state = read_megatron(stored, weights_only) if is_megatron(stored) else read_dcp(stored, weights_only)
+    elif (folder := deepspeed_folder(path)) is not None:
+        state = read_deepspeed(folder, weights_only)
+    if state is not None:
+        return state._replace(optimizer={}, steps={}, step=0, groups=()) if weights_only else state
     if path.is_file() or any(path.glob("*.safetensors")):
         return _read_safetensors(path)
     return None
@@ -65,14 +77,14 @@ def import_checkpoint(path: Path, folder: Path, weights_only: bool = False) -> t
     Raises:
         InputError: there is no checkpoint at `path`, it is damaged or unsafe, or `folder` has this step already.
     """
-    state = read_foreign(path)
+    state = read_foreign(path, weights_only)
     if state is None:
         weight_files(path)  # states why `path` has no weights
         raise InputError(
             Message("{path!r} is not a checkpoint of another system; see `meshwright checkpoint import --help`",
                 path=str(path))
         )  # fmt: skip
-    source = ForeignCheckpoint(path, state.without_optimizer() if weights_only else state)
+    source = ForeignCheckpoint(path, state)
     target = folder / step_folder_name(source.manifest.step)
     if storage.path_exists(target):
         raise InputError(Message("{target!r} already exists; name another folder", target=str(target)))

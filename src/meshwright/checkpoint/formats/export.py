@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.checkpoint.formats.dcp import write_dcp
+from meshwright.checkpoint.formats.deepspeed import write_deepspeed
 from meshwright.checkpoint.formats.torch_state import TorchState, read_torch_state
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
 from meshwright.core import storage
@@ -19,7 +20,9 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 
-WRITERS: Mapping[str, Callable[[TorchState, Path], None]] = MappingProxyType({"dcp": write_dcp})
+WRITERS: Mapping[str, Callable[[TorchState, Path], None]] = MappingProxyType(
+    {"dcp": write_dcp, "deepspeed": write_deepspeed}
+)
 """For each form, the function that writes the content of a checkpoint into a new folder."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import re
 import warnings
 import zipfile
 from collections.abc import Collection
@@ -113,16 +114,20 @@ def read_inert_pickle(path: Path, allowed: Collection[str]) -> Any:
         refuse_damaged(path, error)
 
 
-def load_tensors(file: Path | IO[bytes], path: Path, allowed: Collection[str] = (), mmap: bool = False) -> Any:
-    """Returns the content of a file of `torch.save`, on the CPU. Objects of the classes `allowed` become records.
+def load_tensors(file: Path | IO[bytes], path: Path, allowed: re.Pattern[str] | None = None, mmap: bool = False) -> Any:
+    """Returns the content of a file of `torch.save`, on the CPU. Objects whose full class name matches `allowed` become
+    records.
 
     `path` is the file that messages name. With `mmap`, tensors are mapped from the file and read when they are used.
 
     Raises:
         InputError: the file is damaged or names another class or function. Nothing is executed.
     """
-    stand_ins: list[Any] = [(record_class(name), name) for name in allowed]
     try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if allowed is not None else []
+        if not isinstance(file, Path):
+            file.seek(0)
+        stand_ins: list[Any] = [(record_class(name), name) for name in names if allowed and allowed.fullmatch(name)]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols that it may refuse
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
@@ -132,22 +137,23 @@ def load_tensors(file: Path | IO[bytes], path: Path, allowed: Collection[str] = 
         refuse_damaged(path, ValueError(str(error).partition("WeightsUnpickler error: ")[2] or str(error)))
 
 
-def _first_unsafe_global(file: Path | IO[bytes], allowed: Collection[str]) -> str | None:
+def _first_unsafe_global(file: Path | IO[bytes], allowed: re.Pattern[str] | None) -> str | None:
     """Returns the first name in the pickle of a file of `torch.save` that is not allowed, None if there is none."""
     safe = {"collections", "torch", "torch._utils", "torch._tensor", "torch.storage", "torch.nn.parameter",
             "torch.serialization", "_codecs"}  # fmt: skip
     try:
         with zipfile.ZipFile(file) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             words: list[str] = []
-            for opcode, value, _ in pickletools.genops(archive.read(name)):
+            for opcode, value, _ in pickletools.genops(archive.read(pickled)):
                 if isinstance(value, str):
                     words.append(value)
                 found = " ".join(words[-2:]) if opcode.name == "STACK_GLOBAL" else value
                 if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
                     module, _, attribute = str(found).partition(" ")
-                    if module not in safe and f"{module}.{attribute}" not in allowed:
-                        return f"{module}.{attribute}"
+                    full = f"{module}.{attribute}"
+                    if module not in safe and not (allowed and allowed.fullmatch(full)):
+                        return full
     except (StopIteration, *READ_ERRORS):
         return None
     return None

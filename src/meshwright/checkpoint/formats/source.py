@@ -66,10 +66,6 @@ class ForeignState(NamedTuple):
     groups: Sequence[Mapping[str, Any]] = ()
     left_out: Sequence[str] = ()
 
-    def without_optimizer(self) -> ForeignState:
-        """Returns the weights alone, as the initial weights of a run."""
-        return self._replace(optimizer={}, steps={}, step=0, groups=())
-
 
 class ForeignCheckpoint:
     """A checkpoint of another system, with the interface of `load.CheckpointSource`.

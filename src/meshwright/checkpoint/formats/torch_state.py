@@ -40,7 +40,7 @@ class TorchState(NamedTuple):
 
     `weights` also contains the buffers and every name of shared tensors. `states` has the elementwise optimizer states
     by parameter and kind, `scalars` the scalar states by parameter, and `groups` the parameter groups: options, and
-    parameter names under 'params'.
+    parameter names under 'params'. `buffers` are the names of those weights that are buffers.
     """
 
     step: int
@@ -48,6 +48,7 @@ class TorchState(NamedTuple):
     states: Mapping[str, Mapping[str, LazyTensor]]
     scalars: Mapping[str, Mapping[str, float]]
     groups: list[dict[str, Any]]
+    buffers: frozenset[str] = frozenset()
 
 
 def read_torch_state(path: Path, weights_only: bool = False) -> TorchState:
@@ -80,7 +81,11 @@ def read_torch_state(path: Path, weights_only: bool = False) -> TorchState:
         or optimizer.get("scalars", {})
         for name in states
     }
-    return TorchState(reader.manifest.step, weights, states, scalars, _param_groups(path, optimizer, states))
+    buffers = frozenset(
+        name.removeprefix(BUFFER_PREFIX) for name in reader.manifest.tensors if name.startswith(BUFFER_PREFIX)
+    )
+    groups = _param_groups(path, optimizer, states)
+    return TorchState(reader.manifest.step, weights, states, scalars, groups, buffers)
 
 
 def _check_elementwise(

@@ -1,0 +1,179 @@
+"""Checkpoints in the layout of DeepSpeed and Megatron-LM: read to the bit, written, refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_worlds import same_bits
+from engine_checkpoints import llama_weights, write_megatron, write_zero
+
+from meshwright.checkpoint.formats.detect import import_checkpoint, open_checkpoint
+from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
+from meshwright.cli.main import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WEIGHTS = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (2, 2, 3), "c": (1,)}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
+
+
+BUFFERS = {"a.mean": torch.arange(4.0), "a.count": torch.tensor(7)}
+
+
+def check_tensors(source: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name, one in expected.items():
+        assert same_bits(read_full_tensor(source, f"model/{name}"), one), name
+        assert same_bits(read_full_tensor(source, f"optimizer/exp_avg/{name}"), one + 1), name
+        assert same_bits(read_full_tensor(source, f"optimizer/exp_avg_sq/{name}"), one.square()), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_a_zero_checkpoint_is_read_to_the_bit(tmp_path, stage, world):
+    write_zero(tmp_path, stage, world, weights(), BUFFERS, 4)
+    source = open_checkpoint(tmp_path)
+    check_tensors(source, weights())
+    for name, one in BUFFERS.items():
+        assert same_bits(read_full_tensor(source, f"model/{name}"), one)
+    assert source.form == "deepspeed" and source.manifest.step == 4 and source.left_out == ("lr_scheduler",)
+    state = source.manifest.state["optimizer"]
+    assert state["scalars"] == {"step": 4.0} and state["groups"][0]["weight_decay"] == 0.1
+
+
+def test_an_export_for_deepspeed_is_a_universal_checkpoint_that_reads_back_the_same(tmp_path, capsys):
+    write_zero(tmp_path / "zero", 2, 2, weights(), BUFFERS, 4)
+    made, _ = import_checkpoint(tmp_path / "zero", tmp_path / "made")
+    words = ["checkpoint", "export", str(made), "--to", str(tmp_path / "out"), "--form", "deepspeed"]
+    assert main(words) == 0
+    assert "(deepspeed): step 4, 6 weights, with the optimizer states exp_avg, exp_avg_sq" in capsys.readouterr().out
+    tag = tmp_path / "out" / "global_step4_universal"
+    assert (tmp_path / "out" / "latest_universal").read_text() == tag.name
+    for name, one in weights().items():
+        assert torch.equal(torch.load(tag / "zero" / name / "fp32.pt")["param"], one)
+        assert torch.load(tag / "zero" / name / "step.pt") == 4
+    source = open_checkpoint(tmp_path / "out")
+    assert source.form == "deepspeed-universal"
+    check_tensors(source, weights())
+    assert source.manifest.state["optimizer"]["scalars"] == {"step": 4.0}
+
+
+def test_a_megatron_checkpoint_is_read_with_the_names_of_llama(tmp_path):
+    expected = llama_weights()
+    write_megatron(tmp_path, expected, heads=4, groups=2, step=6, padded=3)
+    source = open_checkpoint(tmp_path)
+    check_tensors(source, expected)
+    assert source.form == "megatron" and source.manifest.step == 6 and source.weight_count == len(expected)
+    assert source.manifest.state["optimizer"]["scalars"] == {"step": 6.0}
+    assert source.left_out == ("opt_param_scheduler",)
+
+
+def test_every_form_is_imported_by_the_command(tmp_path, capsys):
+    write_zero(tmp_path / "zero", 3, 2, weights(), BUFFERS, 4)
+    write_megatron(tmp_path / "megatron", llama_weights(), heads=4, groups=2, step=6)
+    for name, count in (("zero", 6), ("megatron", len(llama_weights()))):
+        assert main(["checkpoint", "import", str(tmp_path / name), str(tmp_path / f"{name}-made"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["optimizer"] == ["exp_avg", "exp_avg_sq"] and Path(found["checkpoint"]).is_dir()
+        assert len(list(iter_full_tensors(found["checkpoint"], "model/"))) == count
+        assert main(["checkpoint", "import", str(tmp_path / name), str(tmp_path / f"{name}-made"), "--json"]) == 2
+        assert "already exists; name another folder" in capsys.readouterr().err
+
+
+# --- bad input
+
+
+def zero(folder: Path, stage: int = 2) -> Path:
+    return write_zero(folder, stage, 2, weights(), BUFFERS, 4)
+
+
+def change(file: Path, edit: Any) -> None:
+    content = torch.load(file, weights_only=False)
+    edit(content)
+    torch.save(content, file)
+
+
+def lose_rank(folder: Path) -> None:
+    (zero(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+
+
+def add_rank(folder: Path) -> None:
+    tag = zero(folder)
+    data = (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes()
+    (tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    file = zero(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def other_shape(folder: Path) -> None:
+    change(zero(folder) / "mp_rank_00_model_states.pt", lambda m: m["param_shapes"][0].update(c=torch.Size((9,))))
+
+
+def execute(folder: Path) -> None:
+    class Call:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {folder}/mark",)
+
+    change(zero(folder) / "mp_rank_00_model_states.pt", lambda m: m.update(client=Call()))
+
+
+def tensor_parallel(folder: Path) -> None:
+    tag = zero(folder)
+    (tag / "mp_rank_01_model_states.pt").write_bytes((tag / "mp_rank_00_model_states.pt").read_bytes())
+
+
+def no_zero(folder: Path) -> None:
+    tag = zero(folder)
+    for file in tag.glob("*_optim_states.pt"):
+        file.unlink()
+    change(tag / "mp_rank_00_model_states.pt", lambda m: m.update(optimizer={"state": {0: {}}}))
+
+
+def lost_tag(folder: Path) -> None:
+    zero(folder)
+    (folder / "latest").write_text("global_step9")
+
+
+def no_arguments(folder: Path) -> None:
+    (write_megatron(folder, llama_weights(), 4, 2, 6) / "common.pt").unlink()
+
+
+def not_llama(folder: Path) -> None:
+    target = write_megatron(folder, llama_weights(), 4, 2, 6)
+    data = (target / ".metadata").read_bytes()
+    (target / ".metadata").write_bytes(
+        data.replace(b"decoder.final_layernorm.weight", b"decoder.final_layernorm.bias01")
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lose_rank, "optimizer states of 1 ranks are there, but 2 ranks saved; rank 1 is missing: copy the files"),
+        (add_rank, "optimizer states of 3 ranks are there, but 2 ranks saved; copy the files of one save"),
+        (truncate, "zero_pp_rank_1_mp_rank_00_optim_states.pt cannot be read:"),
+        (other_shape, "the parts of c have 1 elements, its shape [9] has 9: files of different checkpoints are mixed"),
+        (execute, "system, which is not among the classes of such a checkpoint: the file is refused"),
+        (tensor_parallel, "is a tensor-, pipeline- or expert-parallel checkpoint of DeepSpeed"),
+        (no_zero, "was saved without ZeRO: its optimizer states are numbered, not named"),
+        (lost_tag, "latest names the folder global_step9, which does not exist"),
+        (no_arguments, "does not state the number of attention heads: copy its file common.pt too"),
+        (not_llama, "is not a tensor of Megatron's Llama"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(tmp_path, capsys, spoil, sentence):
+    spoil(tmp_path / "in")
+    assert main(["checkpoint", "import", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and sentence in err, err
+    assert not (tmp_path / "in" / "mark").exists() and not (tmp_path / "out").exists()
