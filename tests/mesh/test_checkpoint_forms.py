@@ -243,7 +243,7 @@ def test_parameters_with_other_numbers_of_updates_retain_them(tmp_path):
     assert len(saved_state["skipped"]) == 2
 
 
-TENSORS, TENSOR_BYTES = 20, 8 * 2**20
+TENSORS, TENSOR_BYTES = 12, 8 * 2**20
 
 
 def growth(work: Callable[[], Any]) -> int:
@@ -263,7 +263,7 @@ def growth(work: Callable[[], Any]) -> int:
 
 
 def test_import_and_export_read_one_tensor_at_a_time(tmp_path):
-    """The stored bytes, the tensor in them, and a copy of it: far less than the 20 tensors of the checkpoint."""
+    """The stored bytes, the tensor in them, and a copy of it: far less than the 12 tensors of the checkpoint."""
     rows = TENSOR_BYTES // 4 // 64
     state = {"model": {f"w{at}": torch.full((rows, 64), float(at)) for at in range(TENSORS)}}
     folder = saved(tmp_path / "dcp", state)

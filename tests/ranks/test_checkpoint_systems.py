@@ -122,7 +122,7 @@ FROM_FSDP2 = [
     ("llama", "nested", ("dp2.z3", "tp2")),
     pytest.param("llama-tied", "nested", ("pp2", "dp2.z1"), marks=pytest.mark.soak),
     pytest.param("hf-llama", "flat", ("dp2.tp2.z2", "pp2.interleaved2"), marks=pytest.mark.soak),
-    ("hf-gpt2", "flat", ("tp2", "dp2.z2")),
+    pytest.param("hf-gpt2", "flat", ("tp2", "dp2.z2"), marks=pytest.mark.soak),
 ]
 
 

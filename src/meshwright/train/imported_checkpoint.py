@@ -8,6 +8,7 @@ not match before a tensor is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,12 @@ def state_kinds(optimizer: torch.optim.Optimizer) -> list[str] | None:
         return None
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.zeros(2, 2)
-    probe: Any = type(optimizer)([parameter], **{**optimizer.defaults, "fused": None, "capturable": False})
+    options = {
+        key: optimizer.defaults[key] for key in signature(type(optimizer)).parameters if key in optimizer.defaults
+    }
+    probe: Any = type(optimizer)(
+        [parameter], **options | {key: False for key in ("fused", "capturable") if key in options}
+    )
     probe.step()
     return [kind for kind, value in probe.state[parameter].items() if getattr(value, "shape", None) == parameter.shape]
 

@@ -46,7 +46,7 @@ from meshwright.core.messages import Message
 
 LATEST_FILES = ("latest", "latest_universal")
 CLASSES = re.compile(r"deepspeed\.[\w.]+|megatron\.[\w.]+|argparse\.Namespace")
-"""The classes, apart from those of tensors, that files of DeepSpeed contain. All become inert records."""
+"""The classes, other than those of tensors, that files of DeepSpeed contain. All become inert records."""
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _TAG = re.compile(r"[A-Za-z0-9_.-]+")

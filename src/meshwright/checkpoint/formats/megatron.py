@@ -34,7 +34,7 @@ from meshwright.core.messages import Message
 COMMON_FILE = "common.pt"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 CLASSES = re.compile(r"megatron\.[\w.]+|transformer_engine\.[\w.]+|argparse\.Namespace|signal\.Signals")
-"""The classes, apart from those of tensors, in the arguments of a run. All become inert records."""
+"""The classes, other than those of tensors, in the arguments of a run. All become inert records."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 MAIN_WEIGHT_KIND = "fp32_param"
@@ -148,13 +148,13 @@ def _common(folder: DcpFolder) -> dict[str, Any]:
 
 def _attention_sizes(path: Path, given: Mapping[str, Any]) -> AttentionSizes:
     heads = given.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1 or given.get("rotary_interleaved"):
+    if not isinstance(heads, int) or heads < 1:
         raise InputError(
-            Message(
-                "{path} does not state {what}: copy its file common.pt too, and import models with rotated halves",
-                path=path,
-                what=Message("the number of attention heads") if not heads else Message("rotary halves"),
-            )
+            Message("{path} does not state the number of attention heads: copy its file common.pt too", path=path)
+        )
+    if given.get("rotary_interleaved"):
+        raise InputError(
+            Message("{path} was trained with --rotary-interleaved, but Llama rotates halves of a head", path=path)
         )
     width = given.get("kv_channels") or given["hidden_size"] // heads
     groups = given.get("num_query_groups") if given.get("group_query_attention") else None
