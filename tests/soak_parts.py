@@ -59,10 +59,10 @@ PARTS = {
         },
     ),
     "proofs": SoakPart(
-        15,
-        "proofs before and during training",
+        17,
+        "proofs before and during training, recordings of other engines",
         {
-            "ranks": "proof proof_faults proof_limit proof_models proof_repeated proof_rows split_proofs "
+            "ranks": "proof proof_faults proof_limit proof_models proof_repeated proof_rows recording split_proofs "
             "train_prove train_verify"
         },
     ),

@@ -17,6 +17,8 @@ from meshwright.core.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.api import estimate, load, plan, simulate, verify
+    from meshwright.interop.recording.recorder import recording
+    from meshwright.interop.recording.verify_recording import verify_recording
     from meshwright.runtime.deferred_init import deferred_init
     from meshwright.spec.faults import Faults
     from meshwright.spec.job import Job
@@ -36,8 +38,10 @@ __all__ = [
     "parse_plan",
     "plan",
     "recipe",
+    "recording",
     "simulate",
     "verify",
+    "verify_recording",
 ]
 
 _LAZY_IMPORTS = {
@@ -51,8 +55,10 @@ _LAZY_IMPORTS = {
     "parse_plan": "meshwright.spec.plan",
     "plan": "meshwright.api",
     "recipe": "meshwright.spec.precision",
+    "recording": "meshwright.interop.recording.recorder",
     "simulate": "meshwright.api",
     "verify": "meshwright.api",
+    "verify_recording": "meshwright.interop.recording.verify_recording",
 }
 """The module of each public name."""
 

@@ -31,8 +31,9 @@ ALLOWED = ROOT / "tests" / "unit" / "golden" / "architecture_allowed.json"
 
 PLANNING = {"core": 0, "catalog": 1, "spec": 1, "planner": 2, "report": 3, "elastic": 3, "interop": 3}
 """Layers of the planning packages, which never import torch."""
-EXECUTION = {"models": 2, "analysis": 2, "runtime": 3, "data": 3, "checkpoint": 3, "train": 4}
-"""Layers of the packages that run a plan. Of the planning packages they import only `core` and `spec`."""
+EXECUTION = {"models": 2, "analysis": 2, "runtime": 3, "data": 3, "checkpoint": 3, "train": 4, "interop.recording": 5}
+"""Layers of the packages that run a plan. Of the planning packages they import only `core` and `spec`.
+`interop.recording` needs torch, the rest of `interop` does not."""
 SHARED = ("core", "spec")
 NO_NUMPY = ("core", "catalog", "spec", "planner/inputs")
 SUBLAYERS = {
@@ -151,6 +152,8 @@ def package_of(name: str) -> str:
     else:
         parts = name.removesuffix(".py").split("/")
     known = PLANNING.keys() | EXECUTION.keys() | {"cli"}
+    if (inner := ".".join(parts[:2])) in known:
+        return inner
     return parts[0] if parts[0] in known else ""
 
 

@@ -48,7 +48,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
 
 SMALL: GridShape = (1, 2, 1, 3)
-PAGES = ("plans", "run")
+PAGES = ("plans", "run", "recording")
 
 
 def embedded(text: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """`meshwright verify`: compare a plan with one device: loss, every gradient, counts.
 
 The command runs a scaled-down version of the job's plan on real ranks of this machine, and compares the results with
-those of one device. Exit code 4 means that the results differ.
+those of one device. With `--recording`, it compares the recorded steps of any engine instead
+(cli/recording_options.py). Exit code 4 means that the results differ.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_note, print_output
+from meshwright.cli.recording_options import RecordingOptions
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
 
@@ -37,6 +39,7 @@ def verify(
     shared: JobOptions = JobOptions(),  # noqa: B008
     pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=2")] = None,
     dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="precision of the comparison")] = "both",
+    recorded: RecordingOptions = RecordingOptions(),  # noqa: B008
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
@@ -47,11 +50,16 @@ def verify(
 
     The model keeps its structure but gets small sizes; the plan keeps its kinds of parallelism on at most 8 ranks.
 
+    With --recording, compare the recorded steps of any training loop (meshwright.recording) with one device instead.
+
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
     from meshwright.cli.launch_plan import read_job_file
 
     language = choose_language(lang, os.environ)
+    if recorded.recording is not None:
+        recorded.refuse_other_options(job, shared, pin)
+        return recorded.compare(shared.model, json, language)
     requested = prepare_verification(read_job_file(job, shared), pin, dtype)
     small, source, choice = requested.small, requested.source, requested.choice
     plan = Message("plan {plan}", plan=choice.plan.name)
@@ -73,17 +81,7 @@ def verify(
         print_note(line, language)
     findings = run_verification(requested)
     if json:
-        equal = all(finding["equal"] for finding in findings)
-        print_json(
-            {
-                "model": source.name,
-                "plan": choice.plan.name,
-                "ran": small.name,
-                "ranks": small.world,
-                "equal": equal,
-                "found": findings,
-            }
-        )
+        print_json(_findings_data(requested, findings))
     return _print_findings(findings, small, json, language)
 
 
@@ -185,6 +183,17 @@ def run_verification(job: VerifyJob) -> list[dict[str, Any]]:
         raise
     shutil.rmtree(folder)
     return findings
+
+
+def _findings_data(job: VerifyJob, findings: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "model": job.source.name,
+        "plan": job.choice.plan.name,
+        "ran": job.small.name,
+        "ranks": job.small.world,
+        "equal": all(finding["equal"] for finding in findings),
+        "found": findings,
+    }
 
 
 def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, language: str) -> int:

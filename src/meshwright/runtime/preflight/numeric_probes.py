@@ -2,12 +2,9 @@
 projections of each gradient. The preflight checks use fingerprints to compare the gradients of two passes without
 storing the gradients. Proofs, which compare a training step with one device, use them too (train/proof/).
 
-A gradient is viewed as a matrix with PROJECTION_COLUMNS columns, and projected onto NUM_DIRECTIONS random directions.
-Each direction is an outer product of row factors and column factors. The row factors are seeded by the parameter's
-name. The column factors are equal for all gradients. The projection is linear, so the sum of the micro-batches'
+The projections are those of analysis/random_projection.py. They are linear, so the sum of the micro-batches'
 projections is the projection of the summed gradient, and the difference of two fingerprints is the projection of the
-gradients' difference. If two gradients differ, this projection is zero with probability 0. The cost is one product with
-a narrow matrix per gradient. Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
+gradients' difference. If two gradients differ, this projection is zero with probability 0.
 
 Constant parameters (all elements equal) contain noise during a check or a proof, because they could hide errors. A
 head, a gate or a bias of zero makes gradients zero, and a gain of one hides that it was applied twice. The noise of an
@@ -21,21 +18,17 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from meshwright.analysis.random_projection import NUM_DIRECTIONS, column_factors, random_projection
 from meshwright.runtime import state_dict
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.gather_service import full_indices
 from meshwright.runtime.state_dict import LocalPiece
-
-NUM_DIRECTIONS = 4
-PROJECTION_COLUMNS = 1024
-"""Number of consecutive elements that have the same row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
 """The difference of a gradient is divided by the gradient's norm, but at least by this fraction of the norm of all
@@ -81,41 +74,6 @@ class GradientFingerprint:
         return GradientDifference(float(sizes[at].nan_to_num(0.0)), names[at])
 
 
-def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the projections of the gradient of parameter `name`, (NUM_DIRECTIONS,) in float64."""
-    gradient = gradient.detach()
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    flat = flat if flat.dtype == torch.float64 else flat.float()
-    return _project_flat(flat, _row_factors(name, flat.numel()).to(flat.device))
-
-
-class ChunkedProjection:
-    """Computes the projections of one floating-point tensor whose elements arrive in parts, in order."""
-
-    def __init__(self, name: str, elements: int) -> None:
-        self.left = _row_factors(name, elements)
-        self.found = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
-
-    def add(self, first: int, part: torch.Tensor) -> None:
-        """Adds the elements `part`. `first` is the index of its first element and must be a multiple of
-        PROJECTION_COLUMNS."""
-        flat = part.detach() if part.dtype == torch.float64 else part.detach().float()
-        self.found += _project_flat(flat, self.left[first // PROJECTION_COLUMNS :].to(flat.device)).cpu()
-
-
-def _project_flat(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    right = _column_factors().to(flat)
-    whole = flat.numel() // PROJECTION_COLUMNS if flat.numel() > PROJECTION_COLUMNS else 0
-    found = (
-        (left[:whole] * (flat[: whole * PROJECTION_COLUMNS].view(whole, PROJECTION_COLUMNS) @ right).double()).sum(0)
-        if whole
-        else left.new_zeros(NUM_DIRECTIONS)
-    )
-    rest = flat[whole * PROJECTION_COLUMNS :]
-    return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
-
-
 def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
     """Returns the projections of each parameter by name, after conversion to the compute dtype `compute`. Skips meta
     parameters and empty parameters."""
@@ -124,21 +82,6 @@ def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, tor
         for name, tensor in model.named_parameters()
         if not tensor.is_meta and tensor.numel()
     }
-
-
-@lru_cache(maxsize=1)
-def _column_factors() -> torch.Tensor:
-    """Returns the column factors of all gradients, (PROJECTION_COLUMNS, NUM_DIRECTIONS) in float64. They are cached for
-    the passes of one check."""
-    return torch.randn(
-        PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-
-
-def _row_factors(name: str, elements: int) -> torch.Tensor:
-    """Returns the row factors for parameter `name`, (rows, NUM_DIRECTIONS) in float64."""
-    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(-(-elements // PROJECTION_COLUMNS), NUM_DIRECTIONS, generator=random, dtype=torch.float64)
 
 
 @contextmanager
@@ -150,7 +93,7 @@ def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
         with engine.pipeline.run_one_by_one(), engine.zero.divert_gradients(found.add):
             yield found
     finally:
-        _column_factors.cache_clear()
+        column_factors.cache_clear()
 
 
 ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1

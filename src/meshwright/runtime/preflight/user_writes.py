@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.analysis.random_projection import random_projection
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
@@ -45,7 +46,7 @@ from meshwright.runtime.engine import Engine, OncePerStepBuffers
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
-from meshwright.runtime.preflight.numeric_probes import random_projection, record_fingerprint
+from meshwright.runtime.preflight.numeric_probes import record_fingerprint
 from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
+from meshwright.analysis.random_projection import ChunkedProjection, random_projection
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.activation_recompute import with_function_modes
 from meshwright.runtime.engine import Engine
@@ -53,7 +54,6 @@ from meshwright.runtime.expert_parallel.load_balancing import (
 from meshwright.runtime.float8 import apply_float8
 from meshwright.runtime.gather_service import ElementRange, GatherService, without_torch_modes
 from meshwright.runtime.loss import Batch, LossHead, extract_logits, num_rows, shift_labels
-from meshwright.runtime.preflight.numeric_probes import ChunkedProjection, random_projection
 from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
 
 

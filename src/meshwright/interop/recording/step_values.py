@@ -1,0 +1,57 @@
+"""The recorded and the repeated values of one step."""
+
+from __future__ import annotations
+
+from meshwright.interop.recording import causes
+from meshwright.interop.recording.digest import Digest
+from meshwright.interop.recording.findings import Finding, StepComparison
+from meshwright.interop.recording.reference import StepReference
+from meshwright.interop.recording.tolerance import Floors
+from meshwright.interop.recording.topology import RecordedTopology, Source
+
+
+class StepValues:
+    """Step `step` of a recording. `truth` is one device in float64, `other` in the precision of the recording."""
+
+    def __init__(
+        self, topology: RecordedTopology, step: int, truth: StepReference, other: StepReference, floors: Floors
+    ) -> None:
+        self.topology, self.step, self.truth, self.other, self.floors = topology, step, truth, other, floors
+        labels, values = self._recorded_losses()
+        self.compared = StepComparison(
+            step + 1, truth.loss, values, round(truth.labels), labels, len(truth.losses), norm=truth.norm
+        )
+
+    def digest(self, rank: int, row: int) -> Digest:
+        """Returns a recorded digest."""
+        return self.topology.traces[rank].digests[row]
+
+    def finding(
+        self, kind: str, module: str, ranks: list[int], size: tuple[float, float], cause: causes.Cause
+    ) -> Finding:
+        """Returns a finding of this step. `size` is the amount and the limit."""
+        return Finding(self.step + 1, kind, module, ranks, *size, cause.name, cause.why)
+
+    def _recorded_losses(self) -> tuple[int | None, float | None]:
+        """Returns the number of labels and the mean loss of the recorded calls of cross entropy, None if unknown."""
+        labels = total = 0.0
+        for source in self.truth.losses:
+            found = self.recorded_loss(source)
+            if found is None:
+                return None, None
+            total += found[0] * found[1]
+            labels += found[1]
+        return round(labels), total / labels if labels else 0.0
+
+    def recorded_loss(self, source: Source) -> tuple[float, float, int] | None:
+        """Returns the mean loss, the number of labels and the rank of the one cross entropy of a micro-batch."""
+        for rank in reversed(self.topology.chain(self.step, source)):
+            losses = self.topology.recorded(rank, self.step).micro_batches[source.micro].losses
+            if losses:
+                values = self.topology.traces[rank].values
+                labels = sum(values[each.labels] for each in losses)
+                sums = sum(
+                    values[each.value] * (values[each.labels] if each.reduction == "mean" else 1) for each in losses
+                )
+                return sums / labels if labels else 0.0, labels, rank
+        return None
