@@ -211,7 +211,7 @@ DEEPSPEED = System(
                 "averaged over replicas: a mean of means, which differs from the mean over all labels if micro-batches "
                 "have unequal numbers of labels"
             ),
-            "deepspeed/runtime/engine.py",
+            "deepspeed/runtime/engine.py:3413",
         ),
         NumericsNote(
             Message(

@@ -63,7 +63,12 @@ def export_plan(
         )
     cost = _cost(job, plan, exported) if exported != plan else None
     numerics = tuple(
-        Message("{text} ({repository}, {source})", text=note.text, repository=target.repository, source=note.source)
+        Message(
+            "{text} ({repository}, {source})",
+            text=note.text,
+            repository=note.repository or target.repository,
+            source=note.source,
+        )
         for note in target.numerics
     )
     files = target.write(encode(target, settings), settings)

@@ -32,6 +32,10 @@ LAUNCHER_KEYS = {
 """The options of torchrun, deepspeed and accelerate with numbers of machines and devices."""
 
 
+FILE_OPTIONS = ("--config-file", "--config_file", "--config", "--job.config_file", "--deepspeed_config")
+"""Options that name another file of the configuration."""
+
+
 class ConfigFile(NamedTuple):
     """A configuration file of another system. `keys` are its keys and values. `launcher` are the numbers of devices of
     its launch command. `script` is the script that the command starts."""
@@ -63,7 +67,9 @@ def read_config(path: str | Path) -> ConfigFile:
         options = argument_values(command.launcher)
         launcher = {field: options[name] for name, field in LAUNCHER_KEYS.items() if name in options}
         keys = argument_values(command.arguments)
-        keys = {name.lstrip("-") if "." in name else name: value for name, value in keys.items()}
+        keys = {
+            name.lstrip("-") if "." in name else name: value for name, value in keys.items() if name not in FILE_OPTIONS
+        }
         return ConfigFile(str(path), keys, launcher, command.script)
     if not isinstance(data, dict) or not data:
         raise InputError(Message("{path}: expected keys and values of a configuration", path=path))
@@ -122,7 +128,7 @@ def write_json(keys: Mapping[str, Any]) -> str:
 
 def write_yaml(keys: Mapping[str, Any]) -> str:
     """Returns the keys as a YAML file."""
-    return str(yaml.safe_dump(nest(keys), sort_keys=False, default_flow_style=None))
+    return str(yaml.safe_dump(nest(keys), sort_keys=False, default_flow_style=False))
 
 
 def write_toml(keys: Mapping[str, Any]) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.messages import Message
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key
+from meshwright.interop.system import ABSENT, Key, NumericsNote
 
 DECAYS = {
     "linear": "linear",
@@ -71,6 +72,23 @@ def hf_keys(prefix: str) -> tuple[Key, ...]:
         key("bf16", "precision", no | {"bf16": True}),
         key("fp16", "precision", no | {"fp16": True}),
         key("tf32", "precision", no | {"tf32": True}),
-        key("gradient_checkpointing", "recompute", {"none": ABSENT, "full": True}, also=("activation_checkpointing",)),
+        key("activation_checkpointing", "recompute", {"none": ABSENT, "full": True}, also=("gradient_checkpointing",)),
         key("torch_compile", "compile", {False: ABSENT, True: True}),
     )
+
+
+TRAINER_NUMERICS = (
+    NumericsNote(
+        Message(
+            "the Trainer divides the loss by the number of labels of the whole batch only if "
+            "average_tokens_across_devices is set and the model takes num_items_in_batch; other losses are means of "
+            "means over micro-batches and ranks"
+        ),
+        "src/transformers/trainer.py:1909",
+    ),
+    NumericsNote(
+        Message("weight decay applies to all parameters except biases and norms, as here"),
+        "src/transformers/trainer.py:1408",
+    ),
+)
+"""Where the Trainer of transformers differs."""

@@ -59,7 +59,11 @@ def _read_layout(value: Any, keys: Mapping[str, Any]) -> Settings:
     stages = tuple(stage.count("t") for stage in text.split("|"))
     pp = keys.get("--pipeline-model-parallel-size", 1)
     virtual_stages = max(len(stages) // pp, 1)
-    found: Settings = {"virtual_stages": virtual_stages, "schedule": "interleaved" if virtual_stages > 1 else "1f1b"}
+    found: Settings = {
+        "virtual_stages": virtual_stages,
+        "schedule": "interleaved" if virtual_stages > 1 else "1f1b",
+        "model_layers": sum(stages),
+    }
     return found | ({"layers_per_stage": stages} if min(stages) > 0 else {})
 
 

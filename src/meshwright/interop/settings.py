@@ -88,6 +88,15 @@ SIZE_FIELDS = {"model_layers": "layers", "model_sequence": "seq"} | {
 """Settings of the model, with the fields of `ArchitectureSizes`."""
 
 
+_INTEGERS = (
+    "nodes devices_per_node world dp dp_replicate dp_shard tp pp cp ep zero micro_batch accumulation local_batch batch "
+    "sequence steps seed model_layers model_sequence hidden heads kv_heads ffn vocab experts top_k moe_ffn "
+    "recompute_layers virtual_stages ulysses"
+)
+INTEGER_SETTINGS = frozenset(_INTEGERS.split())
+TEXT_SETTINGS = frozenset(["model", "name", "flavor"])
+
+
 def settings_of(
     plan: Plan, workload: Workload, sizes: ArchitectureSizes | None, nodes: int = 1, model: str = ""
 ) -> Settings:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.settings import Settings
+from meshwright.interop.settings import INTEGER_SETTINGS, TEXT_SETTINGS, Settings
 from meshwright.spec.plan import Plan
 
 ABSENT = object()
@@ -98,10 +98,12 @@ class PlanSpaceLimit(NamedTuple):
 
 
 class NumericsNote(NamedTuple):
-    """A difference of the numerics of a system. `source` is the file of its public repository."""
+    """A difference of the numerics of a system. `source` is the file of the public repository `repository`, or of that
+    of the system."""
 
     text: Message
     source: str
+    repository: str = ""
 
 
 class System(NamedTuple):
@@ -179,7 +181,7 @@ def decode(system: System, keys: Mapping[str, Any], given: Mapping[str, Any]) ->
     absent: list[tuple[str, list[Any]]] = []
     unknown: list[str] = []
     for key in system.keys:
-        name = next((name for name in (key.name, *key.also) if name in keys and keys[name] != "auto"), None)
+        name = next((name for name in (key.name, *key.also) if name in keys and keys[name] not in ("auto", None)), None)
         if name is not None and isinstance(keys[name], str) and "$" in keys[name]:
             unknown.append(name)
         elif key.read is not None:
@@ -215,7 +217,9 @@ def _candidates(key: Key, value: Any) -> list[Any]:
     if value is ABSENT and key.default is not None:
         value = key.default
     if key.values is None:
-        return [] if value is ABSENT else [value]
+        number = isinstance(value, int) or (isinstance(value, float) and key.setting not in INTEGER_SETTINGS)
+        usable = number or key.setting in TEXT_SETTINGS
+        return [value] if value is not ABSENT and usable else []
     return [
         ours
         for ours, theirs in key.values.items()

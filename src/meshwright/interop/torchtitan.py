@@ -316,7 +316,7 @@ TORCHTITAN = System(
         ),
         NumericsNote(
             Message("weight decay applies to all parameters, also to norms and biases"),
-            "torchtitan/components/optimizer.py",
+            "torchtitan/components/optimizer.py:297",
         ),
     ),
     renamed={

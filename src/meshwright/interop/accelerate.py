@@ -1,0 +1,144 @@
+"""accelerate: the YAML file of `accelerate launch` (FSDP version 2, ND-parallel), with the arguments of a Hugging Face
+script.
+
+Sources, at version 1.15 of huggingface/accelerate: src/accelerate/commands/config/config_args.py (keys),
+src/accelerate/parallelism_config.py (which degrees go together), src/accelerate/utils/dataclasses.py (FSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+from meshwright.interop.formats import argument_words, write_yaml
+from meshwright.interop.hf_arguments import TRAINER_NUMERICS, hf_keys
+from meshwright.interop.settings import Settings
+from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System
+from meshwright.spec.enums import Offload, Recompute
+from meshwright.spec.plan import Plan
+
+STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
+"""The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
+ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
+
+
+def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the ZeRO stage and the offload, which depend on several keys."""
+    kind = keys.get("distributed_type")
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise InputError(
+            Message(
+                "distributed_type {kind}: give the configuration of {kind} instead of that of accelerate", kind=kind
+            )
+        )
+    zero = 0
+    if kind == "FSDP":
+        strategy = keys.get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD")
+        reshard = keys.get("fsdp_config.fsdp_reshard_after_forward", True)
+        zero = STRATEGIES.get(strategy, 3) if "fsdp_config.fsdp_sharding_strategy" in keys else 3 if reshard else 2
+        if str(strategy).startswith("HYBRID"):
+            settings["dp_replicate"] = settings.get("nodes", 1)
+    settings["zero"] = zero
+    if keys.get("fsdp_config.fsdp_offload_params") and zero == 3:
+        settings["offload"] = tuple(map(str, ALL_STATES))
+    if keys.get("fsdp_config.fsdp_activation_checkpointing") and zero:
+        settings["recompute"] = "full"
+    if keys.get("parallelism_config.parallelism_config_dp_shard_size", 0) > 1 or settings.get("cp", 1) > 1:
+        settings["dp_shard"] = keys.get("parallelism_config.parallelism_config_dp_shard_size", 1)
+    elif "dp_replicate" in settings and not zero:
+        del settings["dp_replicate"]
+
+
+def _fsdp(name: str, value: Any, at_stages: tuple[int, ...] = (2, 3)) -> Key:
+    """Returns a row that writes a fixed value with FSDP, and that is read in `_adjust`."""
+    return Key(
+        f"fsdp_config.{name}",
+        "zero",
+        write=lambda s: (value(s) if callable(value) else value) if s["zero"] in at_stages else ABSENT,
+        read=lambda v, k: {},
+    )
+
+
+def _degree(name: str, setting: str) -> Key:
+    return Key(
+        f"parallelism_config.parallelism_config_{name}_size",
+        setting,
+        write=lambda s: s[setting] if s["zero"] else ABSENT,
+        read=lambda v, k: {setting: v} if setting != "dp_shard" else {},
+    )
+
+
+KEYS = (
+    Key("compute_environment", "engine", write=lambda s: "LOCAL_MACHINE", read=lambda v, k: {}),
+    Key("distributed_type", "zero", write=lambda s: "FSDP" if s["zero"] else "MULTI_GPU", read=lambda v, k: {}),
+    Key("num_machines", "nodes"),
+    Key("num_processes", "world"),
+    Key("mixed_precision", "precision", {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}, default="no"),
+    _fsdp("fsdp_version", 2),
+    _fsdp("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    _fsdp("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
+    _fsdp("fsdp_reshard_after_forward", lambda s: s["zero"] == 3),
+    _fsdp("fsdp_offload_params", lambda s: bool(s["offload"])),
+    _fsdp("fsdp_activation_checkpointing", lambda s: s["recompute"] == "full"),
+    Key("fsdp_config.fsdp_sharding_strategy", "zero", write=lambda s: ABSENT, read=lambda v, k: {}),
+    _degree("dp_replicate", "dp_replicate"),
+    _degree("dp_shard", "dp_shard"),
+    _degree("tp", "tp"),
+    _degree("cp", "cp"),
+    Key("dynamo_config.dynamo_backend", "compile", {False: ABSENT, True: "INDUCTOR"}),
+    Key(
+        "--activation_checkpointing",
+        "recompute",
+        also=("--gradient_checkpointing",),
+        write=lambda s: True if s["recompute"] == "full" and not s["zero"] else ABSENT,
+        read=lambda v, k: {"recompute": "full"} if v else {},
+    ),
+    *(key for key in hf_keys("--") if key.setting not in ("precision", "recompute", "compile")),
+)
+DEGREES = dict.fromkeys(("micro_batch", "compile", "dp_shard"), ANY) | {"recompute": (Recompute.none, Recompute.full)}
+
+
+def _fsdp_rule(plan: Plan) -> str:
+    """Returns why accelerate refuses the degrees of an FSDP plan."""
+    if plan.dp_shard * plan.cp == 1:
+        return Message("FSDP2 needs at least two ranks in a shard group")
+    if plan.dp_replicate > 1 and plan.dp_shard == 1:
+        return Message("dp_replicate above 1 needs dp_shard above 1")
+    return ""
+
+
+FSDP = {**DEGREES, "zero": (3, 2), "dp_replicate": ANY, "tp": ANY, "cp": ANY}
+LIMITS = (
+    PlanSpaceLimit("FSDP2", FSDP, _fsdp_rule),
+    PlanSpaceLimit("FSDP2 with offload to CPU", {**FSDP, "zero": (3,), "offload": (ALL_STATES,)}, _fsdp_rule),
+    PlanSpaceLimit("DDP", {**DEGREES, "zero": (0,)}),
+)
+
+
+def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
+    """Returns accelerate.yaml and the launch script."""
+    config = {name: value for name, value in keys.items() if not name.startswith("--")}
+    arguments = {name: value for name, value in keys.items() if name.startswith("--")}
+    lines = [
+        "accelerate launch --config_file accelerate.yaml train.py",
+        *(f"    {word}" for word in argument_words(arguments)),
+    ]
+    return {"accelerate.yaml": write_yaml(config), "launch.sh": " \\\n".join(lines) + "\n"}
+
+
+ACCELERATE = System(
+    name="accelerate",
+    title="accelerate",
+    repository="huggingface/accelerate",
+    version="1.15",
+    keys=KEYS,
+    limits=LIMITS,
+    write=write,
+    framework="Hugging Face",
+    workload={"precision": ("bf16", "fp16", "fp8", "fp32"), "optimizer": ("adamw",)},
+    numerics=TRAINER_NUMERICS,
+    open_arguments=True,
+    adjust=_adjust,
+)
