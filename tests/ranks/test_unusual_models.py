@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,6 +149,59 @@ class CountingBlock(Block):
         return super().forward(x) * (1.0 + 0.05 * self.counts["turn"])  # type: ignore[no-any-return]
 
 
+# --- state outside of the model's modules
+
+CALLS = {"turn": 0}
+
+
+class CountsInGlobal(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        CALLS["turn"] = 0
+
+    def counted(self) -> int:
+        CALLS["turn"] += self.training
+        return CALLS["turn"]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) * (1.0 + 0.05 * self.counted())
+
+
+class CountsInClass(CountsInGlobal):
+    turn = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).turn = 0
+
+    def counted(self) -> int:
+        type(self).turn += self.training
+        return type(self).turn
+
+
+class CountsInIterator(CountsInGlobal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = count(1)
+
+    def counted(self) -> int:
+        return next(self.numbers)
+
+
+class CarriesBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("carry", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids) + 0.1 * self.carry
+        for layer in self.layers:
+            x = layer(x)
+        if self.training:
+            self.carry = x.detach().mean((0, 1))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 # --- code that runs in evaluation only
 
 
@@ -259,6 +313,21 @@ CASES = {
         "pp2.mb16",
         "counts.turn",
         ("never",),
+    ),
+    "counter in a global variable": Case(
+        CountsInGlobal, "dp1.mb16 dp2.mb8 tp2.mb16", "dp1.mb4 dp2.mb2", "changes a state", ("never",)
+    ),
+    "counter in a class": Case(
+        CountsInClass, "dp1.mb16 dp2.mb8 tp2.mb16", "dp1.mb4 dp2.mb2", "changes a state", ("never", "start")
+    ),
+    "counter in a global variable, stages": Case(
+        CountsInGlobal, "", "pp2.mb16", "the forward changes test_unusual_models.CALLS.turn", ("never",)
+    ),
+    "counter in an iterator": Case(
+        CountsInIterator, "", "dp1.mb16 dp1.mb4 tp2.mb16 pp2.mb16", "two forwards of the same row", ("never",)
+    ),
+    "buffer that the next forward reads": Case(
+        CarriesBuffer, "dp1.mb16", "pp2.mb16", "stage 1 writes to the buffer carry", ("never", "start")
     ),
     "layer without a size": Case(Lazy, "", "dp2.mb8 dp1.mb16", "head is a LazyLinear", ("never",)),
 }

@@ -395,7 +395,7 @@ def test_what_stands_in_place_of_an_election_file_is_one_line_and_hangs_no_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     """A pipe hung the node in silence, and a byte 0xff in the token was a fault of its own."""
-    monkeypatch.setattr("meshwright.cli.node_role.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("meshwright.cli.node_role.JOIN_SECONDS", 0.5)
     monkeypatch.setattr("meshwright.cli.node_role.STATUS_SECONDS", 0.05)
     monkeypatch.setattr("meshwright.cli.node_role.RETRY_SECONDS", 0.01)
     lost = LeaderAddress(0, "127.0.0.1", 1) if name != TOKEN_FILE else None

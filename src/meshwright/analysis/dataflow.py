@@ -148,6 +148,8 @@ class DataflowRecord:
 
     replaced: frozenset[str] = frozenset()
     """Names of buffers that the forward replaced by another tensor."""
+    replaced_after: dict[str, set[int]] = field(default_factory=dict)
+    """For buffers outside of the blocks that the forward replaced: as `written_buffers`."""
     value_changes: frozenset[ValueChange] = frozenset()
     """Changes of plain values that several stages may read."""
     repeated_changes: frozenset[str] = frozenset()
@@ -158,13 +160,21 @@ class DataflowRecord:
         """Returns the buffers that the forward writes to in place. Each name maps to the indices of the blocks during
         or after which the buffer is written. -1 means before the first block.
         """
+        return self._buffer_uses(lambda op: op.changed)
+
+    @property
+    def read_buffers(self) -> dict[str, set[int]]:
+        """Returns the buffers whose values from before the forward it reads, as `written_buffers`."""
+        return self._buffer_uses(lambda op: set(op.reads) - set(op.changed))
+
+    def _buffer_uses(self, used: Callable[[TracedOp], Iterable[int]]) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}
         last = -1
         for event in self.events:
             if isinstance(event, BlockEntry):
                 last = event.block
             elif isinstance(event, TracedOp):
-                for at in self.buffer_names.keys() & event.changed:
+                for at in self.buffer_names.keys() & used(event):
                     found.setdefault(self.buffer_names[at], set()).add(last)
         return found
 

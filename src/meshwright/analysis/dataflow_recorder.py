@@ -108,6 +108,9 @@ class DataflowRecorder(TorchFunctionMode):
         self.is_random = False
         self.hooks_before = active_saved_tensor_hooks()
         self.values: ValueChangeRecorder | None = None
+        self.buffers: list[tuple[str, dict[str, torch.Tensor | None], str]] = []
+        """The buffers outside of the blocks: name, and where the module stores it."""
+        self.stored_buffers: dict[str, torch.Tensor | None] = {}
         for number, tensor in enumerate(parameters):
             assert self.storage_id(tensor) == number
             record.made_from[number] = 1 << number
@@ -200,7 +203,17 @@ class DataflowRecorder(TorchFunctionMode):
         """
         numbers = {path: number for number, path in enumerate(blocks)}
         self.values = ValueChangeRecorder(model, blocks)
-        handles = [model.register_forward_hook(lambda *_: self._compare_values())]
+        inside = tuple(f"{path}." for path in blocks)
+        self.buffers = [
+            (f"{path}.{key}" if path else key, module._buffers, key)
+            for path, module in model.named_modules()
+            for key in module._buffers
+            if not f"{path}.".startswith(inside)
+        ]
+        handles: list[Any] = [
+            model.register_forward_pre_hook(lambda *_: self._note_buffers()),
+            model.register_forward_hook(lambda *_: self._compare_values()),
+        ]
         for path, module in model.named_modules():
             if path:
                 handles.append(module.register_forward_pre_hook(self._enter(path)))
@@ -211,11 +224,18 @@ class DataflowRecorder(TorchFunctionMode):
                 handles.append(module.register_forward_hook(lambda *_: self.paths.pop() and None))
         return handles
 
+    def _note_buffers(self) -> None:
+        self.stored_buffers = {name: buffers.get(key) for name, buffers, key in self.buffers}
+
     def _compare_values(self) -> None:
         """Assigns the changes of Python values since the previous call to the code that has run since."""
         assert self.values is not None
         with torch._C.DisableTorchFunction():
             self.values.compare(self.last_block, is_inside=self.running_blocks[-1] >= 0)
+            for name, buffers, key in self.buffers:
+                if buffers.get(key) is not self.stored_buffers.get(name):
+                    self.stored_buffers[name] = buffers.get(key)
+                    self.record.replaced_after.setdefault(name, set()).add(self.last_block)
         self.record.value_changes = frozenset(self.values.found)
 
     def _enter(self, path: str) -> Any:

@@ -6,6 +6,7 @@ large by one in every training step. A dry run restores:
 - the mode of each module (some modules may be frozen in eval mode);
 - attributes of modules and of the loss, such as the expert capacity of NLLB-MoE, the weight layout of RWKV, and
   position caches. Elements of lists, dictionaries and sets are restored too, but nothing nested deeper;
+- class attributes, global variables, and attributes of functions that the code of the model can name (code_state.py);
 - states of the model's own random generators;
 - hooks that the forward registers (transformers does, if a class requests hidden states);
 - values of buffers;
@@ -42,6 +43,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from meshwright.analysis.code_state import CodeStateSnapshot
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -235,9 +237,10 @@ def dry_run(
     `parameters` are storage ranges by name, by default those of the model's parameters. Yields the recorder of writes
     to them. With {} no write is recorded.
     """
-    states = [
+    states: list[AttributeSnapshot | ClosureSnapshot | CodeStateSnapshot] = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
         *snapshot_callable(loss),
+        CodeStateSnapshot(model),
     ]
     buffers = [
         (module, name, buffer, _clone_buffer(buffer))

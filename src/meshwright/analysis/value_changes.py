@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from meshwright.analysis.guarded_values import is_users_class, nested_containers, plain_values
+from meshwright.analysis.code_state import StatePlace, state_places
+from meshwright.analysis.guarded_values import nested_containers, plain_values
 
 BETWEEN_BLOCKS = "between blocks"
 """The owner of the values of modules that contain blocks."""
@@ -52,18 +53,19 @@ class ValueChangeRecorder:
         self._before = now
 
     def _values(self) -> list[dict[Any, Any]]:
-        return [plain_values(vars(of) if isinstance(of, type) else of) for _, of in self._shared]
+        return [of.plain() if isinstance(of, StatePlace) else plain_values(of) for _, of in self._shared]
 
 
 def _value_holders(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (owner, name, dict or class) for each place where modules store values. The owner is the path of a block,
-    the path of a module outside of the blocks, or BETWEEN_BLOCKS. A place that several owners reach is yielded for each
-    of them."""
+    """Yields (owner, name, dict or StatePlace) for each place where modules and their code store values. The owner is
+    the path of a block, the path of a module outside of the blocks, or BETWEEN_BLOCKS. A place that several owners
+    reach is yielded for each of them."""
     around = {"", *(block[:at] for block in blocks for at, letter in enumerate(block) if letter == ".")}
     inside = {block: block for block in blocks}
     for path, module in model.named_modules():
         inside[path] = inside.get(path) or inside.get(path.rpartition(".")[0], "")
         owner, name = inside[path] or (BETWEEN_BLOCKS if path in around else path), path or "model"
         yield owner, name, vars(module)
-        yield from ((BETWEEN_BLOCKS, kind.__name__, kind) for kind in type(module).__mro__ if is_users_class(kind))
         yield from ((owner, at, entries) for at, entries in nested_containers(vars(module), name))
+    for place in state_places(model):
+        yield BETWEEN_BLOCKS, place.name, place

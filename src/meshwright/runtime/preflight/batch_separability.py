@@ -60,6 +60,8 @@ from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_
 from meshwright.spec.enums import Recompute
 
 IGNORE_INDEX = -100
+REPEAT_TOLERANCE = 0.1
+"""Tolerance of the loss of a repeated forward as a multiple of the tolerance of losses."""
 GRADIENT_TOLERANCE_FACTOR = 10.0
 """Tolerance of gradients as a multiple of the tolerance of losses."""
 
@@ -78,14 +80,15 @@ class NoDropout(TorchFunctionMode):
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     """Checks that the rows of a batch do not affect each other, if the plan divides the batch. If the plan divides the
-    batch or uses recompute `full`, also checks that a forward does not affect the next forward. Every rank calls this
-    function.
+    batch or uses recompute `full`, also checks that a forward does not affect the next forward. Under every plan,
+    checks that a forward can be repeated. Every rank calls this function.
 
     Raises:
-        PlanRefused: rows or forwards affect each other. Every rank raises it.
+        PlanRefused: rows or forwards affect each other, or a forward cannot be repeated. Every rank raises it.
     """
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
+    _check_repeatable(engine, batches[0])
     if pieces == 1 and plan.recompute != Recompute.full:
         return
     counts = engine.anatomy.unsupported.get("rows", "")
@@ -248,6 +251,32 @@ def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
 
 def _tensor_shapes(batch: Batch) -> list[Any]:
     return [(name, value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)]
+
+
+def _check_repeatable(engine: Engine, batch: Batch) -> None:
+    """Checks that two forwards of the same row, with equal seeds, have equal losses after the state between them was
+    restored. Otherwise the forwards of the analysis and of the checks have changed a state that they cannot restore.
+
+    Raises:
+        PlanRefused: the losses differ.
+    """
+    row = {
+        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }
+    first, second = (_total_loss(engine, [row], True) for _ in range(2))
+    if abs(second - first) > REPEAT_TOLERANCE * _loss_tolerance(engine) * abs(first):
+        raise PlanRefused(
+            Message(
+                "plan {plan}: two forwards of the same row have the losses {first:.6g} and {second:.6g} (relative "
+                "difference {difference:.1e}), because the model or its loss has a state that cannot be restored (an "
+                "iterator, a variable of a closure, a file, a clock, random numbers that no seed determines): keep it "
+                "in an attribute of a module, or give it in the batch",
+                plan=engine.mesh.plan.name,
+                first=first,
+                second=second,
+                difference=relative_difference(first, second),
+            )
+        )
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:

@@ -174,7 +174,7 @@ def find_buffer_stages(
 
     Raises:
         InputError: Several stages write to a buffer in `saved`, or code outside of the blocks replaces such a buffer by
-            a new tensor.
+            a new tensor. Or a stage reads a buffer that another stage has written to in the previous forward.
     """
     inside = tuple(f"{path}." for path in graph.block_paths)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
@@ -188,8 +188,14 @@ def find_buffer_stages(
             )
         )
     found = {}
-    for name, blocks in record.written_buffers.items():
-        stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
+    reads, writes = record.read_buffers, record.written_buffers
+    for name, blocks in record.replaced_after.items():
+        writes.setdefault(name, set()).update(blocks)
+    for name, blocks in writes.items():
+        stages, readers = (
+            sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in each})
+            for each in (blocks, reads.get(name, ()))
+        )
         if len(stages) > 1 and name in saved:
             raise InputError(
                 Message(
@@ -201,6 +207,17 @@ def find_buffer_stages(
                 )
             )
         found[name] = stages[0]
+        if stale := set(readers) - {found[name]}:
+            raise InputError(
+                Message(
+                    "plan {plan}: stage {first} writes to the buffer {name}, and stage {second} reads it, but each "
+                    "stage has its own copy of the buffer: use pp1",
+                    plan=plan.name,
+                    first=found[name],
+                    second=min(stale),
+                    name=name,
+                )
+            )
     return found
 
 

@@ -1,0 +1,180 @@
+"""Finds the state that the code of a model shares outside of its modules: class attributes, global variables, and
+attributes of functions and global objects.
+
+A forward may change such a state, for example a call counter (`global CALLS`, `type(self).calls += 1`). Checks restore
+it after their forwards (dry_run.py), so that they do not change the training. Code of several pipeline stages that
+changes it is refused (value_changes.py). A state that is not found here, such as an iterator, is detected by two
+forwards of the same row (runtime/preflight/batch_separability.py).
+
+The state of a class consists of what the functions of the class can name: its own attributes and those of its bases,
+and the global variables in the code of its methods and of the functions that these call. Only functions of the same
+package are followed, MAX_FUNCTIONS at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from meshwright.analysis.guarded_values import PLAIN_TYPES, is_users_class, plain_values
+
+MAX_FUNCTIONS = 512
+"""Number of functions that are followed from one class."""
+CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
+"""Objects of derived classes are left out, because their methods may do anything."""
+
+
+class StatePlace(NamedTuple):
+    """A place of shared state. `name`: a description. `of`: a class, or the dict that has the state. `keys`: the keys
+    of the state in `of`, or None for all."""
+
+    name: str
+    of: Any
+    keys: tuple[str, ...] | None
+
+    def values(self) -> dict[str, Any]:
+        """Returns the plain values and the containers at this place."""
+        stored = vars(self.of) if isinstance(self.of, type) else self.of
+        names = [key for key in stored if not key.startswith("__")] if self.keys is None else self.keys
+        return {key: stored[key] for key in names if key in stored and _is_state(stored[key])}
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the plain values at this place, also those in dicts."""
+        found = plain_values(self.values())
+        for key, value in self.values().items():
+            if isinstance(value, dict):
+                found |= {f"{key}.{inner}": each for inner, each in plain_values(value).items()}
+        return found
+
+    def write(self, key: str, value: Any) -> None:
+        """Sets the value of `key`."""
+        if isinstance(self.of, type):
+            setattr(self.of, key, value)
+        else:
+            self.of[key] = value
+
+    def delete(self, key: str) -> None:
+        """Removes `key`."""
+        if isinstance(self.of, type):
+            delattr(self.of, key)
+        else:
+            del self.of[key]
+
+
+class CodeStateSnapshot:
+    """Stores the state of the code of `model`, and restores it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(place, place.values()) for place in state_places(model)]
+        self._elements = [
+            (value, value.copy())
+            for _, values in self._before
+            for value in values.values()
+            if type(value) in CONTAINER_TYPES
+        ]
+
+    def restore(self) -> None:
+        """Restores the values, and the elements of the containers."""
+        for place, before in self._before:
+            now = place.values()
+            for key in now.keys() - before.keys() if place.keys is None else ():
+                place.delete(key)
+            for key, value in before.items():
+                if key not in now or now[key] is not value:
+                    place.write(key, value)
+        for container, elements in self._elements:
+            if [*map(id, _flat(container))] != [*map(id, _flat(elements))]:
+                container.clear()
+                (container.update if isinstance(container, dict | set) else container.extend)(elements)
+
+
+def state_places(model: nn.Module) -> Iterator[StatePlace]:
+    """Yields the places of shared state of all user classes of the modules of `model`, each once."""
+    seen = set[tuple[int, tuple[str, ...] | None]]()
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
+    for kind in kinds:
+        for place in class_state(kind):
+            if (key := (id(place.of), place.keys)) not in seen:
+                seen.add(key)
+                yield place
+
+
+@functools.cache
+def class_state(kind: Any) -> tuple[StatePlace, ...]:
+    """Returns the places of shared state that the functions of a class can name."""
+    found: list[StatePlace] = []
+    waiting: list[FunctionType] = []
+    for base in kind.__mro__:
+        if is_users_class(base):
+            found.append(StatePlace(base.__name__, base, None))
+            waiting += filter(None, map(_function_of, vars(base).values()))
+    seen = set[int]()
+    while waiting and len(seen) < MAX_FUNCTIONS:
+        function = waiting.pop(0)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        found.append(StatePlace(function.__qualname__, vars(function), None))
+        waiting += filter(None, [_function_of(vars(function).get("__wrapped__"))])
+        around, keys = function.__globals__, []
+        for key in _names(function.__code__):
+            value = around.get(key)
+            if key in around and _is_state(value):
+                keys.append(key)
+            elif (inner := _function_of(value)) is not None:
+                waiting += [inner] if _package(inner.__module__) == _package(kind.__module__) else []
+            elif isinstance(value, type) and is_users_class(value) and not issubclass(value, nn.Module):
+                found.append(StatePlace(value.__name__, value, None))
+            elif _is_users_object(value):
+                found.append(StatePlace(key, vars(value), None))
+        if keys:
+            found.append(StatePlace(function.__module__, around, tuple(sorted(keys))))
+    return tuple(found)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, PLAIN_TYPES) or type(value) in CONTAINER_TYPES
+
+
+def _flat(container: Any) -> Iterator[Any]:
+    """Yields the elements of a container, of a dict its keys and values."""
+    yield from container
+    yield from container.values() if isinstance(container, dict) else ()
+
+
+def _is_users_object(value: Any) -> bool:
+    """Returns whether `value` is an object of a class of the user, such as a configuration, and no module."""
+    kind = type(value)
+    is_library = _package(kind.__module__) in sys.stdlib_module_names
+    return (
+        is_users_class(kind)
+        and not is_library
+        and not isinstance(value, nn.Module | type)
+        and hasattr(value, "__dict__")
+    )
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """Returns the function in a method, property or cached function, or None for any other value."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, functools._lru_cache_wrapper):
+        value = value.__wrapped__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Returns the global names in `code` and in the functions that it defines."""
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
