@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.version import __version__
 
 if TYPE_CHECKING:
-    from meshwright.api import estimate, load, plan, simulate, verify
+    from meshwright.api import estimate, export_plan, import_plan, load, plan, simulate, verify
     from meshwright.interop.recording.recorder import recording
     from meshwright.interop.recording.verify_recording import verify_recording
     from meshwright.runtime.deferred_init import deferred_init
@@ -33,6 +33,8 @@ __all__ = [
     "__version__",
     "deferred_init",
     "estimate",
+    "export_plan",
+    "import_plan",
     "load",
     "parallelize",
     "parse_plan",
@@ -50,6 +52,8 @@ _LAZY_IMPORTS = {
     "Plan": "meshwright.spec.plan",
     "deferred_init": "meshwright.runtime.deferred_init",
     "estimate": "meshwright.api",
+    "export_plan": "meshwright.api",
+    "import_plan": "meshwright.api",
     "load": "meshwright.api",
     "parallelize": "meshwright.train.trainer",
     "parse_plan": "meshwright.spec.plan",

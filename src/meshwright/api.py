@@ -1,6 +1,7 @@
 """The public Python functions of planning: load a job, search plans, estimate, verify and simulate one plan.
 
-Each function is also an attribute of the package: `mw.load`, `mw.plan`, `mw.estimate`, `mw.verify`, `mw.simulate`.
+Each function is also an attribute of the package: `mw.load`, `mw.plan`, `mw.estimate`, `mw.verify`, `mw.simulate`,
+`mw.export_plan`, `mw.import_plan`.
 
 Guarantees: importing this module imports no torch. `load` imports torch only to trace a model that the planner's closed
 formulas do not cover.
@@ -11,9 +12,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from meshwright.interop import exporting, importing
+from meshwright.interop.for_system import plans_for
+from meshwright.interop.importing import ImportedPlan
+from meshwright.interop.registry import find_system
 from meshwright.planner.cost import step
 from meshwright.planner.cost.overlap import with_chosen_bucket
-from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
 from meshwright.planner.search.best_plans import RankedPlan
 from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.simulate import run
@@ -34,12 +39,38 @@ def load(path: str | Path) -> Job:
     return resolve_job(trace_job_model(read_job(path)))
 
 
-def plan(job: Job, top: int = 10) -> list[RankedPlan]:
-    """Returns the `top` fastest plans that fit, the best first, each with `.plan` and `.estimate`.
+def plan(job: Job, top: int = 10, system: str | None = None) -> list[RankedPlan]:
+    """Returns the `top` fastest plans that fit, the best first, each with `.plan` and `.estimate`. With `system`, such
+    as 'megatron', only plans that this system can run, under the planner's profile of its runtime.
 
-    Raises: NothingFits when no plan fits.
+    Raises: NothingFits when no plan fits; InputError for an unknown system.
     """
-    return list(search_plans(job, top).plans)
+    if system is None:
+        return list(search_plans(job, top).plans)
+    found = plans_for(job, find_system(system), None, top)
+    return [RankedPlan(plan=each.plan, estimate=each.estimate) for each in found]
+
+
+def export_plan(job: str | Path, plan: Plan | str, system: str) -> dict[str, str]:
+    """Exports `plan` (a plan or its name) for the job file `job` to another system, such as 'megatron'. Returns the
+    texts of its configuration and launch script by file name. What the system cannot express, the cost and the
+    differences of its numerics are comments in them.
+
+    Raises: InputError when the plan cannot run the job, or for an unknown system.
+    """
+    file = read_job(job)
+    chosen = parse_plan(plan) if isinstance(plan, str) else plan
+    return exporting.export_plan(load(job), chosen, system, known_sizes(file), file.model.source).files
+
+
+def import_plan(*paths: str | Path, system: str | None = None, devices: int = 0) -> ImportedPlan:
+    """Imports the configuration of another system from the files `paths`, which belong together. The result has the
+    `.plan`, the sections `.job` of a job file, and `.not_carried`, a line for each key without an equivalent. `system`
+    is the name of the system; None means that it is recognized. `devices` replaces the number of devices of the files.
+
+    Raises: InputError when a key is unknown or the configuration contradicts itself.
+    """
+    return importing.import_plan(*paths, system=system, devices=devices)
 
 
 def estimate(job: Job, plan: Plan | str) -> Estimate:

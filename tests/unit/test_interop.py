@@ -10,15 +10,24 @@ import pytest
 from interop_plans import BLOCKS, random_plans
 from jobs import named_job
 
+import meshwright
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
+from meshwright.interop.comparison import compare_for
 from meshwright.interop.exporting import export_lines, export_plan
+from meshwright.interop.for_system import best_plan_for, system_pricer
+from meshwright.interop.formats import argument_words
 from meshwright.interop.importing import import_lines, import_plan
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import settings_of
 from meshwright.interop.shell import read_command
 from meshwright.interop.system import encode
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.step import estimate_grid
+from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
 from meshwright.planner.inputs.model_parser import read_sizes
+from meshwright.planner.search.best_plans import RISK_MARGIN
+from meshwright.spec.constraints import validate_plan
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.workload import Workload
@@ -218,3 +227,91 @@ def test_the_commands_write_and_read_files(tmp_path: Path, capsys: pytest.Captur
     assert main(["estimate", str(back / "job.yaml"), "--cluster", "2x8:a100-80gb", "--json"]) == 0
     estimated = json.loads(capsys.readouterr().out)
     assert Plan.model_validate(estimated["plan"]).name == "dp2.tp4.pp2.z1.mb2"
+
+
+MEGATRON_ARGUMENTS = """
+torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008
+ --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 32000 --swiglu
+ --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+ --micro-batch-size 1 --global-batch-size 64 --train-iters 1000 --lr 3e-4 --bf16 --tensor-model-parallel-size 8
+ --pipeline-model-parallel-size 2 --sequence-parallel --attention-dropout 0 --hidden-dropout 0
+""".replace("\n ", " ")
+
+
+def test_advice_for_a_system_is_a_diff_of_its_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = write_files(tmp_path, {"train.sh": MEGATRON_ARGUMENTS})
+    wanted = ["plan", "--for", "megatron", "--config", str(path), "--cluster", "2x8:a100-80gb"]
+    assert main([*wanted, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    yours, best = (Plan.model_validate(found[name]["plan"]) for name in ("yours", "best"))
+    assert yours == parse_plan("tp8.sp.pp2") and not SYSTEMS["megatron"].limit_of(best).violations(best)
+    seconds = {name: found[name]["estimate"]["time"]["step"] for name in ("yours", "best")}
+    assert seconds["best"] < seconds["yours"]
+    assert found["removed"]["--tensor-model-parallel-size"] == 8
+    assert found["added"]["--tensor-model-parallel-size"] == best.tp
+    unchanged = {"--num-layers", "--lr", "--bf16", "--global-batch-size", "--optimizer"}
+    assert not unchanged & {*found["added"], *found["removed"]}
+    assert main(wanted) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["yours", "best in Megatron-LM", "best here"]
+    assert "  - --tensor-model-parallel-size 8" in lines and "reasons:" in lines
+    changed = [line.split()[1:] for line in lines if line.startswith(("  - ", "  + "))]
+    assert {words[0] for words in changed} == {*found["removed"], *found["added"]}
+
+
+def test_the_changed_options_give_the_best_plan_when_they_are_read_back(tmp_path: Path) -> None:
+    (path,) = write_files(tmp_path, {"train.sh": MEGATRON_ARGUMENTS})
+    first = import_plan(path)
+    file = read_job(None, (), {**first.job_options(), "cluster.name": "2x8:a100-80gb"})
+    found = compare_for(resolve_job(file), SYSTEMS["megatron"], known_sizes(file), yours=first.plan, given=first.keys)
+    keys = {name: value for name, value in first.keys.items() if name not in found.removed} | found.added
+    text = "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py " + " ".join(argument_words(keys))
+    assert import_plan(*write_files(tmp_path, {"new.sh": text})).plan.but(bucket=1) == found.best.plan.but(bucket=1)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_best_plan_for_a_system_is_one_that_it_can_run(name: str) -> None:
+    system, job = SYSTEMS[name], llama_job()
+    best = best_plan_for(job, system, read_sizes("llama2-7b"))
+    limit = system.limit_of(best.plan)
+    assert not limit.violations(best.plan) and not limit.rule(best.plan) and best.estimate.fits
+    assert best.plan.world == job.cluster.devices
+
+
+def test_the_search_for_a_system_finds_the_best_of_all_its_plans() -> None:
+    job = llama_job(batch=16, on="1x4:a100-80gb")
+    system, pricer = SYSTEMS["deepspeed"], system_pricer(job, SYSTEMS["deepspeed"], None)
+    best, compared = best_plan_for(job, system, None).estimate.time.step, 0
+    for plan in islice(random_plans(system, seed=3), 400):
+        if plan.world == 4 and 16 % (plan.dp * plan.micro_batch) == 0 and not plan_violations_of(job, plan):
+            priced = estimate_grid(pricer, grid_of_plan(plan, 16, job.model.blocks))
+            assert priced.verdict != "fits" or priced.time.step >= best * (1 - RISK_MARGIN), plan.name
+            compared += priced.verdict == "fits"
+    assert compared >= 5
+
+
+def plan_violations_of(job: Job, plan: Plan) -> bool:
+    try:
+        validate_plan(job, plan)
+    except InputError:
+        return True
+    return False
+
+
+def test_a_configuration_for_another_number_of_devices_is_refused(tmp_path: Path) -> None:
+    (path,) = write_files(tmp_path, {"train.sh": MEGATRON_ARGUMENTS})
+    wanted = ["plan", "--for", "megatron", "--config", str(path), "--cluster", "1x8:a100-80gb"]
+    assert main(wanted) == 2
+    assert main(["plan", "--config", str(path), "--model", "llama2-7b"]) == 2
+
+
+def test_the_python_functions_do_what_the_commands_do(tmp_path: Path) -> None:
+    (job,) = write_files(
+        tmp_path,
+        {"job.yaml": "model: llama2-7b\ncluster: 2x8:a100-80gb\nworkload: {batch: 64, sequence: 4096}\n"},
+    )
+    files = meshwright.export_plan(job, "dp2.tp4.pp2.z1.mb2", "torchtitan")
+    assert set(files) == {"train.toml", "launch.sh"} and files["train.toml"].startswith("# torchtitan 0.2")
+    assert meshwright.import_plan(*write_files(tmp_path, files)).plan.name == "dp2.tp4.sp.pp2.z2.mb2"
+    ranked = meshwright.plan(meshwright.load(job), top=2, system="deepspeed")
+    assert len(ranked) == 2 and not SYSTEMS["deepspeed"].limit_of(ranked[0].plan).violations(ranked[0].plan)

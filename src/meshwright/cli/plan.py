@@ -93,6 +93,24 @@ class OutputOptions:
     lang: Language = None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SystemOptions:
+    """The options that plan for another system."""
+
+    system: Annotated[
+        str | None,
+        Parameter(
+            name="--for",
+            help="plan for another system: only plans that it can run, as a diff of its own keys; such as megatron",
+        ),
+    ] = None
+    config: Annotated[
+        tuple[Path, ...],
+        Parameter(negative="", show_default=False, help="with --for: a file of your configuration, repeatable"),
+    ] = ()
+
+
 def plan(
     job: JobPath = None,
     /,
@@ -100,6 +118,7 @@ def plan(
     shared: JobOptions = JobOptions(),  # noqa: B008
     wanted: RankingOptions = RankingOptions(),
     shown: OutputOptions = OutputOptions(),
+    other: SystemOptions = SystemOptions(),
     json: AsJson = False,
 ) -> int:
     """Rank the plans for a job, the fastest that fits first, and say why the others lost.
@@ -110,6 +129,8 @@ def plan(
 
     _check_options(shared, wanted, shown)
     language = choose_language(shown.lang, os.environ)
+    if other.system is not None or other.config:
+        return _plan_for_system(job, shared, wanted.pin, other, language, json)
     file = read_job_file(job, shared)
     if (found := _search(file, wanted, shown.top, language)) is None:
         return 0
@@ -144,6 +165,52 @@ def plan(
         )
     if shown.page is not None:
         _report_page(question, answer, wanted, _command_line(job, shared, wanted), file.cluster, shown.page, language)
+    return 0
+
+
+def _plan_for_system(
+    job: Path | None, shared: JobOptions, pin: str | None, other: SystemOptions, language: str, json: bool
+) -> int:
+    """Prints the best plan that another system can run, as a change of the user's configuration if it is given.
+
+    Raises: InputError if --config is given without --for, or if the job and the configuration contradict each other.
+    """
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.core.errors import InputError
+    from meshwright.interop.comparison import compare_for, comparison_lines
+    from meshwright.interop.importing import import_plan
+    from meshwright.interop.registry import find_system
+    from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
+    from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.report.plans import plan_data
+
+    if other.system is None:
+        raise InputError(Message("--config {config} needs --for SYSTEM", config=other.config[0]))
+    system, yours, given = find_system(other.system), None, None
+    if other.config:
+        imported = import_plan(*other.config, system=system.name, allow_unknown=True)
+        yours, given = imported.plan, imported.keys
+        options = {**imported.job_options(), **shared.overrides()}
+        file = read_job(job, shared.set, options)
+    else:
+        file = read_job_file(job, shared)
+    question, sizes = resolve_job(file), known_sizes(file)
+    pins = {**question.workload.fixed, **(parse_pins(pin) if pin else {})}
+    found = compare_for(question.but(pins=pins), system, sizes, file.model.source, yours, given)
+    lines = [translate(line, language) for line in comparison_lines(found)]
+    if json:
+        plans = {"yours": found.yours, "best": found.best, "here": found.here}
+        print_json(
+            {
+                "system": system.name,
+                **{name: plan_data(row.plan, row.estimate) for name, row in plans.items() if row is not None},
+                "removed": found.removed,
+                "added": found.added,
+                "lines": lines,
+            }
+        )
+    else:
+        print_output("\n".join(lines))
     return 0
 
 

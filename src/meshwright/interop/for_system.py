@@ -17,7 +17,7 @@ from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.search.best_plans import SearchObjective, TopK
+from meshwright.planner.search.best_plans import SearchObjective, TopK, round_score
 from meshwright.planner.search.branch_and_bound import PlanSearch
 from meshwright.planner.search.ranking import minimize_offload
 from meshwright.planner.search.space import PlanSpace
@@ -59,12 +59,19 @@ def price_in(job: Job, plan: Plan, system: System, sizes: ArchitectureSizes | No
 
 
 def best_plan_for(job: Job, system: System, sizes: ArchitectureSizes | None) -> SystemPlan:
-    """Returns the fastest plan that `system` can run and that fits.
+    """Returns the fastest plan that `system` can run and that fits (`plans_for`)."""
+    return plans_for(job, system, sizes, 1)[0]
+
+
+def plans_for(job: Job, system: System, sizes: ArchitectureSizes | None, top: int) -> list[SystemPlan]:
+    """Returns the `top` fastest plans that `system` can run and that fit.
 
     Raises: NothingFits if no such plan fits; InputError if the pins exclude all plans.
     """
     pricer = system_pricer(job, system, sizes)
-    found = [each for limit in system.limits for each in _search(pricer, limit)]
+    found = sorted(
+        (each for limit in system.limits for each in _search(pricer, limit)), key=lambda scored: round_score(scored[0])
+    )
     if not found:
         raise NothingFits(
             Message(
@@ -73,11 +80,11 @@ def best_plan_for(job: Job, system: System, sizes: ArchitectureSizes | None) -> 
                 devices=job.cluster.devices,
             )
         )
-    return min(found, key=lambda each: each.estimate.time.step)
+    return [each for _, each in found[:top]]
 
 
-def _search(pricer: CostModel, limit: PlanSpaceLimit) -> list[SystemPlan]:
-    """Returns plans of one mode that fit, the fastest first."""
+def _search(pricer: CostModel, limit: PlanSpaceLimit) -> list[tuple[float, SystemPlan]]:
+    """Returns plans of one mode that fit, with their scores."""
     job = pricer.setting.job
     allowed = {name: values for name in Plan.model_fields if (values := limit.allowed(name)) is not ANY}
     for free in ("bucket", "version", "loss_chunks", "shares", "micro_batch_sizes", "placement"):
@@ -99,5 +106,6 @@ def _search(pricer: CostModel, limit: PlanSpaceLimit) -> list[SystemPlan]:
         chosen = grid.plan((0,) * len(grid.shape))
         chosen = plan if limit.violations(chosen) else chosen
         priced = estimate_grid(pricer, grid_of_plan(chosen, job.workload.batch, job.model.blocks))
-        plans.append(SystemPlan(chosen, priced))
+        gain = priced.time.step / candidate.seconds
+        plans.append((candidate.score * gain, SystemPlan(chosen, priced)))
     return plans

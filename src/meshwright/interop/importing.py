@@ -36,7 +36,7 @@ EXPECTED_SETTINGS = {"attention_dropout": 0.0, "dropout": 0.0}
 class ImportedPlan(NamedTuple):
     """The result of an import. `job` has the sections of a job file. `sizes` are the sizes of the model if the files
     state them. `not_carried` are the keys without an equivalent, each with the reason. `carried` is the number of keys
-    that were carried over."""
+    that were carried over, of all `keys`."""
 
     system: System
     plan: Plan
@@ -45,6 +45,15 @@ class ImportedPlan(NamedTuple):
     carried: int
     not_carried: tuple[Message, ...]
     settings: Settings
+    keys: dict[str, Any]
+
+    def job_options(self) -> dict[str, Any]:
+        """Returns the model and the workload as options of `planner.inputs.job.read_job`, without the plan."""
+        found = {name: section for name, section in self.job.items() if name != "plan"}
+        if self.sizes:
+            whole = validate_data(ArchitectureSizes, self.sizes, "model").model_dump(mode="json", exclude_none=True)
+            found["model"] = {"name": "llama-tiny", "sizes": whole}
+        return found
 
 
 def import_plan(
@@ -93,6 +102,7 @@ def import_plan(
         carried=sum(name in keys and name not in decoded.unknown_values for name in found.own_keys),
         not_carried=tuple(not_carried),
         settings=settings,
+        keys=keys,
     )
 
 

@@ -309,7 +309,7 @@ TRAINING_KEYS = (
     Key("--lr-warmup-iters", "warmup", default=0),
     Key("--lr-warmup-fraction", "warmup", write=lambda s: ABSENT, read=lambda value, keys: {}),
     Key("--lr-warmup-samples", "warmup", write=lambda s: ABSENT, read=lambda value, keys: {}),
-    Key("--optimizer", "optimizer", {"adamw": OneOf("adam", ABSENT), "sgd-momentum": "sgd", "muon": "muon"}),
+    Key("--optimizer", "optimizer", {"adamw": OneOf(ABSENT, "adam"), "sgd-momentum": "sgd", "muon": "muon"}),
     Key("--sgd-momentum", "momentum", write=lambda s: ABSENT, read=lambda value, keys: {}),
     Key("--adam-beta1", "beta1", default=0.9),
     Key("--adam-beta2", "beta2", default=0.999),

@@ -138,6 +138,16 @@ class System(NamedTuple):
         """Returns the keys of the table, with their other spellings."""
         return frozenset(name for key in self.keys for name in (key.name, *key.also))
 
+    @property
+    def optional_keys(self) -> frozenset[str]:
+        """Returns the keys that an export writes and that may be left out with the same meaning for the plan."""
+        return frozenset(
+            key.name
+            for key in self.keys
+            for value in (key.values or {}).values()
+            if isinstance(value, OneOf) and value[0] is not ABSENT and any(each is ABSENT for each in value)
+        )
+
     def limit_of(self, plan: Plan) -> PlanSpaceLimit:
         """Returns the limit from which a plan differs in the fewest fields."""
         return min(self.limits, key=lambda limit: (len(limit.violations(plan)), bool(limit.rule(plan))))
