@@ -338,9 +338,10 @@ def write_deepspeed(content: TorchState, folder: Path) -> None:
     for name, kinds in content.states.items():
         for kind, tensor in kinds.items():
             _save(target / "zero" / name / f"{kind}.pt", {"param": tensor.read()})
-        _save(target / "zero" / name / f"{STEP_KEY}.pt", step)
+        _save(target / "zero" / name / f"{STEP_KEY}.pt", torch.tensor(float(step)))  # as torch.optim stores it
     groups = [{**group, "params": [at], STEP_KEY: step} for at, group in enumerate(content.groups)]
-    base = {"state": {at: {STEP_KEY: step} for at in range(max(1, len(groups)))}, "param_groups": groups}
+    updates = {at: {STEP_KEY: torch.tensor(float(step))} for at in range(max(1, len(groups)))}
+    base = {"state": updates, "param_groups": groups}
     common = {"param_groups": groups, "optimizer_state_dict": base, "ds_version": VERSION}
     _save(target / "zero" / "optimizer_state.pt", common)
     model = {
