@@ -65,6 +65,19 @@ def test_an_export_for_deepspeed_is_a_universal_checkpoint_that_reads_back_the_s
     assert source.manifest.state["optimizer"]["scalars"] == {"step": 4.0}
 
 
+def test_flat_tensors_of_a_universal_checkpoint_get_their_shapes(tmp_path):
+    """As ds_to_universal.py converts ZeRO 3: flat tensors, and the number of updates only in the common state."""
+    write_zero(tmp_path / "zero", 3, 2, weights(), {}, 4)
+    made, _ = import_checkpoint(tmp_path / "zero", tmp_path / "made")
+    assert main(["checkpoint", "export", str(made), "--to", str(tmp_path / "out"), "--form", "deepspeed"]) == 0
+    for file in (tmp_path / "out").glob("*/zero/*/*.pt"):
+        content = torch.load(file)
+        torch.save(content["param"].reshape(-1), file) if isinstance(content, dict) else file.unlink()
+    source = open_checkpoint(tmp_path / "out")
+    check_tensors(source, weights())
+    assert source.manifest.state["optimizer"]["scalars"] == {"step": 4.0}
+
+
 def test_a_megatron_checkpoint_is_read_with_the_names_of_llama(tmp_path):
     expected = llama_weights()
     write_megatron(tmp_path, expected, heads=4, groups=2, step=6, padded=3)

@@ -283,6 +283,7 @@ def _read_universal(path: Path, model: Sequence[Any]) -> ForeignState:
     optimizer: dict[str, dict[str, ForeignTensor]] = {}
     steps: dict[str, float] = {}
     buffers = _module_tensors(path, model, {}, 1)
+    shapes = {name: tuple(shape) for group in model[0].get("param_shapes") or () for name, shape in group.items()}
     for folder in sorted(one for one in (path / "zero").iterdir() if one.is_dir() and one.name not in buffers):
         for file in sorted(folder.glob("*.pt")):
             content = _load(file)
@@ -291,19 +292,21 @@ def _read_universal(path: Path, model: Sequence[Any]) -> ForeignState:
                 continue
             tensor = content["param"] if isinstance(content, dict) else content
             target = weights if file.stem == FP32_KIND else optimizer.setdefault(file.stem, {})
-            target[folder.name] = _whole(path, folder.name, tensor)._replace(
-                ranges=full_range(tuple(tensor.shape), partial(_read_universal_tensor, file))
-            )
+            shape = shapes.get(folder.name, ())  # a tensor that was converted from ZeRO 3 is flat
+            shape = shape if math.prod(shape) == tensor.numel() else tuple(tensor.shape)
+            dtype = check_dtype(path, folder.name, dtype_name(tensor.dtype))
+            read = partial(_read_universal_tensor, file)
+            target[folder.name] = ForeignTensor(shape, dtype, full_range(shape, read))
         if folder.name not in weights:
             raise InputError(Message("{path} has no file fp32.pt: copy the folder again", path=folder))
     states = {name for kind in optimizer.values() for name in kind}
     common = path / "zero" / "optimizer_state.pt"
-    groups = _load(common).get("param_groups", []) if common.is_file() else []
-    if not steps and groups:
-        steps = dict.fromkeys(states, float(groups[0].get(STEP_KEY, 0)))
+    base = _load(common) if common.is_file() else {}
+    groups = base.get("param_groups", [])
+    updates = _updates({"state": {}, "param_groups": groups, **base.get("optimizer_state_dict", {})})
     named = [{**groups[0], "params": list(weights)}] if len(groups) == 1 else []
     step = int(model[0]["global_steps"])
-    steps = {name: steps.get(name, float(step)) for name in states}
+    steps = {name: steps.get(name, updates or float(step)) for name in states}
     return ForeignState("deepspeed-universal", weights | buffers, optimizer, steps, step, named, _left_out(model))
 
 
