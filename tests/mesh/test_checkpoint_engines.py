@@ -15,6 +15,7 @@ from engine_checkpoints import llama_weights, write_megatron, write_zero
 from meshwright.checkpoint.formats.detect import import_checkpoint, open_checkpoint
 from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
 from meshwright.cli.main import main
+from meshwright.core.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHTS = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (2, 2, 3), "c": (1,)}
@@ -167,6 +168,28 @@ def not_llama(folder: Path) -> None:
     (target / ".metadata").write_bytes(
         data.replace(b"decoder.final_layernorm.weight", b"decoder.final_layernorm.bias01")
     )
+
+
+@pytest.mark.parametrize("form", ["zero", "megatron"])
+def test_random_bytes_raise_nothing_but_input_errors(tmp_path, form):
+    import random
+
+    if form == "zero":
+        file = zero(tmp_path) / "mp_rank_00_model_states.pt"
+    else:
+        file = write_megatron(tmp_path, llama_weights(1), 4, 2, 6) / "common.pt"
+    data, generator, refused = file.read_bytes(), random.Random(3), 0
+    start = data.index(b"data.pkl")
+    for _ in range(150):
+        spoiled = bytearray(data)
+        for _ in range(3):
+            spoiled[generator.randrange(start, start + 1500)] = generator.randrange(256)
+        file.write_bytes(spoiled)
+        try:
+            open_checkpoint(tmp_path)
+        except InputError:
+            refused += 1
+    assert refused > 50
 
 
 @pytest.mark.parametrize(

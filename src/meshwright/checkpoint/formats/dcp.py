@@ -15,6 +15,7 @@ planner reads each tensor when it is written, so only one tensor is in memory.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import itertools
 import math
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint.formats.inert_pickle import PickledRecord, load_tensors, read_inert_pickle, refuse_damaged
+from meshwright.checkpoint.formats.inert_pickle import PickledRecord, load_tensors, read_inert_pickle
 from meshwright.checkpoint.formats.source import (
     STEP_KEY,
     ForeignState,
@@ -68,6 +69,8 @@ METADATA_CLASSES = frozenset(
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """Components that wrappers (torch.compile, FSDP1, DDP) add to the names of parameters."""
 _FLAT_STATE = re.compile(r"(?:^|.*\.)optim\w*\.state\.(?P<name>.+)\.(?P<kind>\w+)")
+COLLECTED_BYTES = 2**20
+"""Before an item of more than this number of bytes is read, the previous item is garbage-collected."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -109,14 +112,7 @@ class DcpFolder:
         self.tensors: dict[str, DcpTensor] = {}
         self.values: dict[str, DcpItem] = {}
         self.paths: dict[str, tuple[str, ...]] = {}
-        file = path / METADATA_FILE
-        root = read_inert_pickle(file, METADATA_CLASSES)
-        try:
-            self._read(root)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            refuse_damaged(file, error)
+        self._read(read_inert_pickle(path / METADATA_FILE, METADATA_CLASSES))
         self._check_files()
 
     def _read(self, root: Any) -> None:
@@ -188,6 +184,8 @@ class DcpFolder:
 
     def read_item(self, item: DcpItem, allowed: re.Pattern[str] | None = None) -> Any:
         """Returns a stored item, without executing code. Objects of classes that match `allowed` become records."""
+        if item.length > COLLECTED_BYTES:
+            gc.collect(1)  # torch.load leaves cycles that refer to the tensors of the previous item
         with item.file.open("rb") as stream:
             stream.seek(item.offset)
             data = io.BytesIO(stream.read(item.length))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.checkpoint.formats.inert_pickle import PickledRecord, load_tensors, refuse_damaged
+from meshwright.checkpoint.formats.inert_pickle import PickledRecord, load_tensors
 from meshwright.checkpoint.formats.source import (
     STEP_KEY,
     ForeignState,
@@ -106,11 +106,8 @@ def read_deepspeed(path: Path, weights_only: bool = False) -> ForeignState:
                 path=path, file=next(iter(others), files[-1][0].name),
             )
         )  # fmt: skip
-    try:
-        model = [_load(file) for file, _ in sorted(files, key=lambda found: int(found[1][1] or 0))]
-        return _read_universal(path, model) if (path / "zero").is_dir() else _read_zero(path, model, weights_only)
-    except (AttributeError, KeyError, IndexError, TypeError, RuntimeError) as error:
-        refuse_damaged(path, ValueError(f"{type(error).__name__} {error}"))
+    model = [_load(file) for file, _ in sorted(files, key=lambda found: int(found[1][1] or 0))]
+    return _read_universal(path, model) if (path / "zero").is_dir() else _read_zero(path, model, weights_only)
 
 
 def _load(file: Path) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from meshwright.checkpoint.formats.dcp import METADATA_FILE, DcpFolder, read_dcp
 from meshwright.checkpoint.formats.deepspeed import deepspeed_folder, read_deepspeed
+from meshwright.checkpoint.formats.inert_pickle import READ_ERRORS, refuse_damaged
 from meshwright.checkpoint.formats.megatron import is_megatron, megatron_folder, read_megatron
 from meshwright.checkpoint.formats.source import (
     ForeignCheckpoint,
@@ -56,18 +57,26 @@ def read_foreign(path: Path, weights_only: bool = False) -> ForeignState | None:
     """
     if (path / MANIFEST_FILE).exists():
         return None
-    state = None
     path = megatron_folder(path)
-    if (path / METADATA_FILE).is_file():
-        stored = DcpFolder(path)
-        state = read_megatron(stored, weights_only) if is_megatron(stored) else read_dcp(stored, weights_only)
-    elif (folder := deepspeed_folder(path)) is not None:
-        state = read_deepspeed(folder, weights_only)
+    try:
+        state = _read_folder(path, weights_only)
+    except InputError:
+        raise
+    except READ_ERRORS as error:  # an entry is missing or of another type
+        refuse_damaged(path, ValueError(f"{type(error).__name__} {error}"))
     if state is not None:
         return state._replace(optimizer={}, steps={}, step=0, groups=()) if weights_only else state
     if path.is_file() or any(path.glob("*.safetensors")):
         return _read_safetensors(path)
     return None
+
+
+def _read_folder(path: Path, weights_only: bool) -> ForeignState | None:
+    if (path / METADATA_FILE).is_file():
+        stored = DcpFolder(path)
+        return read_megatron(stored, weights_only) if is_megatron(stored) else read_dcp(stored, weights_only)
+    folder = deepspeed_folder(path)
+    return None if folder is None else read_deepspeed(folder, weights_only)
 
 
 def import_checkpoint(path: Path, folder: Path, weights_only: bool = False) -> tuple[Path, ForeignCheckpoint]:
