@@ -15,7 +15,6 @@ planner reads each tensor when it is written, so only one tensor is in memory.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import io
 import itertools
 import math
@@ -69,8 +68,6 @@ METADATA_CLASSES = frozenset(
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 """Components that wrappers (torch.compile, FSDP1, DDP) add to the names of parameters."""
 _FLAT_STATE = re.compile(r"(?:^|.*\.)optim\w*\.state\.(?P<name>.+)\.(?P<kind>\w+)")
-COLLECTED_BYTES = 2**20
-"""Before an item of more than this number of bytes is read, the previous item is garbage-collected."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -184,8 +181,6 @@ class DcpFolder:
 
     def read_item(self, item: DcpItem, allowed: re.Pattern[str] | None = None) -> Any:
         """Returns a stored item, without executing code. Objects of classes that match `allowed` become records."""
-        if item.length > COLLECTED_BYTES:
-            gc.collect(1)  # torch.load leaves cycles that refer to the tensors of the previous item
         with item.file.open("rb") as stream:
             stream.seek(item.offset)
             data = io.BytesIO(stream.read(item.length))

@@ -201,7 +201,9 @@ def convert_checkpoint(source: ForeignCheckpoint, folder: Path) -> Path:
     pieces = [
         (
             ShardMetadata(name, entry.shape, entry.dtype, None, (), 0, entry.numel),
-            partial(read_full_tensor, source, name),
+            partial(source.read, name, entry.pieces[0])
+            if len(entry.pieces) == 1
+            else partial(read_full_tensor, source, name),
         )
         for name, entry in source.manifest.tensors.items()
     ]
