@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from interop_plans import BLOCKS, random_plans
@@ -16,7 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.interop.comparison import compare_for
 from meshwright.interop.exporting import export_lines, export_plan
 from meshwright.interop.for_system import best_plan_for, system_pricer
-from meshwright.interop.formats import argument_words
+from meshwright.interop.formats import argument_words, flatten, nest
 from meshwright.interop.importing import import_lines, import_plan
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import settings_of
@@ -315,3 +317,94 @@ def test_the_python_functions_do_what_the_commands_do(tmp_path: Path) -> None:
     assert meshwright.import_plan(*write_files(tmp_path, files)).plan.name == "dp2.tp4.sp.pp2.z2.mb2"
     ranked = meshwright.plan(meshwright.load(job), top=2, system="deepspeed")
     assert len(ranked) == 2 and not SYSTEMS["deepspeed"].limit_of(ranked[0].plan).violations(ranked[0].plan)
+
+
+PUBLIC_CONFIGS = json.loads((Path(__file__).parent / "golden" / "interop_configs.json").read_text(encoding="utf-8"))
+SAME_FIELDS = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "cp",
+    "--expert-model-parallel-size": "ep",
+    "--micro-batch-size": "micro_batch",
+    "zero_optimization.stage": "zero",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "parallelism.tensor_parallel_degree": "tp",
+    "parallelism.pipeline_parallel_degree": "pp",
+    "parallelism.context_parallel_degree": "cp",
+    "parallelism.expert_parallel_degree": "ep",
+    "parallelism.dp": "dp",
+    "parallelism.tp": "tp",
+    "parallelism.pp": "pp",
+    "tokens.micro_batch_size": "micro_batch",
+    "parallelism_config.parallelism_config_cp_size": "cp",
+    "model.tensor_model_parallel_size": "tp",
+    "train.micro_batch_size": "micro_batch",
+    "distributed.tp_size": "tp",
+    "distributed.pp_size": "pp",
+    "distributed.cp_size": "cp",
+    "distributed.ep_size": "ep",
+}
+"""Keys whose value is that of a field of the plan."""
+
+
+@pytest.mark.parametrize("config", PUBLIC_CONFIGS, ids=lambda config: config["source"].split(" ")[1][-60:])
+def test_a_public_configuration_is_imported_and_every_other_key_is_named(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = flatten(config["keys"])
+    if any(name.startswith("--") for name in keys):
+        words = [word.replace("'", "") for word in argument_words(keys)]
+        files = {"launch.sh": "python train.py " + " ".join(words)}
+    else:
+        files = {"config.json": json.dumps(keys)}
+    found = import_plan(*write_files(tmp_path, files), devices=config["devices"])
+    assert (found.system.name, found.plan.name) == (config["system"], config["plan"])
+    named = "\n".join(found.not_carried)
+    for name, value in keys.items():
+        assert name in found.system.own_keys or f"{name}: " in named or f"{name}=" in named, name
+        if isinstance(value, int) and name in SAME_FIELDS:
+            assert getattr(found.plan, SAME_FIELDS[name]) == value, name
+
+
+def test_at_least_40_public_configurations_of_seven_systems_are_imported() -> None:
+    assert len({config["source"] for config in PUBLIC_CONFIGS}) >= 40
+    assert len({config["system"] for config in PUBLIC_CONFIGS}) >= 7
+
+
+def page_rows(language: str, section: str) -> list[list[str]]:
+    """The rows of the table below a heading of the page about other systems, cell by cell."""
+    page = Path(__file__).parents[2] / "docs" / language / "coming-from.md"
+    text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_of_megatron_options_is_what_an_import_does(language: str, tmp_path: Path) -> None:
+    executed = 0
+    for there, here in page_rows(language, "Megatron-LM"):
+        code, plan = (re.search(r"`([^`]+)`", cell) for cell in (there, here))
+        if code is None or plan is None or not code[1].startswith("--") or code[1].startswith("--use-mcore"):
+            continue
+        text = "torchrun --nproc-per-node 64 pretrain_gpt.py " + code[1]
+        if not any(each in code[1] for each in ("decoder-first", "layouts")):
+            found = import_plan(*write_files(tmp_path, {"a.sh": text}), system="megatron")
+            name, _, value = plan[1].partition(": ")
+            parts = set(plan[1].split("."))
+            workload = flatten(found.job).get(name)
+            assert (workload == float(value)) if value else parts <= set(found.plan.name.split(".")), there
+            executed += 1
+    assert executed >= 13
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_of_deepspeed_keys_is_what_an_import_does(language: str, tmp_path: Path) -> None:
+    rows = {there.partition("` ")[0].strip("`"): (there, here) for there, here in page_rows(language, "DeepSpeed")}
+    for key in ("zero_optimization.stage", "sequence_parallel_size"):
+        there, here = rows[key]
+        values = re.findall(r"\d+", there.partition("` ")[2].partition("(")[0].partition("（")[0])
+        for value, plan in zip(values, re.findall(r"`([^`]+)`", here), strict=False):
+            config = {key: int(value), "train_micro_batch_size_per_gpu": 1}
+            data = {**config, "zero_optimization.stage": config.get("zero_optimization.stage", 3)}
+            text = json.dumps(nest(data))
+            found = import_plan(*write_files(tmp_path, {"ds.json": text}), devices=64)
+            assert set(plan.split(".")) <= set(found.plan.name.split(".")), (value, plan)
