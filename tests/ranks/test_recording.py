@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from pool import Pool
 from recorded_loops import (
     Setting,
+    batch_of,
     build,
     data_parallel,
     loss_of,
@@ -18,8 +22,15 @@ from recorded_loops import (
     tensor_parallel,
     tensor_parallel_by_hand,
 )
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
 
+import meshwright
+from meshwright.cli.main import main
 from meshwright.interop.recording.findings import RecordingReport
+from meshwright.interop.recording.trace_format import HEADER_KEY, trace_name
 from meshwright.interop.recording.verify_recording import verify_recording
 
 Loop = Callable[[str, Setting], None]
@@ -161,3 +172,114 @@ def test_a_correct_run_equals_one_device(ranks: Pool, tmp_path: Path, case: Case
     report = compare(ranks, case, tmp_path / "trace")
     assert report.equal, "\n".join([*report.lines(), *(found.line() for found in report.findings)])
     assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def other():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+"""
+
+
+def small_recording(folder: Path, steps: int = 2, faulty: bool = False) -> None:
+    """Records a plain loop of one process that runs one step more than is recorded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with meshwright.recording(folder, model, steps=steps):
+        for _ in range(steps + 1):
+            F.cross_entropy(model(torch.randn(6, 8)), torch.randint(0, 4, (6,))).backward()
+            optimizer.step()
+            if not faulty:
+                optimizer.zero_grad()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.fixture
+def user_files(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(MODEL, encoding="utf-8")
+    small_recording(tmp_path / "trace")
+    return tmp_path
+
+
+def test_the_command_compares_a_recording_and_writes_a_page(
+    user_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", f"{user_files / 'own.py'}:build", "--page", str(user_files / "page.html")]
+    assert main(["verify", "--recording", str(user_files / "trace"), *options, "--lang", "en"]) == 0
+    said = capsys.readouterr().out
+    assert "step 2: micro-batches 1, loss " in said and said.endswith("equal to one device\n")
+    small_recording(user_files / "faulty", faulty=True)
+    assert main(["verify", "--recording", str(user_files / "faulty"), *options, "--json", "--lang", "en"]) == 4
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert not found["equal"] and found["findings"][0]["cause"] == "not zeroed" and found["findings"][0]["step"] == 2
+    assert "step 2: gradient of the whole model on rank 0 differs by" in said.err
+    assert '"cause":"not zeroed"' in (user_files / "page.html").read_text(encoding="utf-8")
+
+
+def test_bad_input_is_one_line_that_says_what_to_do(user_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, model = user_files / "trace", f"{user_files / 'own.py'}:build"
+
+    def said(folder: Path, *options: str) -> str:
+        assert main(["verify", "--recording", str(folder), *(options or ("--model", model)), "--lang", "en"]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1, line
+        return line
+
+    def copied(name: str, changes: dict[str, Any], rank: int = 0, cut: int = 0) -> Path:
+        """A copy of the recording as the file of `rank`, with changed entries, without its last `cut` bytes."""
+        folder = user_files / name
+        folder.mkdir(exist_ok=True)
+        with safe_open(str(trace / trace_name(0)), "pt") as file:
+            header = json.loads(file.metadata()[HEADER_KEY]) | changes
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        path = folder / trace_name(rank)
+        save_file(tensors, str(path), {HEADER_KEY: json.dumps(header)})
+        path.write_bytes(path.read_bytes()[: -cut or None])
+        return folder
+
+    with safe_open(str(trace / trace_name(0)), "pt") as file:
+        steps = json.loads(file.metadata()[HEADER_KEY])["steps"]
+    assert "no such folder" in said(user_files / "none")
+    assert "has no file rank-NNNNN.safetensors" in said(user_files)
+    assert "is truncated or not a recording" in said(copied("cut", {}, cut=100))
+    assert "format 9 of a recording" in said(copied("format", {"format": 9}))
+    assert "is damaged" in said(copied("damaged", {"steps": 3}))
+    assert "is the file of rank 0" in said(copied("renamed", {}, rank=1))
+    assert "the files of 2 ranks are missing, the first is rank-00001" in said(copied("missing", {"world": 3}))
+    copied("worlds", {"world": 2})
+    assert "is of 2 ranks and rank-00001.safetensors of 4" in said(copied("worlds", {"world": 4, "rank": 1}, rank=1))
+    copied("steps", {"world": 2})
+    shorter = {"world": 2, "rank": 1, "steps": steps[:1]}
+    assert "rank 0 has 2 steps and rank 1 has 1" in said(copied("steps", shorter, rank=1))
+    assert "has no complete step" in said(copied("empty", {"steps": []}))
+    assert "2.weight has shape (5, 16), but the recording has (4, 16)" in said(trace, "--model", model[:-5] + "other")
+    assert "name a function that builds it" in said(trace, "--json")
+    assert "--recording takes no --cluster" in said(trace, "--cluster", "1x2:cpu")
+    assert main(["verify", "--page", str(user_files / "page.html")]) == 2
+    assert "--page needs --recording" in capsys.readouterr().err
+
+
+def test_a_recording_changes_no_number_of_the_training(tmp_path: Path) -> None:
+    weights = []
+    for recorded in (False, True):
+        model = build(Setting(dropout=0.1))
+        torch.manual_seed(3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        with meshwright.recording(tmp_path / "trace", model) if recorded else nullcontext():
+            for step in range(3):
+                ids, labels = batch_of(Setting(), step, 0)
+                loss_of(model(ids), {"labels": labels})[0].backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)

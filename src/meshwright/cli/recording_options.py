@@ -41,6 +41,12 @@ class RecordingOptions:
                 )
             )
 
+    def refuse_without_recording(self) -> None:
+        """Raises InputError if there are options that only a recording uses."""
+        if self.loss is not None or self.page is not None:
+            option = "--loss" if self.loss is not None else "--page"
+            raise InputError(Message("{option} needs --recording, the folder of a recording", option=option))
+
     def compare(self, model: str | None, json: bool, language: str) -> int:
         """Compares the recording and prints the result. Raises VerificationFailed if it differs from one device."""
         from meshwright.interop.recording.verify_recording import verify_recording

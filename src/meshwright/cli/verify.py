@@ -60,6 +60,7 @@ def verify(
     if recorded.recording is not None:
         recorded.refuse_other_options(job, shared, pin)
         return recorded.compare(shared.model, json, language)
+    recorded.refuse_without_recording()
     requested = prepare_verification(read_job_file(job, shared), pin, dtype)
     small, source, choice = requested.small, requested.source, requested.choice
     plan = Message("plan {plan}", plan=choice.plan.name)

@@ -36,7 +36,7 @@ def describe_engine(models: list[nn.Module], by: ShardedBy | None) -> EngineFact
     model = models[0]
     if is_deepspeed(model):
         return EngineFacts(**describe_deepspeed(model))
-    name, replica, first = "plain", "", True
+    name, replica, first = "plain modules", "", True
     flat = next((module for module in model.modules() if getattr(module, "_handle", None) is not None), None)
     if isinstance(model, DistributedDataParallel):
         name, replica = "DDP", str(dist.get_rank(model.process_group))

@@ -19,6 +19,7 @@ from meshwright.interop.recording.causes import FIT_TOLERANCE, UNKNOWN, Cause, r
 from meshwright.interop.recording.digest import DIRECTIONS, Digest, add_digests, distance, scale_of
 from meshwright.interop.recording.findings import Finding, StepComparison
 from meshwright.interop.recording.layout import region_key
+from meshwright.interop.recording.optimizer import clip_factor
 from meshwright.interop.recording.reference import StepReference
 from meshwright.interop.recording.tolerance import Floors, Rounding
 from meshwright.interop.recording.topology import RecordedTopology, Source
@@ -48,10 +49,13 @@ class GradientCase:
         self.expected = self.sums(truth, self.factors(truth))
         self.noisy = self.sums(other, self.factors(other))
 
-    @staticmethod
-    def factors(reference: StepReference) -> dict[Source, float]:
-        """Returns the factor of each micro-batch on one device: one over the number of all labels."""
-        return dict.fromkeys(reference.losses, 1 / max(reference.labels, 1e-300))
+    def factors(self, reference: StepReference) -> dict[Source, float]:
+        """Returns the factor of each micro-batch on one device: one over the number of all labels. An engine that clips
+        inside its step shows only clipped gradients."""
+        header = self.topology.traces[0].header
+        inside = header.clip is not None and not header.steps[self.step].clipped
+        factor = clip_factor(header.clip if inside else None, self.truth.norm)
+        return dict.fromkeys(reference.losses, factor / max(reference.labels, 1e-300))
 
     def sums(self, reference: StepReference, factors: Mapping[Source, float]) -> dict[Key, Digest]:
         """Returns the digests of the gradients of micro-batches, multiplied by `factors` and added up."""

@@ -16,6 +16,9 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+
 
 class TrainingObserver(Protocol):
     """Receives the observed calls."""
@@ -47,7 +50,9 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @contextmanager
 def observe(observer: TrainingObserver) -> Iterator[None]:
-    """A context in which `observer` receives the calls."""
+    """A context in which `observer` receives the calls. Raises InputError inside another such context."""
+    if hasattr(torch.autograd.backward, "observer"):
+        raise InputError(Message("a recording is open already: give all models to one recording, as a list"))
     with ExitStack() as stack:
         _replace(stack, torch.autograd, "backward", _backward(observer))
         _replace(stack, torch._C._nn, "cross_entropy_loss", _cross_entropy(observer))
@@ -100,6 +105,7 @@ def _backward(observer: TrainingObserver) -> Callable[[Any], Any]:
                     observer.backward(root)
             return inner(tensors, grad_tensors, *args, **kwargs)
 
+        backward.observer = observer  # type: ignore[attr-defined]
         return backward
 
     return wrap

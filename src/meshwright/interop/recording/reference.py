@@ -35,6 +35,10 @@ LossFunction = Callable[[Any, dict[str, Any]], Any]
 """A loss of the model's output and the batch: a mean over the valid labels, or the pair (sum, number of labels)."""
 
 
+NORMALIZERS = frozenset({"num_items_in_batch"})
+"""Arguments by which a model of transformers divides the sum of its losses. Without them it returns the mean."""
+
+
 class SliceDigest(NamedTuple):
     """The digest of a part of a full tensor. `part` is the index of a chunk, or 0."""
 
@@ -143,6 +147,8 @@ class OneDevice:
     ) -> None:
         micro, trace = self.topology.micro_batch(step, source), self.topology.traces[source.rank]
         args, kwargs = self._cast(decode_tree(micro.inputs, trace.tensor))
+        for name in NORMALIZERS & kwargs.keys():
+            kwargs[name] = None
         batch = self._batch(micro, source, step, args, kwargs)
         if isinstance(labels := batch.get("labels"), torch.Tensor):
             self.now.batch_labels[source] = labels

@@ -270,4 +270,10 @@ def _read_trace(path: Path) -> RankTrace:
         raise InputError(
             Message("{path}: is damaged ({error}); copy or record it again", path=path, error=type(error).__name__)
         ) from None
+    if trace_name(header.rank) != path.name:
+        raise InputError(
+            Message(
+                "{path}: is the file of rank {rank}; do not rename files of a recording", path=path, rank=header.rank
+            )
+        )
     return RankTrace(header, digests, values.tolist(), path)

@@ -1,0 +1,55 @@
+"""Recordings of accelerate, transformers and DeepSpeed. An engine that is not installed is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from recorded_engines import EngineSetting, accelerate_loop, deepspeed_loop, transformers_trainer
+from recorded_loops import Setting, build, loss_of
+
+from meshwright.interop.recording.verify_recording import verify_recording
+
+LOOPS: dict[str, Callable[[str, EngineSetting], None]] = {
+    "accelerate": accelerate_loop,
+    "transformers": transformers_trainer,
+    "deepspeed": deepspeed_loop,
+}
+CASES = [
+    (EngineSetting("accelerate"), ""),
+    (EngineSetting("accelerate", clip=0.3, seed=1), ""),
+    (EngineSetting("accelerate", low="bf16", seed=2), ""),
+    (EngineSetting("accelerate", fault="scaled twice"), "scaled gradient"),
+    (EngineSetting("transformers"), ""),
+    (EngineSetting("transformers", clip=0.5, seed=1), ""),
+    (EngineSetting("transformers", fault="mean of means"), "mean of means"),
+    *((EngineSetting("deepspeed", stage=stage, seed=stage), "") for stage in range(4)),
+    (EngineSetting("deepspeed", stage=2, clip=0.2), ""),
+    (EngineSetting("deepspeed", stage=3, clip=0.2), ""),
+    (EngineSetting("deepspeed", stage=1, low="bf16"), ""),
+    (EngineSetting("deepspeed", stage=3, fault="skipped micro-batch"), "skipped micro-batch"),
+]
+"""A setting, and the cause that must be found ('' for a correct run)."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("setting", "cause"), CASES, ids=["-".join(map(str, case[0])) for case in CASES])
+def test_an_engine_equals_one_device_unless_a_fault_is_planted(
+    tmp_path: Path, setting: EngineSetting, cause: str
+) -> None:
+    pytest.importorskip(setting.engine)
+    pool = Pool()  # the engines remember the process group of the call before
+    try:
+        pool.run(2, LOOPS[setting.engine], str(tmp_path / "trace"), setting)
+    finally:
+        pool.close()
+    own = setting.engine == "transformers"  # its model is built from the recorded configuration, and returns a loss
+    report = verify_recording(
+        tmp_path / "trace", None if own else lambda: build(Setting(seed=9)), None if own else loss_of
+    )
+    shown = "\n".join([*report.lines(), *(found.line() for found in report.findings)])
+    assert [found.cause for found in report.findings] == ([cause] if cause else []), shown
+    if not cause:
+        assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
