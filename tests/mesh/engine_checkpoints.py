@@ -121,15 +121,26 @@ def _stage3(kinds: Any, rank: int, world: int, classes: dict[str, type]) -> tupl
 
 
 def write_megatron(
-    folder: Path, weights: dict[str, torch.Tensor], heads: int, groups: int, step: int, *, padded: int = 0
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    heads: int,
+    groups: int,
+    step: int,
+    *,
+    padded: int = 0,
+    moments: dict[str, dict[str, torch.Tensor]] | None = None,
 ) -> Path:
-    """A torch_dist checkpoint of the Llama with `weights`: exp_avg is the weight plus 1, exp_avg_sq its square."""
+    """A torch_dist checkpoint of the Llama with `weights`. Without `moments`, exp_avg is the weight plus 1, and
+    exp_avg_sq its square."""
     target = folder / f"iter_{step:07d}"
     (target).mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
     state: dict[str, Any] = _megatron_names(weights, groups, padded)
-    for kind, change in (("fp32_param", lambda t: t), ("exp_avg", lambda t: t + 1), ("exp_avg_sq", torch.square)):
-        changed = _megatron_names({name: change(one) for name, one in weights.items()}, groups, padded)
+    if moments is None:
+        changes = (("exp_avg", lambda t: t + 1), ("exp_avg_sq", torch.square))
+        moments = {kind: {name: change(one) for name, one in weights.items()} for kind, change in changes}
+    for kind, tensors in {"fp32_param": weights, **moments}.items():
+        changed = _megatron_names(tensors, groups, padded)
         state |= {f"optimizer.state.{kind}.{name}": one for name, one in changed.items()}
     model = {name: one.bfloat16() for name, one in state.items() if not name.startswith("optimizer.")}
     state |= {**model, "rng_state": torch.zeros(3)}
@@ -141,7 +152,7 @@ def write_megatron(
             hidden_size=hidden, vocab_size=weights["lm_head.weight"].shape[0], params_dtype=torch.bfloat16,
             attention_backend=classes["AttnBackend"](), rotary_interleaved=False,
         )  # fmt: skip
-        options = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "step": step, "params": [0]}
+        options = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "step": step, "params": [0]}
         torch.save(
             {"args": arguments, "iteration": step, "checkpoint_version": 3.0, "opt_param_scheduler": {"lr": 1.0},
                 "optimizer": {"optimizer": {"param_groups": [options]}}},

@@ -16,6 +16,8 @@ from meshwright.checkpoint.formats.detect import import_checkpoint, open_checkpo
 from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.train.trainer import parallelize
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHTS = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (2, 2, 3), "c": (1,)}
@@ -87,6 +89,38 @@ def test_a_megatron_checkpoint_is_read_with_the_names_of_llama(tmp_path):
     assert source.form == "megatron" and source.manifest.step == 6 and source.weight_count == len(expected)
     assert source.manifest.state["optimizer"]["scalars"] == {"step": 6.0}
     assert source.left_out == ("opt_param_scheduler",)
+
+
+def test_a_run_in_the_layout_of_megatron_goes_on_here_with_equal_losses(tmp_path):
+    sizes = {"kind": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "seq": 16}
+    torch.manual_seed(0)
+    model = build_reference_model(sizes)
+    start = {name: one.detach().clone() for name, one in model.named_parameters()}
+    batches = [{"input_ids": (ids := torch.randint(0, 32, (4, 16))), "labels": ids} for _ in range(5)]
+    make = lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1)
+    optimizer, losses = make(model.parameters()), []
+    for step, batch in enumerate(batches):
+        if step == 3:
+            names = {one: name for name, one in model.named_parameters()}
+            moments: Any = {"exp_avg": {}, "exp_avg_sq": {}}
+            for one, state in optimizer.state.items():
+                for kind, found in moments.items():
+                    found[names[one]] = state[kind].clone()
+            weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+            write_megatron(tmp_path, weights, heads=4, groups=2, step=3, moments=moments)
+        optimizer.zero_grad()
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.copy_(start[name])
+    trainer = parallelize(model, make, "dp1", precision="fp32")
+    trainer.load(tmp_path)
+    found = [trainer.step(batch).loss for batch in batches[trainer.steps :]]
+    assert max(abs(a / b - 1) for a, b in zip(found, losses[3:], strict=True)) <= 1e-6
 
 
 def test_every_form_is_imported_by_the_command(tmp_path, capsys):
