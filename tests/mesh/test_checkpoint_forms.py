@@ -368,6 +368,22 @@ def test_an_export_never_changes_a_folder_and_leaves_nothing_when_it_fails(tmp_p
     assert "belong to --form huggingface" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_known_form_is_one_line_and_a_run_folder_is_its_newest_checkpoint(tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    assert main(["checkpoint", "import", str(tmp_path / "other"), str(tmp_path / "out")]) == 2
+    assert "other' holds no checkpoint: manifest.json (Meshwright), .metadata (torch DCP" in capsys.readouterr().err
+    with pytest.raises(InputError, match="holds no checkpoint: manifest"):
+        open_checkpoint(tmp_path / "other")
+    made, _ = import_checkpoint(saved(tmp_path / "dcp"), tmp_path / "run" / "checkpoints")
+    assert main(["checkpoint", "import", str(made), str(tmp_path / "out")]) == 2
+    assert "is a checkpoint of Meshwright already" in capsys.readouterr().err
+    for path in (made, made.parent, tmp_path / "run"):
+        assert open_checkpoint(path).path == made
+    (made / "manifest.json").unlink()
+    with pytest.raises(InputError, match="the checkpoint is incomplete"):
+        open_checkpoint(made)
+
+
 def test_states_that_are_not_elementwise_are_not_exported(tmp_path):
     pieces = [
         (ShardMetadata("model/w", (4, 4), "float32", None, (), 0, 16), torch.zeros(16)),

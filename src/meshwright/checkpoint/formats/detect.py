@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,8 +29,9 @@ from meshwright.checkpoint.formats.source import (
     full_range,
 )
 from meshwright.checkpoint.hf_weights import HfWeights, weight_files
-from meshwright.checkpoint.manifest import MANIFEST_FILE, step_folder_name
-from meshwright.checkpoint.safetensors_writer import NAME_BY_SAFETENSORS_DTYPE
+from meshwright.checkpoint.manifest import MANIFEST_FILE, parse_step, step_folder_name
+from meshwright.checkpoint.retention import list_checkpoints
+from meshwright.checkpoint.safetensors_writer import NAME_BY_SAFETENSORS_DTYPE, SHARD_NAME_PATTERN
 from meshwright.checkpoint.verify import CheckpointReader
 from meshwright.core import storage
 from meshwright.core.errors import InputError
@@ -38,13 +39,29 @@ from meshwright.core.messages import Message
 
 
 def open_checkpoint(path: Path) -> CheckpointReader | ForeignCheckpoint:
-    """Opens the checkpoint at `path`, of Meshwright or of another system.
+    """Opens the checkpoint at `path`, of Meshwright or of another system. If `path` is a run folder or a folder of
+    checkpoints, opens the newest.
 
     Raises:
         InputError: there is no checkpoint at `path`, or it is damaged or unsafe.
     """
     state = read_foreign(path)
-    return CheckpointReader(path) if state is None else ForeignCheckpoint(path, state)
+    if state is not None:
+        return ForeignCheckpoint(path, state)
+    if parse_step(path) is None and path.is_dir() and not (path / MANIFEST_FILE).exists():
+        found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+        path = found[0] if found else _refuse_unknown(path)
+    return CheckpointReader(path)
+
+
+def _refuse_unknown(path: Path) -> NoReturn:
+    raise InputError(
+        Message(
+            "{path!r} holds no checkpoint: manifest.json (Meshwright), .metadata (torch DCP, Megatron), latest or "
+            "*_model_states.pt (DeepSpeed) and *.safetensors are missing",
+            path=str(path),
+        )
+    )
 
 
 def read_foreign(path: Path, weights_only: bool = False) -> ForeignState | None:
@@ -66,7 +83,7 @@ def read_foreign(path: Path, weights_only: bool = False) -> ForeignState | None:
         refuse_damaged(path, ValueError(f"{type(error).__name__} {error}"))
     if state is not None:
         return state._replace(optimizer={}, steps={}, step=0, groups=()) if weights_only else state
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.is_file() or any(not SHARD_NAME_PATTERN.fullmatch(file.name) for file in path.glob("*.safetensors")):
         return _read_safetensors(path)
     return None
 
@@ -88,11 +105,11 @@ def import_checkpoint(path: Path, folder: Path, weights_only: bool = False) -> t
     """
     state = read_foreign(path, weights_only)
     if state is None:
-        weight_files(path)  # states why `path` has no weights
-        raise InputError(
-            Message("{path!r} is not a checkpoint of another system; see `meshwright checkpoint import --help`",
-                path=str(path))
-        )  # fmt: skip
+        if (path / MANIFEST_FILE).exists():
+            raise InputError(Message("{path!r} is a checkpoint of Meshwright already", path=str(path)))
+        if not path.is_dir() or any(path.glob("*.bin")):
+            weight_files(path)  # states what is wrong with these weights
+        _refuse_unknown(path)
     source = ForeignCheckpoint(path, state)
     target = folder / step_folder_name(source.manifest.step)
     if storage.path_exists(target):
