@@ -226,6 +226,17 @@ def test_an_export_reads_back_the_same_and_torch_loads_it(tmp_path, capsys):
     assert one["optimizer"] == other["optimizer"] and one["run"] == other["run"]
 
 
+def test_the_two_folders_of_accelerate_are_one_checkpoint(tmp_path):
+    state = torch_state()
+    saved(tmp_path / "in" / "pytorch_model_fsdp_0", {"model": state["model"]})
+    saved(tmp_path / "in" / "optimizer_0", {"optimizer": state["optimizer"]})
+    source = open_checkpoint(tmp_path / "in")
+    assert source.manifest.step == 7 and source.weight_count == 3
+    for name, one in weights().items():
+        assert same_bits(read_full_tensor(source, f"model/{name}"), one)
+        assert same_bits(read_full_tensor(source, f"optimizer/exp_avg/{name}"), one + 1)
+
+
 def test_weights_alone_are_step_0_without_states(tmp_path, capsys):
     words = ["checkpoint", "import", str(saved(tmp_path / "dcp")), str(tmp_path / "out"), "--weights-only", "--json"]
     assert main(words) == 0

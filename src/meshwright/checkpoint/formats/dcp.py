@@ -179,6 +179,12 @@ class DcpFolder:
                         path=file, size=size, end=end)
                 )  # fmt: skip
 
+    def add(self, other: DcpFolder) -> None:
+        """Adds the entries of another folder, in which the same checkpoint continues."""
+        self.tensors |= other.tensors
+        self.values |= other.values
+        self.paths |= other.paths
+
     def read_item(self, item: DcpItem, allowed: re.Pattern[str] | None = None) -> Any:
         """Returns a stored item, without executing code. Objects of classes that match `allowed` become records."""
         with item.file.open("rb") as stream:

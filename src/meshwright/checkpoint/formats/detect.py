@@ -3,7 +3,7 @@
 | form | recognised by |
 |---|---|
 | Meshwright | `manifest.json` |
-| torch DCP, also Megatron's torch_dist | `.metadata` |
+| torch DCP, also Megatron's torch_dist | `.metadata`; accelerate: `pytorch_model_fsdp_0/.metadata` |
 | DeepSpeed, ZeRO or universal | `*_model_states.pt`, or a file `latest` that names such a folder |
 | Hugging Face | `*.safetensors` |
 """
@@ -36,6 +36,10 @@ from meshwright.checkpoint.verify import CheckpointReader
 from meshwright.core import storage
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+
+ACCELERATE_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
+"""The DCP folders of the weights and of the optimizer states in a checkpoint of accelerate. Source:
+huggingface/accelerate 1.15.0, utils/fsdp_utils.py."""
 
 
 def open_checkpoint(path: Path) -> CheckpointReader | ForeignCheckpoint:
@@ -89,8 +93,11 @@ def read_foreign(path: Path, weights_only: bool = False) -> ForeignState | None:
 
 
 def _read_folder(path: Path, weights_only: bool) -> ForeignState | None:
-    if (path / METADATA_FILE).is_file():
-        stored = DcpFolder(path)
+    if (path / METADATA_FILE).is_file() or (path / ACCELERATE_FOLDERS[0] / METADATA_FILE).is_file():
+        first, *others = [path / name for name in ("", *ACCELERATE_FOLDERS) if (path / name / METADATA_FILE).is_file()]
+        stored = DcpFolder(first)
+        for other in others:
+            stored.add(DcpFolder(other))
         return read_megatron(stored, weights_only) if is_megatron(stored) else read_dcp(stored, weights_only)
     folder = deepspeed_folder(path)
     return None if folder is None else read_deepspeed(folder, weights_only)
