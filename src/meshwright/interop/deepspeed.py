@@ -194,7 +194,7 @@ DEEPSPEED = System(
     repository="deepspeedai/DeepSpeed",
     version="0.19",
     keys=JSON_KEYS
-    + tuple(key for key in hf_keys("--") if key.setting not in ("decay", "tf32"))
+    + tuple(key for key in hf_keys("--") if key.setting not in ("decay", "final_lr"))
     + (Key("--deepspeed", "engine", write=lambda s: ABSENT, read=lambda v, k: {}, also=("--deepspeed_config",)),),
     limits=LIMITS,
     write=write,

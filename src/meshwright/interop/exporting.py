@@ -7,6 +7,7 @@ are listed with both values. The cost is the difference of the two estimates.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
@@ -54,6 +55,10 @@ def export_plan(
     exported, changes = nearest_plan(job, plan, target, sizes)
     settings = settings_of(exported, job.workload, sizes, job.cluster.groups[0].nodes, model)
     changes += _unsupported_settings(job, settings, target)
+    if model and not Path(model).exists() and {"model", "name"} & {key.setting for key in target.keys}:
+        changes.append(
+            Message("replace {model} by the name of your model in {system}", model=model, system=target.title)
+        )
     if sizes is None and target.needs_sizes:
         changes.append(
             Message(

@@ -6,6 +6,8 @@ Source: src/transformers/training_args.py of huggingface/transformers, version 5
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,16 +17,70 @@ from meshwright.interop.system import ABSENT, Key, NumericsNote
 
 DECAYS = {
     "linear": "linear",
-    "cosine": "cosine_with_min_lr",
+    "cosine": "cosine",
     "constant": "constant_with_warmup",
     "warmup-stable-decay": "warmup_stable_decay",
 }
-"""Our schedules of the learning rate, with the names of transformers. cosine and constant are read too."""
+"""Our schedules of the learning rate, with the names of transformers. A cosine that does not end at 0 is
+cosine_with_min_lr."""
 
 
 def _read_decay(value: Any, keys: Mapping[str, Any]) -> Settings:
-    ours = {theirs: ours for ours, theirs in DECAYS.items()} | {"cosine": "cosine", "constant": "constant"}
-    return {"decay": ours[value]} if value in ours else {}
+    ours = {theirs: ours for ours, theirs in DECAYS.items()} | {
+        "cosine_with_min_lr": "cosine",
+        "constant": "constant",
+        "warmup_stable_decay": "warmup-stable-decay",
+    }
+    if value not in ours:
+        return {}
+    return {"decay": ours[value], **({"final_lr": 0.0} if value in ("linear", "cosine") else {})}
+
+
+def _write_decay(settings: Settings) -> Any:
+    if settings["decay"] == "cosine" and settings["final_lr"] > 0:
+        return "cosine_with_min_lr"
+    return DECAYS[settings["decay"]]
+
+
+def _decay_options(settings: Settings) -> dict[str, float]:
+    """Returns the fields of lr_scheduler_kwargs."""
+    if settings["decay"] == "cosine" and settings["final_lr"] > 0:
+        return {"min_lr_rate": settings["final_lr"]}
+    if settings["decay"] == "warmup-stable-decay":
+        decay = round(settings["cooldown"] * settings["steps"])
+        return {"num_decay_steps": decay, "min_lr_ratio": settings["final_lr"]}
+    return {}
+
+
+def _read_decay_options(text: Any, keys: Mapping[str, Any]) -> Settings:
+    """Reads the JSON of --lr_scheduler_kwargs, whose quotation marks the shell has removed."""
+    words = " ".join(map(str, text)) if isinstance(text, tuple) else str(text)
+    found = re.search(r"min_lr_(?:rate|ratio): ?([\d.e-]+)", words)
+    return {"final_lr": float(found[1])} if found else {}
+
+
+def _decay_keys(prefix: str) -> tuple[Key, ...]:
+    """Returns the rows of lr_scheduler_kwargs: one option with JSON on a command line, one key each in a JSON file."""
+    if prefix:
+        return (
+            Key(
+                f"{prefix}lr_scheduler_kwargs",
+                "final_lr",
+                write=lambda s: json.dumps(_decay_options(s)) if _decay_options(s) else ABSENT,
+                read=_read_decay_options,
+            ),
+        )
+    names = ("min_lr_rate", "min_lr_ratio", "num_decay_steps")
+    return tuple(_decay_option_key(name) for name in names)
+
+
+def _decay_option_key(name: str) -> Key:
+    return Key(
+        f"lr_scheduler_kwargs.{name}",
+        "final_lr",
+        write=lambda s: _decay_options(s).get(name, ABSENT),
+        read=lambda v, k: {} if name == "num_decay_steps" else {"final_lr": v},
+    )
 
 
 def _read_warmup(value: Any, keys: Mapping[str, Any]) -> Settings:
@@ -60,7 +116,8 @@ def hf_keys(prefix: str) -> tuple[Key, ...]:
         key("adam_beta2", "beta2", default=0.999),
         key("adam_epsilon", "eps", default=1e-8),
         key("max_grad_norm", "clip", write=lambda s: s["clip"] or 0.0, read=lambda v, k: {"clip": v or None}),
-        key("lr_scheduler_type", "decay", write=lambda s: DECAYS[s["decay"]], read=_read_decay),
+        key("lr_scheduler_type", "decay", write=_write_decay, read=_read_decay),
+        *_decay_keys(prefix),
         key(
             "warmup_steps",
             "warmup",
@@ -85,10 +142,12 @@ TRAINER_NUMERICS = (
             "means over micro-batches and ranks"
         ),
         "src/transformers/trainer.py:1909",
+        "huggingface/transformers",
     ),
     NumericsNote(
         Message("weight decay applies to all parameters except biases and norms, as here"),
         "src/transformers/trainer.py:1408",
+        "huggingface/transformers",
     ),
 )
 """Where the Trainer of transformers differs."""
