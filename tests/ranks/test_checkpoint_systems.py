@@ -206,6 +206,30 @@ def test_a_run_begun_with_deepspeed_goes_on_here_and_back(ranks: Any, tmp_path: 
     assert_losses(back, "llama", "fp32")
 
 
+def grouped(given: Any) -> torch.optim.Optimizer:
+    matrices, others = (
+        [one for one in given if getattr(one, "is_matrix", one.ndim > 1) is kind] for kind in (True, False)
+    )
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
+
+
+def save_grouped(plan: str, folder: str) -> None:
+    make = lambda given: grouped(list(given))
+    trainer = parallelize(make_model("llama"), make, plan, precision="fp64", anatomy=anatomy_of("llama"))
+    trainer.step(make_batch("llama", 0))
+    trainer.save(folder)
+
+
+def test_the_parameter_groups_of_an_export_are_those_of_the_run(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(2, save_grouped, "dp2.z3", str(tmp_path))
+    content = export_checkpoint(tmp_path / "step-00000001", tmp_path / "dcp", "dcp")
+    decayed, rest = content.groups
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    shapes = {name: one.ndim for name, one in make_model("llama").named_parameters()}
+    assert set(decayed["params"]) == {name for name, dims in shapes.items() if dims > 1}
+    assert set(rest["params"]) == {name for name, dims in shapes.items() if dims == 1}
+
+
 def save_boxes(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = {name: torch.arange(30.0 + rows).view(-1, 1) + torch.arange(7.0) for name, rows in (("a", 0), ("b", 1))}

@@ -228,7 +228,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         skipped  scalar states, by name, of parameters that an update has skipped
         scalars  scalar states of all other parameters (`by_group`: of each group, if there are several)
         empty    groups without parameters on this rank, where their options may be out of date
-        members  the group of each parameter by name, if there are several groups
+        by_ndim  True if there are two groups: parameters with several dimensions, and all others
 
     Raises:
         InputError: a state cannot be saved.
@@ -262,9 +262,8 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
             key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()
         },
         "by_group": {at: dict(scalar_states(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
-        "members": {run.path: at for at, group in enumerate(groups) for run in group["params"] if hasattr(run, "path")}
-        if len(groups) > 1
-        else {},
+        "by_ndim": len(groups) == 2
+        and all(_is_matrix(run) is (at == 0) for at, group in enumerate(groups) for run in group["params"]),
         "empty": [at for at, group in enumerate(groups) if not group["params"]],
         "own": own if any(own := [_optimizer_counters(one) for one in nested_optimizers(optimizer)]) else [],
         "states": {
@@ -290,6 +289,10 @@ def _param_with_scalars(
     )
 
 
+def _is_matrix(parameter: torch.nn.Parameter) -> bool:
+    return bool(getattr(parameter, "is_matrix", parameter.ndim > 1))
+
+
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Returns the numeric attributes of the optimizer object by name."""
     return {
@@ -307,11 +310,13 @@ def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for other in given[1:]:
         both = [
             what
-            for what in ("kinds", "scalars", "skipped", "types", "by_group", "states", "members")
+            for what in ("kinds", "scalars", "skipped", "types", "by_group", "states")
             if what in other and what in one
         ]
         one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}
     one = {**one, "groups": list(one["groups"])}
+    if not all(each.get("by_ndim") for each in given):
+        one.pop("by_ndim", None)
     for at in one.pop("empty", ()):
         one["groups"][at] = next(
             (each["groups"][at] for each in given if at not in each.get("empty", ())), one["groups"][at]

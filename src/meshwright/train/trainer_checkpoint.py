@@ -32,6 +32,10 @@ from meshwright.spec.record import RunState
 from meshwright.train.imported_checkpoint import ImportedNames
 from meshwright.train.step.state import TrainState
 
+MAX_SHARED_NAMES_BYTES = 1 << 13
+"""In-memory checkpoints contain the additional names of shared parameters only up to this number of bytes, because the
+room for their state is limited."""
+
 
 def rank_exchange(mesh: ParallelContext) -> RankExchange:
     """Returns an object with which all ranks exchange texts about checkpoints. Texts are sent as bytes in tensors;
@@ -66,7 +70,7 @@ def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path
     everyones = list(
         map(json.loads, ranks.all_gather(json.dumps({name: mine[name] for name in ("optimizer", "modules")})))
     )
-    whole = mine | merge_scalar_states(everyones)
+    whole = mine | merge_scalar_states(everyones) | {"shared": state.engine.extra_state.shared_names}
     return save_checkpoint(
         folder,
         state.steps,
@@ -94,12 +98,13 @@ def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tens
 def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of this rank's state that is not in tensors, as JSON values."""
     scalars = state_dict.optimizer_scalars(state.engine, state.optimizer)
+    shared = state.engine.extra_state.shared_names
     return {
         "run": state.run_state.model_dump(),
         "optimizer": scalars,
         "unreached": _encode_stateless(state),
         "extra": extra,
-        "shared": state.engine.extra_state.shared_names,
+        "shared": shared if len(json.dumps(shared)) <= MAX_SHARED_NAMES_BYTES else {},
         "modules": serializable_extra_states(state.engine.model, state.engine.extra_state.module_keys),
     }
 

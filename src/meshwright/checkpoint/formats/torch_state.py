@@ -73,18 +73,18 @@ def read_torch_state(path: Path, weights_only: bool = False) -> TorchState:
     weights |= {name: weights[one] for name, one in state.get("shared", {}).items() if one in weights}
     optimizer = state.get("optimizer", {})
     _check_elementwise(path, optimizer, states, weights)
-    members = optimizer.get("members", {})
+    members = _group_members(optimizer, states, weights)
     by_group = optimizer.get("by_group", {})
     scalars = {
         name: optimizer.get("skipped", {}).get(name)
-        or by_group.get(str(members.get(name, 0)))
+        or by_group.get(str((members or {}).get(name, 0)))
         or optimizer.get("scalars", {})
         for name in states
     }
     buffers = frozenset(
         name.removeprefix(BUFFER_PREFIX) for name in reader.manifest.tensors if name.startswith(BUFFER_PREFIX)
     )
-    groups = _param_groups(path, optimizer, states)
+    groups = _param_groups(path, optimizer, states, members)
     return TorchState(reader.manifest.step, weights, states, scalars, groups, buffers)
 
 
@@ -105,16 +105,28 @@ def _check_elementwise(
                 )
 
 
-def _param_groups(path: Path, optimizer: Mapping[str, Any], states: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _group_members(
+    optimizer: Mapping[str, Any], states: Mapping[str, Any], weights: Mapping[str, LazyTensor]
+) -> Mapping[str, int] | None:
+    """Returns the parameter group of each parameter by name, None if the checkpoint does not record it."""
+    if optimizer.get("by_ndim"):
+        return {name: 0 if len(weights[name].shape) > 1 else 1 for name in states if name in weights}
+    members: Mapping[str, int] | None = optimizer.get("members")
+    return members
+
+
+def _param_groups(
+    path: Path, optimizer: Mapping[str, Any], states: Mapping[str, Any], members: Mapping[str, int] | None
+) -> list[dict[str, Any]]:
     """Returns the parameter groups with the names of their parameters."""
     if not states:
         return []
-    options, members = optimizer.get("groups") or [{}], optimizer.get("members")
+    options = optimizer.get("groups") or [{}]
     if len(options) > 1 and members is None:
         raise InputError(
             Message(
-                "{path} does not record which parameters are in its {count} optimizer groups: continue the run for a "
-                "step to write a new checkpoint, or export the weights alone with --weights-only",
+                "{path} does not record which parameters are in its {count} optimizer groups; export the weights alone "
+                "with --weights-only",
                 path=path,
                 count=len(options),
             )
