@@ -19,7 +19,7 @@ from meshwright.interop.comparison import compare_for
 from meshwright.interop.exporting import export_lines, export_plan
 from meshwright.interop.for_system import best_plan_for, system_pricer
 from meshwright.interop.formats import argument_words, flatten, nest
-from meshwright.interop.importing import import_lines, import_plan
+from meshwright.interop.importing import import_plan
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import settings_of
 from meshwright.interop.shell import read_command
@@ -162,7 +162,10 @@ def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
     found = import_plan(*paths)
     assert found.plan.name == "dp8.z3.mb4.rc-full.off-optimizer.off-gradients.off-parameters"
     assert found.job["workload"]["batch"] == 64 and found.job["workload"]["precision"] == "bf16"
-    assert found.not_carried == ("--dataset_name: not a key of DeepSpeed, left to your script",)
+    assert found.not_carried == (
+        "--dataset_name: not a key of DeepSpeed, left to your script",
+        "no file states the sizes of the model; --model gives it",
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_unknown_keys_can_be_listed_instead_of_refused(tmp_path: Path) -> None:
     (path,) = write_files(tmp_path, {"a.sh": "x.py --micro-batch-size 2 --num-layers 4 --my-option 3 --lr 1e-3"})
     found = import_plan(path, allow_unknown=True, devices=4)
     assert found.plan == parse_plan("dp4.mb2") and found.plan.world == 4
-    assert "--my-option: not a key of Megatron-LM, left to your script" in import_lines(found)[-3].strip()
+    assert "--my-option: not a key of Megatron-LM, left to your script" in found.not_carried
 
 
 def test_the_commands_write_and_read_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +308,9 @@ def test_a_configuration_for_another_number_of_devices_is_refused(tmp_path: Path
     wanted = ["plan", "--for", "megatron", "--config", str(path), "--cluster", "1x8:a100-80gb"]
     assert main(wanted) == 2
     assert main(["plan", "--config", str(path), "--model", "llama2-7b"]) == 2
+    (path,) = write_files(tmp_path, {"ds.json": json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}})})
+    assert "no file states the sizes of the model; --model gives it" in import_plan(path, devices=8).not_carried
+    assert main(["plan", "--for", "deepspeed", "--config", str(path), "--cluster", "1x8:a100-80gb"]) == 2
 
 
 def test_the_python_functions_do_what_the_commands_do(tmp_path: Path) -> None:
@@ -408,3 +414,13 @@ def test_the_table_of_deepspeed_keys_is_what_an_import_does(language: str, tmp_p
             text = json.dumps(nest(data))
             found = import_plan(*write_files(tmp_path, {"ds.json": text}), devices=64)
             assert set(plan.split(".")) <= set(found.plan.name.split(".")), (value, plan)
+
+
+def test_assumptions_of_an_import_are_named(tmp_path: Path) -> None:
+    text = json.dumps({"zero_optimization": {"stage": "three"}, "train_batch_size": 8})
+    lines = import_plan(*write_files(tmp_path, {"ds.json": text})).not_carried
+    assert lines[0] == "zero_optimization.stage=three: no equivalent of this value"
+    assert lines[1] == "the number of devices is in no file: the smallest number is assumed; --devices sets it"
+    toml = "[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = 'selective'\n"
+    found = import_plan(*write_files(tmp_path, {"a.toml": toml}))
+    assert "activation_checkpoint.selective_ac_option=2: no equivalent of this value" in found.not_carried

@@ -19,6 +19,7 @@ from meshwright.interop.settings import settings_of
 from meshwright.interop.system import System, encode
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.search.ranking import search_plans
+from meshwright.planner.validation.frameworks import EAGER_TORCH
 from meshwright.spec.constraints import validate_plan
 from meshwright.spec.estimate import Estimate, TimeBreakdown, fit_message
 from meshwright.spec.job import Job
@@ -136,7 +137,9 @@ def _reasons(found: SystemComparison) -> list[Message]:
         Message(
             "{system} is estimated with its own kernels and overlap: {source}",
             system=found.system.title,
-            source=profile.source,
+            source=Message("eager PyTorch modules, reduction overlapped with backward")
+            if profile is EAGER_TORCH
+            else profile.source,
         )
     )
     return reasons

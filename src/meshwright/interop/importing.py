@@ -92,12 +92,21 @@ def import_plan(
         for name, expected in EXPECTED_SETTINGS.items()
         if settings.get(name, expected) != expected
     ]
+    not_carried += settings.get("remarks", [])
     workload = _checked_workload(settings, not_carried)
     sizes = _checked_sizes(settings, not_carried)
+    job = _job_sections(settings, plan, workload, sizes)
+    if not sizes and "model" not in job:
+        model = settings.get("model")
+        not_carried.append(
+            Message("model {model}: not in the catalog; --model gives it", model=model)
+            if model
+            else Message("no file states the sizes of the model; --model gives it")
+        )
     return ImportedPlan(
         system=found,
         plan=plan,
-        job=_job_sections(settings, plan, workload, sizes),
+        job=job,
         sizes=sizes,
         carried=sum(name in keys and name not in decoded.unknown_values for name in found.own_keys),
         not_carried=tuple(not_carried),
