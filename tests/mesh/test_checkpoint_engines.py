@@ -118,7 +118,11 @@ def test_a_run_in_the_layout_of_megatron_goes_on_here_with_equal_losses(tmp_path
         for name, one in model.named_parameters():
             one.copy_(start[name])
     trainer = parallelize(model, make, "dp1", precision="fp32")
-    trainer.load(tmp_path)
+    assert trainer.load(tmp_path)["options"] == {}
+    other = parallelize(
+        build_reference_model(sizes), lambda given: torch.optim.AdamW(given, weight_decay=0.2), "dp1", precision="fp32"
+    )
+    assert other.load(tmp_path)["options"]["weight_decay"][:2] == ("0.1", "0.2")
     found = [trainer.step(batch).loss for batch in batches[trainer.steps :]]
     assert max(abs(a / b - 1) for a, b in zip(found, losses[3:], strict=True)) <= 1e-6
 
