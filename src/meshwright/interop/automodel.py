@@ -190,7 +190,7 @@ AUTOMODEL = System(
     keys=KEYS,
     limits=LIMITS,
     write=write,
-    framework="FSDP2 and Transformers",
+    framework="plain",
     workload={
         "precision": ("bf16", "bf16-pure"),
         "reduce": ("fp32",),

@@ -163,7 +163,10 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
 
     Raises: InputError for keys of another system, and for unknown keys.
     """
-    known = catalog.interop_keys().get(system.name, frozenset())
+    catalogued = catalog.interop_keys()
+    known = catalogued.get(system.name, frozenset())
+    if system.open_arguments:
+        known |= {f"--{name}" for name in catalogued["transformers"]}
     not_carried, unknown = [], []
     for name in keys:
         if name in system.own_keys:
