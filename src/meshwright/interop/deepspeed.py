@@ -222,7 +222,7 @@ DEEPSPEED = System(
         ),
         NumericsNote(
             Message("weight decay applies to all parameters unless the script passes parameter groups"),
-            "deepspeed/runtime/engine.py",
+            "deepspeed/runtime/engine.py:2476",
         ),
     ),
     renamed={"zero_allow_untested_optimizer_legacy": "zero_allow_untested_optimizer"},

@@ -73,11 +73,11 @@ FSDP2 = System(
                 "fully_shard averages gradients over the ranks; the script divides the loss by the number of labels of "
                 "the whole batch and multiplies it by the number of ranks, so that the loss is the mean over all labels"
             ),
-            "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+            "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:812",
         ),
         NumericsNote(
             Message("weights and states are float32; gradients are reduced in REDUCE_DTYPE"),
-            "torch/distributed/fsdp/_fully_shard/_fsdp_api.py",
+            "torch/distributed/fsdp/_fully_shard/_fsdp_api.py:33",
         ),
     ),
 )

@@ -407,7 +407,7 @@ MEGATRON = System(
                 "labels, and the means are averaged over micro-batches and replicas; it differs from the mean over all "
                 "labels if micro-batches have unequal numbers of labels"
             ),
-            "megatron/core/pipeline_parallel/schedules.py:230",
+            "megatron/core/pipeline_parallel/schedules.py:339",
         ),
         NumericsNote(
             Message(
@@ -417,7 +417,7 @@ MEGATRON = System(
         ),
         NumericsNote(
             Message("attention and hidden dropout are 0.1 unless the options set them to 0"),
-            "megatron/core/transformer/transformer_config.py:200",
+            "megatron/core/transformer/transformer_config.py:188",
         ),
     ),
     renamed={

@@ -165,7 +165,7 @@ NANOTRON = System(
         ),
         NumericsNote(
             Message("with accumulate_grad_in_fp32, gradients are accumulated and reduced in float32"),
-            "src/nanotron/optim/gradient_accumulator.py",
+            "src/nanotron/optim/gradient_accumulator.py:58",
         ),
     ),
     adjust=_adjust,
