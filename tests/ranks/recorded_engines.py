@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,9 @@ class EngineSetting(NamedTuple):
 
 
 def set_environment(port: int = 29511) -> None:
-    """The variables that torchrun sets. The ranks have joined their group already."""
+    """The variables that torchrun sets. The ranks have joined their group already. The engines' own warnings, which
+    are errors in this suite, are ignored."""
+    warnings.simplefilter("ignore")
     os.environ |= {
         "RANK": str(dist.get_rank()),
         "LOCAL_RANK": str(dist.get_rank()),

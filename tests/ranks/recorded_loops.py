@@ -406,6 +406,9 @@ def shard_by_hand(setting: Setting, model: TinyModel, sequence: bool) -> TinyMod
                 linear.weight = nn.Parameter(shards[0 if wrong else rank].clone())
                 if column:
                     linear.bias = nn.Parameter(linear.bias.chunk(world)[rank].clone())
+            if setting.kind == "attributes":  # as Megatron-Core marks its parameters
+                for parameter in (linear.weight, *((linear.bias,) if column else ())):
+                    parameter.tensor_model_parallel, parameter.partition_dim = True, 0 if column else 1
             linear.__class__ = kind
             linear.sequence = sequence
     last = model.layers[-1]
@@ -460,7 +463,8 @@ def tensor_parallel_by_hand(folder: str, setting: Setting) -> None:
         layer.inner = SplitDropout(setting.inner, 0 if fault == "equal masks" else rank)
     torch.manual_seed(7)
     optimizer = optimizer_of(setting, model)
-    with recording(folder, model, steps=STEPS, shards=TENSOR_SHARDS) as recorder:
+    shards = None if setting.kind == "attributes" else TENSOR_SHARDS
+    with recording(folder, model, steps=STEPS, shards=shards, group=dist.group.WORLD) as recorder:
         for step in range(STEPS):
             optimizer.zero_grad()
             data = [batch_of(setting, step, at) for at in range(setting.micro_batches)]

@@ -140,6 +140,7 @@ CORRECT = [
     Case(tensor_parallel, 4, Setting(kind="2d", seed=5, optimizer="SGD")),
     *(Case(tensor_parallel_by_hand, 2, Setting(kind=kind, seed=seed)) for kind in ("", "sequence") for seed in (0, 1)),
     Case(tensor_parallel_by_hand, 4, Setting(seed=2, dtype="float64")),
+    Case(tensor_parallel_by_hand, 2, Setting(kind="attributes", seed=5)),
     Case(tensor_parallel_by_hand, 2, Setting(seed=3, dropout=0.2, inner=0.2)),
     Case(tensor_parallel_by_hand, 2, Setting(kind="sequence", seed=4, dropout=0.2, inner=0.2)),
     *(

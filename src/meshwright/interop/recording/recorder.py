@@ -137,6 +137,7 @@ class StepRecorder:
             "clip": engine.clip,
             "config": _config_of(first),
             "versions": {"meshwright": __version__, "torch": torch.__version__, **engine.versions},
+            "tf32": torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest",
             "device": str(next((p.device.type for m in self.models for p in m.parameters()), "cpu")),
             "pieces": [self._piece(part, at) for at, part in enumerate(self.parts)],
             "aliases": tied_names(self.models, self.names),

@@ -37,6 +37,7 @@ FLOORS = {
     "float64": Floors(1e-9, 1e-10, 1e-8, 1e-6, 1e-13, 1e-14, 0.0, 1e-4),
     "float32": Floors(1e-5, 1e-6, 2e-5, 1e-2, 1e-7, 4e-6, 1e-6, 5e-2),
     "bfloat16": Floors(2e-2, 1e-2, 2e-2, 5e-2, 1e-3, 4e-6, 2e-2, 0.25),
+    "tf32": Floors(3e-3, 2e-3, 3e-3, 2e-2, 2e-4, 4e-6, 2e-3, 0.1),
     "float16": Floors(3e-3, 2e-3, 3e-3, 2e-2, 2e-4, 4e-6, 2e-3, 0.1),
 }
 """By the precision in which modules compute."""

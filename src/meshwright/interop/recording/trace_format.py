@@ -143,6 +143,7 @@ class TraceHeader(StrictModel):
     config: dict[str, Any] | None = None
     versions: dict[str, str] = Field(default_factory=dict)
     device: str = "cpu"
+    tf32: bool = Field(default=False, description="whether float32 matrix products may use TF32")
     pieces: tuple[RecordedPiece, ...] = ()
     buffers: dict[str, str] = Field(default_factory=dict)
     evaluated: tuple[str, ...] = Field(default=(), description="modules in eval mode")
