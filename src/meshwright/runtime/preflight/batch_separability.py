@@ -25,8 +25,9 @@ The check runs in training mode without dropout. A model that draws other random
 If it also draws random numbers in evaluation mode, the comparison is skipped. In two cases only losses are compared:
 with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits, where rounding
 decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not compared. If such a
-plan also does not use recompute `full`, the whole check is skipped. If the check finds no difference, it costs five
-forwards and two forward-backward passes of one micro-batch, and two forward-backward passes of two rows.
+plan also does not use recompute `full`, only the repetition of a forward is checked. If the check finds no difference,
+it costs five forwards and two forward-backward passes of one micro-batch, two forward-backward passes of two rows, and
+two forwards of one row.
 """
 
 from __future__ import annotations
