@@ -324,7 +324,7 @@ CASES = {
         CountsInGlobal, "", "pp2.mb16", "the forward changes test_unusual_models.CALLS.turn", ("never",)
     ),
     "counter in an iterator": Case(
-        CountsInIterator, "", "dp1.mb16 dp1.mb4 tp2.mb16 pp2.mb16", "two forwards of the same row", ("never",)
+        CountsInIterator, "", "dp1.mb16 dp1.mb4 tp2.mb16 pp2.mb16", "two forwards of the same rows", ("never",)
     ),
     "buffer that the next forward reads": Case(
         CarriesBuffer, "dp1.mb16", "pp2.mb16", "stage 1 writes to the buffer carry", ("never", "start")

@@ -199,7 +199,8 @@ def _mirror(s: State, node: int) -> State:
     rank = next(rank for rank, at in pending if at == node)
     (past,) = (each.past for each in s.held if each[:4] == (s.members[rank], s.key, rank, step))
     fresh = Snapshot(node, s.key, rank, step, past)
-    same = {each for each in s.held if each[:4] == fresh[:4]}
+    # this step and later ones are from before the ranks went back to an earlier step
+    same = {each for each in s.held if each[:3] == fresh[:3] and each.step >= step}
     others = sorted(each for each in s.held - same if each[:3] == fresh[:3])
     over = (
         [each for each in others if each.step != s.whole][:1] if len(others) >= 2 else []

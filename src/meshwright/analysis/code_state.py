@@ -4,7 +4,7 @@ attributes of functions and global objects.
 A forward may change such a state, for example a call counter (`global CALLS`, `type(self).calls += 1`). Checks restore
 it after their forwards (dry_run.py), so that they do not change the training. Code of several pipeline stages that
 changes it is refused (value_changes.py). A state that is not found here, such as an iterator, is detected by two
-forwards of the same row (runtime/preflight/batch_separability.py).
+forwards of the same rows (runtime/preflight/batch_separability.py).
 
 The state of a class consists of what the functions of the class can name: its own attributes and those of its bases,
 and the global variables in the code of its methods and of the functions that these call. Only functions of the same

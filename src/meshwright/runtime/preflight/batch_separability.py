@@ -27,7 +27,7 @@ with a balance loss of experts, which is defined for each micro-batch; and with 
 decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not compared. If such a
 plan also does not use recompute `full`, only the repetition of a forward is checked. If the check finds no difference,
 it costs five forwards and two forward-backward passes of one micro-batch, two forward-backward passes of two rows, and
-two forwards of one row.
+two forwards of two rows.
 """
 
 from __future__ import annotations
@@ -255,20 +255,20 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_repeatable(engine: Engine, batch: Batch) -> None:
-    """Checks that two forwards of the same row, with equal seeds, have equal losses after the state between them was
+    """Checks that two forwards of the same rows, with equal seeds, have equal losses after the state between them was
     restored. Otherwise the forwards of the analysis and of the checks have changed a state that they cannot restore.
 
     Raises:
         PlanRefused: the losses differ.
     """
-    row = {
-        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    rows = {
+        name: value[:2] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
     }
-    first, second = (_total_loss(engine, [row], True) for _ in range(2))
+    first, second = (_total_loss(engine, [rows], True, every=True) for _ in range(2))
     if abs(second - first) > REPEAT_TOLERANCE * _loss_tolerance(engine) * abs(first):
         raise PlanRefused(
             Message(
-                "plan {plan}: two forwards of the same row have the losses {first:.6g} and {second:.6g} (relative "
+                "plan {plan}: two forwards of the same rows have the losses {first:.6g} and {second:.6g} (relative "
                 "difference {difference:.1e}), because the model or its loss has a state that cannot be restored (an "
                 "iterator, a variable of a closure, a file, a clock, random numbers that no seed determines): keep it "
                 "in an attribute of a module, or give it in the batch",
@@ -431,14 +431,19 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
 
 
 def _total_loss(
-    engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, preceding: Batch | None = None
+    engine: Engine,
+    batches: Sequence[Batch],
+    train: bool,
+    seed: int = 0,
+    preceding: Batch | None = None,
+    every: bool = False,
 ) -> float:
     """Returns the loss summed over `batches` and all ranks. Each batch runs in a separate pass. If `batches` repeats
     one batch, the sum is divided by the number of repetitions. If `preceding` is not None, a pass of `preceding` runs
-    before each of these passes, and its loss is not added."""
+    before each of these passes, and its loss is not added. `every`: as in `isolated_pass`."""
     found = []
     for batch in batches:
-        with isolated_pass(engine, train):
+        with isolated_pass(engine, train, every=every):
             for each in (batch,) if preceding is None else (preceding, batch):
                 seed_all_generators(seed)
                 last = engine.pipeline.run([each], None)

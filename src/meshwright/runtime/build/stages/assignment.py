@@ -7,7 +7,7 @@ They read a `DataflowRecord`: the operations of one forward of the whole model o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -192,10 +192,7 @@ def find_buffer_stages(
     for name, blocks in record.replaced_after.items():
         writes.setdefault(name, set()).update(blocks)
     for name, blocks in writes.items():
-        stages, readers = (
-            sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in each})
-            for each in (blocks, reads.get(name, ()))
-        )
+        stages = _stages_after(blocks, bounds)
         if len(stages) > 1 and name in saved:
             raise InputError(
                 Message(
@@ -207,18 +204,29 @@ def find_buffer_stages(
                 )
             )
         found[name] = stages[0]
-        if stale := set(readers) - {found[name]}:
-            raise InputError(
-                Message(
-                    "plan {plan}: stage {first} writes to the buffer {name}, and stage {second} reads it, but each "
-                    "stage has its own copy of the buffer: use pp1",
-                    plan=plan.name,
-                    first=found[name],
-                    second=min(stale),
-                    name=name,
-                )
-            )
+        _check_buffer_readers(name, stages[0], _stages_after(reads.get(name, ()), bounds), plan)
     return found
+
+
+def _stages_after(blocks: Iterable[int], bounds: Mapping[int, tuple[int, int]]) -> list[int]:
+    """Returns the stages, in ascending order, that run the code during or after each of `blocks`."""
+    return sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
+
+
+def _check_buffer_readers(name: str, writer: int, readers: Sequence[int], plan: Plan) -> None:
+    """Raises InputError if a stage other than `writer` reads the buffer `name`."""
+    stale = next((stage for stage in readers if stage != writer), None)
+    if stale is not None:
+        raise InputError(
+            Message(
+                "plan {plan}: stage {first} writes to the buffer {name}, and stage {second} reads it, but each stage "
+                "has its own copy of the buffer: use pp1",
+                plan=plan.name,
+                first=writer,
+                second=stale,
+                name=name,
+            )
+        )
 
 
 def check_value_changes(record: DataflowRecord, bounds: Mapping[int, tuple[int, int]], plan: Plan) -> None:
