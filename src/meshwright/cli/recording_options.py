@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from meshwright.cli.options import JobOptions, check_output_path, print_json, print_note, print_output
 from meshwright.core.errors import InputError, VerificationFailed
+from meshwright.core.files import write_atomically
 from meshwright.core.messages import Message, translate
 
 
@@ -58,7 +59,7 @@ class RecordingOptions:
         if self.page is not None:
             lines = (*(finding.why for finding in report.findings), *report.notes)
             text = recording_page_text(report.data(), lines, str(self.recording), language)
-            self.page.write_text(text, encoding="utf-8")
+            write_atomically(self.page, text)
             print_note(Message("wrote {path}", path=self.page), language)
         if json:
             print_json(report.data())

@@ -6,11 +6,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple
 
 from meshwright.core import storage
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.messages import Message
 
 LOOK_SECONDS = 1.0
@@ -32,8 +33,8 @@ def report_slow_disk(say: Callable[[str], None]) -> Iterator[None]:
     """Inside the context, `say` gets one line for each call of core/storage.py by the current thread that takes longer
     than storage.OVERDUE_SECONDS."""
     ended, watched = threading.Event(), threading.get_ident()
-    watch = threading.Thread(target=_watch, args=(watched, ended, say), name="slow disk", daemon=True)
-    watch.start()
+    with suppress(OSError):  # the system starts no more threads
+        start_background_thread("slow disk", lambda: _watch(watched, ended, say), lambda line: None, restarts=False)
     try:
         yield
     finally:

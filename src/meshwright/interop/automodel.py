@@ -19,6 +19,8 @@ from meshwright.spec.plan import Plan
 
 MODEL = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
 FSDP2_SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved1f1b"}
+VIRTUAL_STAGES = {"interleaved": 2}
+"""The number of stages on a rank that an import assumes for a schedule, 1 for all others."""
 
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
@@ -34,7 +36,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     local = keys.get("step_scheduler.local_batch_size", 1)
     settings["micro_batch"] = keys.get("distributed.pipeline.pp_microbatch_size", 1) if pp > 1 else local
     if pp > 1:
-        settings["virtual_stages"] = 2 if settings.get("schedule") == "interleaved" else 1
+        settings["virtual_stages"] = VIRTUAL_STAGES.get(settings.get("schedule", ""), 1)
         if keys.get("distributed.pipeline.layers_per_stage"):
             settings.setdefault("remarks", []).append(
                 Message(

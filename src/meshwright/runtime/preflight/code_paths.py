@@ -134,6 +134,11 @@ LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
 torch's layers under tensor parallelism. All other code of this project counts as OURS, except `MODELS`."""
 
 
+IGNORED_FUNCTIONS = frozenset({"__get__", "_set_grad_enabled"})
+"""Functions that do not describe a code path: the accessors of properties such as the shape, and what restores the
+gradient mode, whose argument depends on whether the pass has a backward."""
+
+
 class Recorder(TorchFunctionMode):
     """Records the call sites of one pass. `codes` caches the owner of each code object."""
 
@@ -143,7 +148,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "__get__":  # `function` is the accessor of a property, such as the shape
+        if name in IGNORED_FUNCTIONS:
             return function(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while (owner := self._owner(frame)) == LAYERS and frame.f_back is not None:
