@@ -29,6 +29,8 @@ from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
+
 from bench.peers import machine
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +218,7 @@ def flooded(rounds: int, seconds: float, fresh: bool) -> None:
             equal = all(found["quiet"]["losses"][step] == found["flooded"]["losses"][step] for step in shared)
             row = {kind: found[kind]["step"] for kind in kinds}
             counts = {f"{kind} steps": found[kind]["steps"] for kind in kinds}
+            counts |= {f"{kind} cpu": found[kind]["cpu"] for kind in kinds}
             more = {"ports": found["flooded"]["ports"], "shared": len(shared), "equal": equal, "seconds": seconds}
             table.add(f"{number}", {**row, **counts, **more})
 
@@ -230,10 +233,10 @@ def speed(place: Path, run: str, seconds: float, is_flooded: bool) -> Row:
         ports = list(nodes.ports()) if is_flooded else []
         for port in ports:
             scan(port)
-        first = nodes.step() + 1
+        first, before = nodes.step() + 1, cpu_seconds(nodes.processes)
         with flood(ports) if ports else contextlib.nullcontext():
             time.sleep(seconds)
-            last = nodes.step()
+            last, after = nodes.step(), cpu_seconds(nodes.processes)
         for process in nodes.processes:
             process.send_signal(signal.SIGTERM)
         codes = {process.wait(900) for process in nodes.processes}
@@ -247,7 +250,15 @@ def speed(place: Path, run: str, seconds: float, is_flooded: bool) -> Row:
     steps = [record["seconds"] for record in records if first < record["step"] <= last]
     losses = {record["step"]: record["loss"] for record in records}
     shutil.rmtree(nodes.folder)
-    return {"step": median(steps), "steps": len(steps), "losses": losses, "ports": len(ports)}
+    cpu = (after - before) / max(last - first + 1, 1)
+    return {"step": median(steps), "steps": len(steps), "losses": losses, "ports": len(ports), "cpu": cpu}
+
+
+def cpu_seconds(processes: list[subprocess.Popen[str]]) -> float:
+    """Returns the CPU seconds that `processes` and their children have taken, without the process that floods."""
+    roots = [psutil.Process(process.pid) for process in processes]
+    times = [each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def show_flood(rows: dict[str, Row]) -> str:
@@ -256,21 +267,29 @@ def show_flood(rows: dict[str, Row]) -> str:
         "",
         "Two nodes of two ranks train with 256 files per process. In flooded runs every port of supervisors, leader "
         "and stores is scanned, and 300 silent connections to each are opened again and again, by one process on the "
-        "same cores. Quiet and flooded runs take turns. Equal: the losses of all steps that both made are equal to the "
-        f"bit. By `python -m bench.reliability flood`, on {here()}.",
+        "same cores. So a flooded step takes longer by the time of that process too; the CPU time of the run's own "
+        "processes leaves it out. Quiet and flooded runs take turns. Equal: the losses of all steps that both made are "
+        f"equal to the bit. By `python -m bench.reliability flood`, on {here()}.",
         "",
-        "| round | seconds | ports | quiet step | flooded step | ratio | steps, quiet and flooded | losses |",
-        "|---|---|---|---|---|---|---|---|",
+        "| round | seconds | ports | quiet step | flooded step | ratio | own CPU of a step, quiet | flooded | ratio | "
+        "steps, quiet and flooded | losses |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for number, row in rows.items():
         ratio, losses = row["flooded"] / row["quiet"], "equal" if row["equal"] else "DIFFERENT"
         steps = f"{row['quiet steps']} and {row['flooded steps']} | {losses} in {row['shared']} steps"
         lines.append(
             f"| {number} | {row['seconds']:.0f} | {row['ports']} | {1e3 * row['quiet']:.1f} ms | "
-            f"{1e3 * row['flooded']:.1f} ms | {ratio:.3f} | {steps} |"
+            f"{1e3 * row['flooded']:.1f} ms | {ratio:.3f} | {1e3 * row['quiet cpu']:.1f} ms | "
+            f"{1e3 * row['flooded cpu']:.1f} ms | {row['flooded cpu'] / row['quiet cpu']:.3f} | {steps} |"
         )
     ratios = [row["flooded"] / row["quiet"] for row in rows.values()]
-    lines += ["", f"Median ratio {median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}."]
+    own = [row["flooded cpu"] / row["quiet cpu"] for row in rows.values()]
+    lines += [
+        "",
+        f"Median ratio of the step {median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}; of the own CPU "
+        f"time {median(own):.3f}, from {min(own):.3f} to {max(own):.3f}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
