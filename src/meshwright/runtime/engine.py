@@ -167,6 +167,10 @@ class StepChecks(Protocol):
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks that are due before the next training step (`trains`) or evaluation."""
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the checks of the first steps do not run."""
+
     def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
         """Returns the losses of one forward of `rows` rows and of forwards of micro-batches, if they differ."""
 

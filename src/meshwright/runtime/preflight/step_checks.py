@@ -388,6 +388,11 @@ class Preflight:
     """Repeats the analysis for batches that differ from its example; None if the plan does not depend on the
     analysis."""
 
+    @property
+    def is_skipped(self) -> bool:
+        """Returns whether the checks of the first steps do not run, since an earlier process has passed them."""
+        return self.steps >= LAST_EARLY_STEP
+
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps. Callers use this if other checks replace them, or if no extra passes may
         run. `stages`: whether to skip the dry run of stages too."""

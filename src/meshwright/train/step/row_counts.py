@@ -59,9 +59,10 @@ class RowCounts:
         if self.copy is None or state.engine.outer is not None or (self._known is not None and not whole):
             return
         fewest = min([rows, *map(state.plan.micro_batch_of, range(state.plan.dp))])
+        is_first = self._known is None
         low, high = self._known or (fewest, fewest)
         self._known = min(low, fewest), max(high, rows)
-        if self._known == (low, high):
+        if self._known == (low, high) or (is_first and state.engine.preflight.is_skipped):
             return
         bounds = sorted({fewest, rows, low, high})
         paths = [self._path(state, batches[0], each) for each in bounds]
