@@ -209,7 +209,7 @@ def test_a_command_says_for_which_file_it_waits(
     (run := tmp_path / "run").mkdir()
     (run / "launch.json").write_text("{")
     said: list[str] = []
-    monkeypatch.setattr(slow_disk, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(slow_disk, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(cli, "print_note", lambda line: (said.append(line), disk.answers.set()))
     disk.answers.clear()
     assert cli.main([*command, str(run)]) == 2

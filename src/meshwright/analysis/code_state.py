@@ -46,8 +46,9 @@ class StatePlace(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """Returns the plain values at this place, also those in dicts."""
-        found = plain_values(self.values())
-        for key, value in self.values().items():
+        values = self.values()
+        found = plain_values(values)
+        for key, value in values.items():
             if isinstance(value, dict):
                 found |= {f"{key}.{inner}": each for inner, each in plain_values(value).items()}
         return found

@@ -21,11 +21,17 @@ PROJECTION_COLUMNS = 1024
 
 def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """Returns the projections of the gradient of parameter `name`, (NUM_DIRECTIONS,) in float64."""
-    gradient = gradient.detach()
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    flat = flat if flat.dtype == torch.float64 else flat.float()
+    flat = flat_elements(gradient)
     return project_flat(flat, row_factors(name, flat.numel()).to(flat.device))
+
+
+def flat_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of `tensor` as a vector in float64 if the tensor has this dtype, else in float32. A complex
+    number becomes two elements, and a sparse tensor is made dense."""
+    tensor = tensor.detach()
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat if flat.dtype == torch.float64 else flat.float()
 
 
 class ChunkedProjection:

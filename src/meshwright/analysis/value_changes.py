@@ -36,7 +36,7 @@ class ValueChangeRecorder:
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         owners: dict[int, set[str]] = {}
         stored: dict[int, tuple[str, Any]] = {}
-        for owner, name, of in _value_holders(model, blocks):
+        for owner, name, of in _value_stores(model, blocks):
             owners.setdefault(id(of), set()).add(owner)
             stored.setdefault(id(of), (name, of))
         self._shared = [stored[at] for at, reached in owners.items() if len(reached) > 1 or BETWEEN_BLOCKS in reached]
@@ -56,7 +56,7 @@ class ValueChangeRecorder:
         return [of.plain() if isinstance(of, StatePlace) else plain_values(of) for _, of in self._shared]
 
 
-def _value_holders(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+def _value_stores(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
     """Yields (owner, name, dict or StatePlace) for each place where modules and their code store values. The owner is
     the path of a block, the path of a module outside of the blocks, or BETWEEN_BLOCKS. A place that several owners
     reach is yielded for each of them."""

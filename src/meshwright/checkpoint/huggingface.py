@@ -206,12 +206,16 @@ def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[Pe
         if made:
             storage.remove_if_possible(folder)
         if isinstance(error, OSError):
-            kind = MeshwrightError if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
-            raise kind(
-                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=error.strerror)
-            ) from None
+            raise export_error(folder, error) from None
         raise
     return done
+
+
+def export_error(folder: Path, error: OSError) -> MeshwrightError:
+    """Returns the error of a command that could not write an export to `folder`: an InputError, unless the disk is
+    full."""
+    kind = MeshwrightError if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
+    return kind(Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=error.strerror))
 
 
 LORA_BASE_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"

@@ -14,8 +14,8 @@ from meshwright.core import storage
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.messages import Message
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the main thread."""
+POLL_SECONDS = 1.0
+"""Seconds between two inspections of the main thread."""
 PATH_NAMES = ("path", "folder")
 """Names of the local variables of core/storage.py that contain a path."""
 
@@ -43,12 +43,12 @@ def report_slow_disk(say: Callable[[str], None]) -> Iterator[None]:
 
 def _watch(thread: int, ended: threading.Event, say: Callable[[str], None]) -> None:
     before: StorageCall | None = None
-    looks = 0
-    while not ended.wait(LOOK_SECONDS):
+    polls = 0
+    while not ended.wait(POLL_SECONDS):
         call = _storage_call(sys._current_frames().get(thread))
-        looks = looks + 1 if call is not None and call == before else 0
+        polls = polls + 1 if call is not None and call == before else 0
         before = call
-        if call is not None and looks == round(storage.OVERDUE_SECONDS / LOOK_SECONDS):
+        if call is not None and polls == round(storage.OVERDUE_SECONDS / POLL_SECONDS):
             say(Message("still waiting for {path}: its disk is slow, or does not answer", path=call.path))
 
 

@@ -38,12 +38,14 @@ FILE_OPTIONS = ("--config-file", "--config_file", "--config", "--job.config_file
 
 class ConfigFile(NamedTuple):
     """A configuration file of another system. `keys` are its keys and values. `launcher` are the numbers of devices of
-    its launch command. `script` is the script that the command starts."""
+    its launch command. `script` is the script that the command starts. `skipped` is the number of branches of a shell
+    script that were not read."""
 
     path: str
     keys: dict[str, Any]
     launcher: dict[str, Any]
     script: str = ""
+    skipped: int = 0
 
 
 def read_config(path: str | Path) -> ConfigFile:
@@ -70,7 +72,7 @@ def read_config(path: str | Path) -> ConfigFile:
         keys = {
             name.lstrip("-") if "." in name else name: value for name, value in keys.items() if name not in FILE_OPTIONS
         }
-        return ConfigFile(str(path), keys, launcher, command.script)
+        return ConfigFile(str(path), keys, launcher, command.script, command.skipped)
     if not isinstance(data, dict) or not data:
         raise InputError(Message("{path}: expected keys and values of a configuration", path=path))
     return ConfigFile(str(path), flatten(data), {})

@@ -56,6 +56,18 @@ class ImportedPlan(NamedTuple):
         return found
 
 
+def _unread_branches(files: list[ConfigFile]) -> list[Message]:
+    return [
+        Message(
+            "{path}: {count:count} of its else and elif branches are not read, because conditions are not evaluated",
+            path=file.path,
+            count=file.skipped,
+        )
+        for file in files
+        if file.skipped
+    ]
+
+
 def import_plan(
     *paths: str | Path, system: str | None = None, devices: int = 0, allow_unknown: bool = False
 ) -> ImportedPlan:
@@ -76,6 +88,7 @@ def import_plan(
     found = find_system(system) if system is not None else _recognize(keys, paths)
     _check_versions(found, keys)
     not_carried = _check_unknown(found, keys, allow_unknown)
+    not_carried += _unread_branches(files)
     launcher = _launcher_settings(files, devices)
     decoded = decode(found, keys, launcher)
     settings = degrees_of(decoded.settings)

@@ -32,30 +32,34 @@ MAX_EXPANSIONS = 20
 
 
 class ShellCommand(NamedTuple):
-    """A launch command: the arguments of the launcher, the script (a path, a module, or ''), and its arguments."""
+    """A launch command: the arguments of the launcher, the script (a path, a module, or ''), and its arguments.
+    `skipped`: the number of branches of the shell script (`else`, `elif`) that were not read."""
 
     launcher: tuple[str, ...]
     script: str
     arguments: tuple[str, ...]
+    skipped: int = 0
 
 
 def read_command(text: str) -> ShellCommand:
     """Returns the launch command of a script: the last command that runs a Python script or module with arguments. A
     text without such a command is an argument list.
 
-    >>> read_command('N=2\\nA=(--tp $N)\\ntorchrun --nproc-per-node $((N*4)) train.py "${A[@]}" --lr 1e-4')
-    ShellCommand(launcher=('--nproc-per-node', '8'), script='train.py', arguments=('--tp', '2', '--lr', '1e-4'))
+    >>> read_command('N=2\\nA=(--tp $N)\\ntorchrun --nnodes $((N*4)) train.py "${A[@]}" --lr 1e-4')
+    ShellCommand(launcher=('--nnodes', '8'), script='train.py', arguments=('--tp', '2', '--lr', '1e-4'), skipped=0)
     """
     variables: dict[str, str] = {}
     found: list[ShellCommand] = []
-    skipping = 0
+    skipped = depth = 0
     for line in _commands(text):
         head = line.split(None, 1)[0] if line.strip() else ""
+        if depth:  # inside a branch that is not read, at this depth of nested conditions
+            skipped += depth == 1 and head in ("else", "elif")
+            depth += (head == "if") - (head == "fi")
+            continue
         if head in ("else", "elif"):
-            skipping += not skipping
-        elif head == "fi":
-            skipping = 0
-        if skipping or not head:
+            skipped, depth = skipped + 1, 1
+        if depth or not head:
             continue
         line = re.sub(r"^(?:then|do|if|else|fi)\s+", "", line.strip())
         assigned = _ASSIGNMENT.fullmatch(line)
@@ -70,7 +74,7 @@ def read_command(text: str) -> ShellCommand:
     found += [each for value in variables.values() if (each := _launch_command(value.split())) is not None]
     found = [each for each in found if any(word.startswith("--") for word in each.arguments)] or found
     if found:
-        return found[-1]
+        return found[-1]._replace(skipped=skipped)
     words = _unquoted(_expanded(" ".join(_commands(text)), variables)).split()
     return ShellCommand((), "", tuple(words[next((at for at, word in enumerate(words) if word[:2] == "--"), 0) :]))
 

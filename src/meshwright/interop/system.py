@@ -40,7 +40,7 @@ def written(value: Any) -> Any:
 
 
 def readings(value: Any) -> tuple[Any, ...]:
-    """Returns all values with the meaning of `value`."""
+    """Returns the values of another system that an import reads as `value`: the alternatives of a OneOf, or `value`."""
     return value if isinstance(value, OneOf) else (value,)
 
 

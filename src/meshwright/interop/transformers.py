@@ -53,7 +53,7 @@ def _fsdp(name: str, value: Any) -> Key:
 
 
 def _native(name: str, setting: str) -> Key:
-    """Returns a row of DistributedConfig, which is written with tensor parallelism."""
+    """Returns the key of a field of DistributedConfig. An export writes it only with tensor parallelism."""
     return Key(
         name,
         setting,

@@ -17,7 +17,7 @@ Guarantees:
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,16 +53,16 @@ from meshwright.train.meta_init import init_on_meta
 
 
 def load_user_function(name: str, what: str) -> Callable[..., Any]:
-    """Imports and returns the user's function `name` (`package.module:function`).
+    """Imports and returns the user's function `name` (`package.module:function` or `FILE.py:function`).
 
-    `what` says in error messages what the function is for, such as "model". Raises InputError if the module or the
-    function does not exist.
+    `what` says in error messages what the function is for, such as "model". Raises InputError if the module, the file
+    or the function does not exist.
     """
     module_name, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = _import_file(name, what) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
@@ -86,6 +87,22 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
             )
         )
     return found
+
+
+def _import_file(name: str, what: str) -> ModuleType:
+    """Runs the file of `FILE.py:function` as a module, which finds other modules in its own folder."""
+    path = Path(name.partition(":")[0])
+    if not path.is_file():
+        raise InputError(Message("{what} {name!r}: no file {file}", what=what, name=name, file=str(path)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
 
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:

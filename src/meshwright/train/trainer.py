@@ -146,7 +146,7 @@ class Trainer(TrainState):
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients if set (silent_corruption.py). The training loop sets it."""
-        rows = RowCounts(prover.copy, lambda line: prover.say(line))
+        rows = RowCounts(engine.mesh.plan, prover.copy, lambda line: prover.say(line))
         self.passes = StepPasses(StepInvariants(engine, optimizer, prover), rows)
 
     # --- steps ------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from types import MappingProxyType
 from meshwright.checkpoint.formats.dcp import write_dcp
 from meshwright.checkpoint.formats.deepspeed import write_deepspeed
 from meshwright.checkpoint.formats.torch_state import TorchState, read_torch_state
+from meshwright.checkpoint.huggingface import export_error
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
 from meshwright.core import storage
-from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 
@@ -43,9 +44,9 @@ def export_checkpoint(path: Path, folder: Path, form: str, weights_only: bool = 
     try:
         storage.make_folder(folder.parent)
         if needs > (free := storage.free_bytes(folder.parent)):
-            reason = Message("the files need {needs}, {free} are free", needs=show_bytes(needs), free=show_bytes(free))
-            raise MeshwrightError(
-                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=reason)
+            raise OSError(
+                errno.ENOSPC,
+                Message("the files need {needs}, {free} are free", needs=show_bytes(needs), free=show_bytes(free)),
             )
         storage.remove(temporary)
         WRITERS[form](content, temporary)
@@ -55,9 +56,6 @@ def export_checkpoint(path: Path, folder: Path, form: str, weights_only: bool = 
     except BaseException as error:
         storage.remove_if_possible(temporary)
         if isinstance(error, OSError):
-            kind = MeshwrightError if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
-            raise kind(
-                Message("folder {folder!r}: {reason}; nothing is exported", folder=str(folder), reason=error.strerror)
-            ) from None
+            raise export_error(folder, error) from None
         raise
     return content

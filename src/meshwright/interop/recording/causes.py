@@ -34,7 +34,7 @@ def rank_list(ranks: list[int]) -> str:
 
 
 def unequal_weights(name: str, first_name: str, first: int, rank: int) -> Cause:
-    """The first weights of two ranks differ."""
+    """Returns the cause for first weights that differ between two ranks."""
     if name != first_name:
         return Cause(
             "tied weight",
@@ -57,7 +57,7 @@ def unequal_weights(name: str, first_name: str, first: int, rank: int) -> Cause:
 
 
 def equal_shards(name: str, first: int, rank: int) -> Cause:
-    """Two ranks store the same values as different shards."""
+    """Returns the cause for equal values that two ranks store as different shards."""
     return Cause(
         "wrong shard",
         Message(
@@ -70,7 +70,7 @@ def equal_shards(name: str, first: int, rank: int) -> Cause:
 
 
 def unequal_inputs(names: list[str], first: int, rank: int) -> Cause:
-    """Two replicas pass different arguments to the model."""
+    """Returns the cause for arguments of the model that differ between two ranks."""
     return Cause(
         "unequal inputs",
         Message(
@@ -83,7 +83,7 @@ def unequal_inputs(names: list[str], first: int, rank: int) -> Cause:
 
 
 def unequal_micro_batches(first: int, expected: int, rank: int, found: int) -> Cause:
-    """A rank runs another number of micro-batches."""
+    """Returns the cause for a rank with a different number of micro-batches."""
     return Cause(
         "skipped micro-batch",
         Message(
@@ -97,7 +97,8 @@ def unequal_micro_batches(first: int, expected: int, rank: int, found: int) -> C
 
 
 def dropout_masks(whole: bool, first: int, rank: int) -> Cause:
-    """The masks of two ranks are unequal although their tensors are equal, or equal although they are shards."""
+    """Returns the cause for dropout masks of two ranks that differ although their tensors are equal (`whole`), or that
+    are equal although the ranks store different shards."""
     if whole:
         return Cause(
             "unequal dropout masks",
@@ -118,7 +119,8 @@ def dropout_masks(whole: bool, first: int, rank: int) -> Cause:
 
 
 def partial_output(path: str, ranks: list[int], bias: int | None) -> Cause:
-    """Partial sums of a row-parallel layer were not added up, or were added up with a bias on each rank."""
+    """Returns the cause for partial sums of a row-parallel layer that were not added up, or that contain the bias once
+    for each rank."""
     if bias:
         return Cause(
             "doubled bias",
@@ -168,12 +170,12 @@ def explain_output(found: Digest, truth: Digest | None, bias: Digest | None) -> 
 
 
 def wrong_slice(rank: int, other: int) -> Cause:
-    """A rank computed the slice of another rank."""
+    """Returns the cause for a rank that has computed the slice of another rank."""
     return Cause("wrong shard", Message("rank {rank} computes the slice of rank {other}", rank=rank, other=other))
 
 
 def label_count(found: int, expected: int) -> Cause:
-    """The loss counts other labels."""
+    """Returns the cause for a loss with a different number of labels."""
     return Cause(
         "label count",
         Message(
@@ -186,7 +188,7 @@ def label_count(found: int, expected: int) -> Cause:
 
 
 def wrong_clipping(limit: float, factor: float, expected: float, norm: float) -> Cause:
-    """Gradients are clipped with another norm."""
+    """Returns the cause for gradients that were clipped with a different norm."""
     return Cause(
         "wrong clip norm",
         Message(
@@ -202,7 +204,7 @@ def wrong_clipping(limit: float, factor: float, expected: float, norm: float) ->
 
 
 def unequal_options(key: str, first: int, known: Any, rank: int, found: Any) -> Cause:
-    """Two ranks use different optimizer options."""
+    """Returns the cause for an optimizer option that differs between two ranks."""
     return Cause(
         "unequal options",
         Message(
@@ -217,7 +219,7 @@ def unequal_options(key: str, first: int, known: Any, rank: int, found: Any) -> 
 
 
 def unequal_update(first: int, rank: int) -> Cause:
-    """The weights of replicas differ after the step."""
+    """Returns the cause for weights of replicas that differ after the step."""
     return Cause(
         "unequal replicas",
         Message("the weights of the ranks {first} and {rank} differ after the step", first=first, rank=rank),
@@ -225,7 +227,7 @@ def unequal_update(first: int, rank: int) -> Cause:
 
 
 def stale_tied_weight(name: str, tied: list[str]) -> Cause:
-    """A copy of a tied weight is not updated as the others."""
+    """Returns the cause for a tied weight of which one copy has a different update."""
     return Cause(
         "stale tied weight",
         Message(
@@ -263,7 +265,7 @@ def explain_update(name: str, tied: list[str], rank: int, change: Digest, truth:
 
 
 def scaled_update(factor: float) -> Cause:
-    """The update has another size."""
+    """Returns the cause for an update of a different size."""
     return Cause(
         "scaled update",
         Message(

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from meshwright.analysis.random_projection import PROJECTION_COLUMNS, project_flat, row_factors
+from meshwright.analysis.random_projection import PROJECTION_COLUMNS, flat_elements, project_flat, row_factors
 
 DIRECTIONS = 8
 DIGEST_SIZE = DIRECTIONS + 1
@@ -30,10 +30,7 @@ class Digester:
 
     def __call__(self, tensor: torch.Tensor) -> Digest:
         """Returns the digest of a floating-point tensor on the device of the tensor."""
-        tensor = tensor.detach()
-        flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        flat = flat if flat.dtype == torch.float64 else flat.float()
+        flat = flat_elements(tensor)
         if not flat.numel():
             return torch.zeros(DIGEST_SIZE, dtype=torch.float64, device=flat.device)
         projected = project_flat(flat, self._rows(-(-flat.numel() // PROJECTION_COLUMNS), flat.device))

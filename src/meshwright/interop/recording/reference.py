@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -365,13 +365,3 @@ def _perturb(model: nn.Module) -> None:
         if parameter.is_floating_point():
             signs = torch.randint(0, 2, parameter.shape, generator=random).mul_(2).sub_(1)
             parameter.mul_(1 + signs.to(parameter) * torch.finfo(parameter.dtype).eps)
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """A context that restores the random state of the CPU."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

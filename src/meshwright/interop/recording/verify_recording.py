@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.interop.recording.findings import RecordingReport
 from meshwright.interop.recording.judge import UPDATES_NOTE, StepJudge
 from meshwright.interop.recording.loaded import LoadedModel, build_from_class
-from meshwright.interop.recording.reference import LossFunction, OneDevice, Precision, preserved_random_state
+from meshwright.interop.recording.reference import LossFunction, OneDevice, Precision
 from meshwright.interop.recording.tolerance import FLOORS
 from meshwright.interop.recording.topology import RecordedTopology
 from meshwright.interop.recording.trace_format import RankTrace, read_traces
@@ -44,7 +41,7 @@ def verify_recording(
     """
     traces = read_traces(Path(folder))
     build, what = _resolve_model(traces, model)
-    loss = load_function(loss, "loss") if isinstance(loss, str) else loss
+    loss = load_user_function(loss, "loss") if isinstance(loss, str) else loss
     loaded = LoadedModel(traces, build, what)
     topology = RecordedTopology(traces, loaded.paths, loaded.canonical)
     precision = recorded_precision(traces)
@@ -59,7 +56,7 @@ def verify_recording(
         dict(header.versions),
     )
     report.notes += [note for trace in traces[:1] for note in trace.header.notes]
-    with preserved_random_state():
+    with torch.random.fork_rng(devices=[]):
         truth = OneDevice(topology, loaded, loss, Precision(torch.float64))
         other = OneDevice(topology, loaded, loss, _rounding_precision(traces, precision))
         for step in range(len(header.steps)):
@@ -105,7 +102,7 @@ def _resolve_model(
     traces: list[RankTrace], model: Callable[[], nn.Module] | str | None
 ) -> tuple[Callable[[], nn.Module], str]:
     if isinstance(model, str):
-        return load_function(model, "model"), Message("model {name}", name=model)
+        return load_user_function(model, "model"), Message("model {name}", name=model)
     if model is not None:
         return model, Message("model {name}", name=getattr(model, "__name__", type(model).__name__))
     header = traces[0].header
@@ -120,34 +117,3 @@ def _resolve_model(
             )
         )
     return build, Message("the recorded configuration of {name}", name=header.model.rpartition(".")[2])
-
-
-def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Returns the function `FILE.py:function` or `package.module:function`. Raises InputError if it does not exist."""
-    file, _, function = name.rpartition(":")
-    if not file.endswith(".py"):
-        return load_user_function(name, what)
-    path = Path(file)
-    if not path.is_file():
-        raise InputError(Message("{what} {name!r}: no file {file}", what=what, name=name, file=file))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise InputError(
-            Message(
-                "{what} {name!r}: {file} has no function {function!r}{hint}",
-                what=what,
-                name=name,
-                file=file,
-                function=function,
-                hint=did_you_mean(function, vars(module)),
-            )
-        )
-    return found

@@ -18,7 +18,7 @@ forward costs some microseconds. Passes of compiled blocks are not recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, NamedTuple
@@ -105,27 +105,19 @@ class CodePaths:
         for batch, stage, path in self._taken:
             if (stage, path) not in self.known:
                 new = path - self.places or path
-                return self._shown(new), next((at for at, each in enumerate(batches) if id(each) == batch), 0)
+                return describe_path(self._codes, new), next(
+                    (at for at, each in enumerate(batches) if id(each) == batch), 0
+                )
         return "", -1
 
     def unrepeated(self) -> str:
         """Returns a call site of this step ('file:line') that no check has reached, or '' if there is none."""
         new = {place for _, _, path in self._taken for place in path} - self.places
-        return self._shown(frozenset(new)) if new else ""
+        return describe_path(self._codes, frozenset(new)) if new else ""
 
     def accept(self) -> None:
         """Marks the passes of this step as checked."""
         self.known |= {(stage, path) for _, stage, path in self._taken}
-
-    def _shown(self, places: Path) -> str:
-        """Returns the file and line of one of the call sites `places`: the first in order of file and line.
-
-        >>> CodePaths()._shown(frozenset())
-        "the user's code"
-        """
-        found = [(self._codes[place.code][0], place.at) for place in places if place.code in self._codes]
-        shown = sorted((code.co_filename.rpartition("/")[2], line_of(code, at)) for code, at in found)
-        return f"{shown[0][0]}:{shown[0][1]}" if shown else "the user's code"
 
 
 USERS, LAYERS, OURS = range(3)
@@ -169,6 +161,18 @@ class Recorder(TorchFunctionMode):
             ours = name.startswith("meshwright.") and not name.startswith(MODELS)
             known = self.codes[id(code)] = (code, LAYERS if name.startswith(LAYERS_OF) else OURS if ours else USERS)
         return known[1]
+
+
+def describe_path(codes: Mapping[int, tuple[CodeType, int]], places: Path) -> str:
+    """Returns the file and line of one of the call sites `places`: the first in order of file and line. `codes` is the
+    cache of the recorder.
+
+    >>> describe_path({}, frozenset())
+    "the user's code"
+    """
+    found = [(codes[place.code][0], place.at) for place in places if place.code in codes]
+    shown = sorted((code.co_filename.rpartition("/")[2], line_of(code, at)) for code, at in found)
+    return f"{shown[0][0]}:{shown[0][1]}" if shown else "the user's code"
 
 
 def line_of(code: CodeType, at: int) -> int:

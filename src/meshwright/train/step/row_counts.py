@@ -27,8 +27,9 @@ from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
-from meshwright.runtime.preflight.code_paths import Path, Recorder, line_of
+from meshwright.runtime.preflight.code_paths import Path, Recorder, describe_path
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
+from meshwright.spec.plan import Plan
 from meshwright.train.step.state import TrainState
 
 MAX_COMPARED_MICRO_BATCHES = 8
@@ -36,11 +37,12 @@ MAX_COMPARED_MICRO_BATCHES = 8
 
 
 class RowCounts:
-    """The numbers of rows that were checked. `copy`: the copy of the model, or None if it cannot be copied.
-    `say` gets a line about code that is not compared."""
+    """The numbers of rows that were checked under `plan`. `copy`: the copy of the model, or None if it cannot be
+    copied. `say` gets a line about code that is not compared."""
 
-    def __init__(self, copy: ModelCopy | None, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, copy: ModelCopy | None, say: Callable[[str], None]) -> None:
         self._say = say
+        self._micro_batch = min(map(plan.micro_batch_of, range(plan.dp)))
         self.copy = None if os.environ.get(CHECKS_ENV) == "never" else copy
         self._known: tuple[int, int] | None = None
         self._codes: dict[int, tuple[CodeType, int]] = {}
@@ -58,7 +60,7 @@ class RowCounts:
         """
         if self.copy is None or state.engine.outer is not None or (self._known is not None and not whole):
             return
-        fewest = min([rows, *map(state.plan.micro_batch_of, range(state.plan.dp))])
+        fewest = min(rows, self._micro_batch)
         is_first = self._known is None
         low, high = self._known or (fewest, fewest)
         self._known = min(low, fewest), max(high, rows)
@@ -72,7 +74,7 @@ class RowCounts:
         )
         if not first:
             return
-        place = self._shown(self._path(state, batches[0], first) ^ paths[0])
+        place = describe_path(self._codes, self._path(state, batches[0], first) ^ paths[0])
         if first > MAX_COMPARED_MICRO_BATCHES * fewest:
             self._say(
                 Message(
@@ -124,12 +126,6 @@ class RowCounts:
         except Exception:  # the first step says what does not run
             return frozenset()
         return frozenset(recorder.places)
-
-    def _shown(self, places: Path) -> str:
-        """Returns the file and line of one of the call sites `places`."""
-        found = [(self._codes[place.code][0], place.at) for place in places if place.code in self._codes]
-        shown = sorted((code.co_filename.rpartition("/")[2], line_of(code, at)) for code, at in found)
-        return f"{shown[0][0]}:{shown[0][1]}" if shown else "the user's code"
 
 
 def _of_rows(value: Any, rows: int) -> Any:
