@@ -92,14 +92,16 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
 def _import_file(name: str, what: str) -> ModuleType:
     """Runs the file of `FILE.py:function` as a module, which finds other modules in its own folder."""
     path = Path(name.partition(":")[0])
-    if not path.is_file():
-        raise InputError(Message("{what} {name!r}: no file {file}", what=what, name=name, file=str(path)))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
+    except FileNotFoundError as error:
+        if error.filename is None or Path(error.filename) != path.absolute():  # the user's code reads another file
+            raise
+        raise InputError(Message("{what} {name!r}: no file {file}", what=what, name=name, file=str(path))) from None
     finally:
         sys.path.pop(0)
     return module
