@@ -78,7 +78,8 @@ def estimate(job: Job, plan: Plan | str) -> Estimate:
 
     Raises: InputError when the plan cannot run the job.
     """
-    return step.estimate(job, with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan)
+    named = parse_plan(plan, lambda: job.cluster.devices) if isinstance(plan, str) else plan
+    return step.estimate(job, with_chosen_bucket(job, named) if isinstance(plan, str) else named)
 
 
 def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:

@@ -46,9 +46,9 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
     ("tokens", "message"),
     [
         (["paln"], "no command 'paln'; did you mean 'plan'? commands are catalog, checkpoint"),
-        (["plan", "--modle", "x"], "plan: Unknown option: --modle. Did you mean --model?"),
-        (["plan", "--batch", "many"], 'plan: Invalid value for --batch: unable to convert "many" into int.'),
-        (["plan", "a.yaml", "b.yaml"], "plan: Unused Tokens: ['b.yaml']."),
+        (["plan", "--modle", "x"], "plan: unknown option --modle; did you mean '--model'?"),
+        (["plan", "--batch", "many"], "plan: --batch 'many' is not a whole number, such as 32 or 4k"),
+        (["plan", "a.yaml", "b.yaml"], "plan: 'b.yaml' is one argument too many"),
         (["plan", "nowhere.yaml"], "job 'nowhere.yaml' does not exist"),
         (["plan", "--budget", "-1GiB"], "$.cluster.budget: input should be greater than or equal to 0, got '-1GiB'"),
         (
@@ -77,7 +77,10 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
             ["estimate", "--model", "llama-65bb"],
             "model 'llama-65bb' is neither in the catalog nor a folder with config.json nor a file; did you mean",
         ),
-        (["catalog", "modles"], 'catalog: Invalid value "modles" for KIND.'),
+        (
+            ["catalog", "modles"],
+            "catalog: KIND 'modles' is not one of models, devices, clusters, links; did you mean 'models'?",
+        ),
         (["catalog", "models", "--like", "zebra"], "none of 108 entries has 'zebra'"),
     ],
 )
@@ -87,6 +90,36 @@ def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
     code, out, err = called(capsys, *tokens)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("meshwright: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DP8", "dp8"),
+        ("ddp", "dp8"),
+        ("fsdp", "dp8.z3"),
+        ("zero3", "dp8.z3"),
+        ("FSDP.tp2", "dp4.tp2.z3"),
+        ("hsdp2x4", "dp2x4.z3"),
+        ("dp8.zero1", "dp8.z1"),
+        ("ep4", "dp8.ep4.z1"),
+        ("dp8.ep4", "dp8.ep4.z1"),
+        ("dp4.tp2.ep2", "dp4.tp2.ep2"),
+    ],
+)
+def test_words_of_other_systems_name_a_plan(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    eight = ["--model", "mixtral-8x7b", "--cluster", "1x8:a100-80gb", "--batch", "64", "--seq", "2k", "--json"]
+    code, out, _ = called(capsys, "estimate", *eight, "--plan", name)
+    assert (code, json.loads(out)["name"]) == (0, meant)
+
+
+def test_defaults_of_batch_and_sequence_are_the_model_s_own_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = called(capsys, "plan", "--model", "llama3-70b", "--cluster", "8x8:h100", "--top", "1")
+    assert "work     batch 32 x 4096 tokens" in out
+    assert err == "using defaults: batch 32 (--batch), sequence 4,096 (--seq)\n"
+    assert "2048 tokens" in called(capsys, "fit", "--model", "llama-65b", "--cluster", "8x8:a100-40gb")[1]
+    both = ["--cluster", "1x4:cpu", "--batch", "8", "--seq", "1k"]
+    assert called(capsys, "plan", "--model", "gpt2", *both, "--top", "1")[2] == ""
 
 
 def test_a_path_that_cannot_be_written_is_a_mistake_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    announce_defaults,
+    print_json,
+    print_output,
+)
 from meshwright.core.language import choose_language
 
 
@@ -36,6 +44,7 @@ def estimate(
     language = choose_language(lang, os.environ)
     file = read_job_file(job, shared)
     question = resolve_job(file)
+    announce_defaults(file, question.workload, language)
     if layers:
         from meshwright.report.plans import layers_text
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import os
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    announce_defaults,
+    print_json,
+    print_output,
+)
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message
 
@@ -23,12 +31,16 @@ def fit(
     Try: meshwright fit --cluster 8x8:a100-80gb --seq 2048
     """
     from meshwright.core.errors import NothingFits
-    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.job import UNKNOWN_CONTEXT, resolve_job
     from meshwright.planner.search.fit import STRATEGIES, fit_chart, smallest_cluster, split_by_node_type
     from meshwright.report.fit import fit_data, fit_text
 
     language = choose_language(lang, os.environ)
-    question = resolve_job(shared.job_file(job))
+    file = shared.job_file(job)
+    if shared.model is None and job is None:  # the chart is of GPT-shaped models, whose context is not limited
+        file = file.but(workload={"sequence": UNKNOWN_CONTEXT, **file.workload.model_dump(exclude_unset=True)})
+    question = resolve_job(file)
+    announce_defaults(file, question.workload, language, ("--seq",))
     cluster, workload = question.cluster, question.workload
     model = None if shared.model is None and job is None else question.model
     found = [

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, Language, print_json, print_note, print_output
+from meshwright.cli.options import AsJson, Language, count_option, print_json, print_note, print_output
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -19,7 +19,7 @@ def import_(
     source: Annotated[
         str | None, Parameter(name="--from", help="the system; default: recognized by the keys of the files")
     ] = None,
-    devices: Annotated[int, Parameter(help="number of devices; default: that of the launch command")] = 0,
+    devices: Annotated[int, count_option("number of devices; default: that of the launch command")] = 0,
     allow_unknown: Annotated[
         bool, Parameter(negative="", help="list keys that the system does not know, instead of refusing them")
     ] = False,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import JobOptions, JobPath, Language, print_note, print_output
+from meshwright.cli.options import JobOptions, JobPath, Language, count_option, print_note, print_output
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -33,7 +33,7 @@ class NodeOptions:
 
     min_nodes: Annotated[
         int | None,
-        Parameter(help="minimum number of nodes to run with if others are lost or not yet available; default: all"),
+        count_option("minimum number of nodes to run with if others are lost or not yet available; default: all"),
     ] = None
     interface: Annotated[
         str,

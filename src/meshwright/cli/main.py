@@ -19,6 +19,7 @@ from cyclopts import CycloptsError, UnknownCommandError
 from meshwright.cli.application import build_application, command_lines
 from meshwright.cli.options import join_negative_values, print_note
 from meshwright.cli.slow_disk import report_slow_disk
+from meshwright.cli.usage_errors import usage_error
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -92,7 +93,7 @@ def run_command(tokens: list[str]) -> int:
                     names=", ".join(names),
                 )
             ) from None
-        raise InputError(Message("{tokens}: {error}", tokens=tokens[0], error=error)) from None
+        raise usage_error(tokens[0], error) from None
     finally:
         gc.enable()
     sys.stdout.flush()

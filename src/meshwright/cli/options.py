@@ -19,7 +19,10 @@ from meshwright.core.messages import Message, translate
 from meshwright.core.printable_text import escape_terminal_controls
 
 if TYPE_CHECKING:
+    from cyclopts import Token
+
     from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.workload import Workload
 
 
 def join_negative_values(tokens: Sequence[str]) -> Iterator[str]:
@@ -50,8 +53,31 @@ Language = Annotated[
 AsJson = Annotated[bool, Parameter(negative="", help="print one JSON object to standard output, and nothing else")]
 
 
+DEFAULTS = ("--batch", "--seq")
+"""Options whose default values the planning commands announce."""
+
+
 def _option(text: str) -> Parameter:
     return Parameter(help=text)
+
+
+def convert_count(type_: Any, tokens: Sequence[Token]) -> int:
+    """Converts the value of an option to a whole number; 4k is 4,096.
+
+    Raises: InputError if the value is not a whole number.
+    """
+    from meshwright.core.errors import InputError
+    from meshwright.core.quantities import parse_count
+
+    number = parse_count(tokens[0].value)
+    if isinstance(number, str) and not re.fullmatch(r"[-+]?[0-9]+", number):
+        raise InputError(Message("{text!r} is not a whole number, such as 32 or 4k", text=number))
+    return int(number)
+
+
+def count_option(text: str) -> Parameter:
+    """Returns the declaration of an option whose value is a whole number. `text`: its help."""
+    return Parameter(help=text, converter=convert_count)
 
 
 @Parameter(name="*")
@@ -69,8 +95,14 @@ class JobOptions:
     budget: Annotated[
         str | None, _option("bytes of device memory that a rank may use, such as 70GiB; default: nearly all")
     ] = None
-    batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
-    seq: Annotated[int | None, _option("tokens per sequence")] = None
+    batch: Annotated[int | None, count_option("sequences per optimizer step, over all devices")] = None
+    seq: Annotated[
+        int | None,
+        count_option("tokens per sequence, such as 4k; default: the context of the model, at most 4,096 (CPUs: 256)"),
+    ] = None
+    data: Annotated[
+        str | None, _option("file, folder or pattern of the training data; default: the sources of Python's library")
+    ] = None
     precision: Annotated[
         str | None,
         _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; default: the fastest precision of the devices"),
@@ -78,6 +110,7 @@ class JobOptions:
     optimizer: Annotated[
         str | None, _option("adamw, adam, sgd, sgd-momentum, muon, adafactor or package.module:function")
     ] = None
+    lr: Annotated[float | None, _option("learning rate of the optimizer; default: 3e-4")] = None
     lora: Annotated[
         str | None,
         _option("train LoRA adapters only: rank=8,alpha=16,target=q_proj+v_proj; omitted settings have their defaults"),
@@ -103,7 +136,9 @@ class JobOptions:
             "workload.batch": self.batch,
             "workload.sequence": self.seq,
             "workload.precision": self.precision,
+            "data.source": self.data,
             "workload.optimizer.name": self.optimizer,
+            "workload.optimizer.lr": self.lr,
             "workload.lora": parse_lora(self.lora) if self.lora is not None else None,
             "plan.name": self.plan,
         }
@@ -116,6 +151,15 @@ class JobOptions:
         from meshwright.planner.inputs.job import read_job
 
         return trace_job_model(read_job(path, self.set, self.overrides()))
+
+
+def announce_defaults(file: JobFile, workload: Workload, language: str, options: tuple[str, ...] = DEFAULTS) -> None:
+    """Prints which of `options` (--batch, --seq) have default values: neither the user nor the job file sets them."""
+    fields = {"--batch": "batch", "--seq": "sequence"}
+    used = [name for name in options if fields[name] not in file.workload.model_fields_set]
+    if used:
+        values = ", ".join(f"{fields[name]} {getattr(workload, fields[name]):,} ({name})" for name in used)
+        print_note(Message("using defaults: {values}", values=values), language)
 
 
 def check_output_path(option: str, path: Path | None) -> None:

@@ -17,7 +17,9 @@ from meshwright.cli.options import (
     JobOptions,
     JobPath,
     Language,
+    announce_defaults,
     check_output_path,
+    count_option,
     print_json,
     print_note,
     print_output,
@@ -49,7 +51,7 @@ class RankingOptions:
     ] = False
     trials: Annotated[
         int,
-        Parameter(help="run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
+        count_option("run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
     ] = 0
 
 
@@ -58,7 +60,7 @@ class RankingOptions:
 class OutputOptions:
     """The further output of the command, and the files to write."""
 
-    top: Annotated[int, Parameter(help="number of plans to show")] = 10
+    top: Annotated[int, count_option("number of plans to show")] = 10
     why: Annotated[
         bool, Parameter(negative="", help="show the best plan of each rejected plan family, and why it lost")
     ] = False
@@ -135,18 +137,7 @@ def plan(
     if (found := _search(file, wanted, shown.top, language)) is None:
         return 0
     question, answer = found
-    if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
-        print_note(
-            translate(
-                Message(
-                    "no batch and no sequence were given: {batch} x {sequence} tokens a step are assumed; set them "
-                    "with --batch and --seq",
-                    batch=question.workload.batch,
-                    sequence=question.workload.sequence,
-                ),
-                language,
-            )
-        )
+    announce_defaults(file, question.workload, language)
     if shown.why_not is not None:
         _explain_rejection(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
@@ -371,7 +362,7 @@ def _explain_rejection(
     from meshwright.report.why import plan_comparison_text, why_not_data
     from meshwright.spec.plan import Plan
 
-    wanted = parse_pins(name) if "=" in name else read_plan(name)
+    wanted = parse_pins(name) if "=" in name else read_plan(name, lambda: question.cluster.devices)
     if wanted is None:
         raise InputError(
             Message("--why-not {name!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8", name=name)

@@ -14,7 +14,9 @@ from meshwright.cli.options import (
     JobOptions,
     JobPath,
     Language,
+    announce_defaults,
     check_output_path,
+    count_option,
     print_json,
     print_note,
     print_output,
@@ -60,7 +62,7 @@ class FaultOptions:
         tuple[str, ...],
         Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step; repeatable"),
     ] = ()
-    steps: Annotated[int, Parameter(help="number of steps to simulate if ranks die; 0: up to the last death")] = 0
+    steps: Annotated[int, count_option("number of steps to simulate if ranks die; 0: up to the last death")] = 0
 
 
 @Parameter(name="*")
@@ -89,7 +91,7 @@ class FleetOptions:
     detect: Annotated[str | None, Parameter(help="time to detect a failure")] = None
     rebuild: Annotated[str | None, Parameter(help="time to restart processes and process groups")] = None
     restore: Annotated[str | None, Parameter(help="time to load the state")] = None
-    spares: Annotated[int | None, Parameter(help="number of spare nodes; default: always one available")] = None
+    spares: Annotated[int | None, count_option("number of spare nodes; default: always one available")] = None
     repair: Annotated[str | None, Parameter(help="time until a failed node is a spare node again")] = None
     fleet_table: Annotated[
         bool, Parameter(negative="", help="print a table of seven policies on 16,384 to 100,000 devices, 54 days each")
@@ -154,6 +156,7 @@ def _simulate_step(
     if wrong.steps < 0:
         raise InputError(Message("--steps {steps} must be at least 0", steps=wrong.steps))
     question = resolve_job(file)
+    announce_defaults(file, question.workload, language)
     faults = Faults(
         kill=parse_faults(KilledRank, wrong.kill, "--kill"),
         slow=parse_faults(SlowRank, wrong.slow, "--slow"),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, count_option, print_json
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, join_messages, translate
 
@@ -54,7 +54,7 @@ class RunOptions:
         ),
     ] = None
     steps: Annotated[
-        int | None, Parameter(help="total number of optimizer steps; a larger number extends an existing run")
+        int | None, count_option("total number of optimizer steps; a larger number extends an existing run")
     ] = None
     resume_from: Annotated[
         Path | None,
@@ -86,11 +86,8 @@ class RunOptions:
     ] = None
     trials: Annotated[
         int,
-        Parameter(
-            help=(
-                "before training, run up to this many of the best plans for a few steps each, and "
-                "train with the fastest"
-            )
+        count_option(
+            "before training, run up to this many of the best plans for a few steps each, and train with the fastest"
         ),
     ] = 0
     lang: Language = None

@@ -95,6 +95,24 @@ def _quantity_validator(kind: str) -> BeforeValidator:
     return BeforeValidator(lambda value: parse_quantity(value, kind), json_schema_input_type=float | str)
 
 
+_COUNT = re.compile(r"\s*([0-9]+)\s*([kKmM])\s*")
+_COUNT_FACTORS = {"k": 2**10, "m": 2**20}
+
+
+def parse_count(value: Any) -> Any:
+    """Returns the whole number that the text `value` abbreviates: k is 1,024 and m is 1,048,576. Returns any other
+    value unchanged.
+
+    >>> parse_count("4k"), parse_count("8K"), parse_count("1m"), parse_count("3.5"), parse_count(7)
+    (4096, 8192, 1048576, '3.5', 7)
+    """
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return int(match[1]) * _COUNT_FACTORS[match[2].lower()] if match else value
+
+
+Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | str)]
+"""A whole number, also as a text such as '4k' (`parse_count`)."""
+
 MAX_QUANTITY = 1e21
 """Maximum quantity in base units. No real machine exceeds it, and the product of several such quantities still fits in
 a float."""

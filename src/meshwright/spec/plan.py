@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -39,7 +39,7 @@ from meshwright.spec.enums import (
     upgrade_offload_fields,
 )
 from meshwright.spec.plan_checks import PLAN_CHECKS
-from meshwright.spec.plan_name import parse_plan_name, plan_name
+from meshwright.spec.plan_name import expand_plan_words, parse_plan_name, plan_name
 from meshwright.spec.schedules.schedule import Schedule, find_schedule, stage_to_rank
 
 
@@ -284,15 +284,16 @@ class Plan(StrictModel):
         return hashlib.sha256(self.to_json(None).encode()).hexdigest()[:16]
 
 
-def parse_plan(name: str) -> Plan:
-    """Returns the plan with the short name `name`.
+def parse_plan(name: str, world: Callable[[], int] | None = None) -> Plan:
+    """Returns the plan with the short name `name`. `world` returns the number of ranks, for names without a data
+    degree such as fsdp; None: it is unknown.
 
     Raises: InputError with the part of the name that is not understood.
 
     >>> parse_plan("dp2x4.tp2.z3.rc-full").world
     16
     """
-    return validate_data(Plan, parse_plan_name(name), f"plan {name!r}")
+    return validate_data(Plan, parse_plan_name(expand_plan_words(name, world)), f"plan {name!r}")
 
 
 def round_equation(plan: Plan) -> str:

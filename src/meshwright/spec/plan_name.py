@@ -21,13 +21,16 @@ A name is a list of parts joined by dots. A part is omitted if its field has the
     lc8             chunks of the loss
     compile         torch.compile for each block
     order-dp-pp-tp  the order of axes
+
+`expand_plan_words` also understands capitals and the words of other systems: ddp8, fsdp8, hsdp2x4, zero3.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from math import gcd, prod
 from typing import Any
 
 from meshwright.core.errors import InputError, did_you_mean
@@ -138,13 +141,61 @@ _EXAMPLE_TOKENS = (
 )
 
 
+_FREQUENT_TOKENS = ("dp8", "tp2", "sp", "pp4", "cp2", "ep2", "z3", "mb2", "rc-full", "off-optimizer")
+_WORD_PARTS = {
+    r"zero-?([0-3])": r"z\1",
+    r"ddp(\d+)": r"dp\1",
+    r"fsdp(\d+)": r"dp\1.z3",
+    r"hsdp(\d+x\d+)": r"dp\1.z3",
+}
+"""Words of other systems for parts of a name, as patterns, with the parts that they mean."""
+_WORLD_WORDS = {"ddp": "", "fsdp": "z3"}
+"""Words for data parallelism over all ranks, with the further part that they mean."""
+
+
+def expand_plan_words(name: str, world: Callable[[], int] | None = None) -> str:
+    """Returns the name of a plan in lower case, with the words of other systems replaced: ddp8 is dp8, fsdp8 is dp8.z3,
+    hsdp2x4 is dp2x4.z3, zero3 is z3. `ddp`, `fsdp`, and `zero3` or an expert degree without a data degree, are over all
+    ranks that the other parts leave. `world` returns the number of ranks; None: it is unknown.
+
+    Raises: InputError if `name` has the word ddp or fsdp and the number of ranks is unknown or not divisible.
+
+    >>> expand_plan_words("FSDP.tp2", lambda: 8), expand_plan_words("zero3", lambda: 4), expand_plan_words("DP8.zero1")
+    ('dp4.tp2.z3', 'dp4.z3', 'dp8.z1')
+    """
+    parts = name.strip().lower().split(".")
+    words = [word for word in parts if word in _WORLD_WORDS]
+    for pattern, meaning in _WORD_PARTS.items():
+        parts = [re.sub(f"^{pattern}$", meaning, part) for part in parts]
+    over_all = words or (any(re.fullmatch("zero-?[1-3]|ep[0-9]+", part) for part in name.lower().split(".")) and world)
+    if not over_all or any(part.startswith("dp") and part[2:3].isdigit() for part in parts):
+        return ".".join(parts)
+    inner = prod(int(match[1]) for part in parts if (match := re.fullmatch(r"(?:tp|pp|cp)([1-9]\d*)", part)))
+    if world is None or world() % inner:
+        raise InputError(
+            Message("plan {name!r}: write the number of data ranks, such as {word}8", name=name, word=words[0])
+            if world is None
+            else Message(
+                "plan {name!r}: its other degrees need a multiple of {inner} ranks, but there are {world}",
+                name=name,
+                inner=inner,
+                world=world(),
+            )
+        )
+    rest = [part for part in parts if part not in _WORLD_WORDS]
+    return ".".join(filter(None, [f"dp{world() // inner}", *rest, *(_WORLD_WORDS[word] for word in words)]))
+
+
 def parse_plan_name(name: str) -> dict[str, Any]:
-    """Returns the fields of the plan with the short name `name`.
+    """Returns the fields of the plan with the short name `name`. An expert degree that the tensor and context ranks do
+    not provide implies ZeRO 1, whose shard group its data ranks are.
 
     Raises: InputError with the part of the name that is not understood.
 
     >>> parse_plan_name("tp2.zbv")
     {'tp': 2, 'schedule': 'zbv', 'virtual_stages': 2, 'dp_replicate': 1, 'offload': ()}
+    >>> parse_plan_name("dp8.ep4")
+    {'ep': 4, 'zero': 1, 'dp_shard': 8, 'offload': ()}
     """
     fields: dict[str, Any] = {}
     dp: tuple[int, int | None] = (1, None)
@@ -182,19 +233,28 @@ def parse_plan_name(name: str) -> dict[str, Any]:
         else:
             raise InputError(
                 Message(
-                    "plan {name!r}: part {part!r} is not understood{hint}; parts are such as {example_tokens}",
+                    "plan {name!r}: part {part!r} is not understood{hint}; parts are such as {example_tokens}; write "
+                    "`auto` to let the planner choose",
                     name=name,
                     part=part,
                     hint=did_you_mean(part, _EXAMPLE_TOKENS),
-                    example_tokens=", ".join(_EXAMPLE_TOKENS),
+                    example_tokens=", ".join(_FREQUENT_TOKENS),
                 )
             )
-    fields.pop("dp", None)
-    if dp[1] is not None:
-        fields["dp_replicate"], fields["dp_shard"] = dp[0], dp[1]
-    else:
-        fields["dp_shard" if fields.get("zero") else "dp_replicate"] = dp[0]
-    return {**fields, "offload": tuple(offload)}
+    return {**_with_data_degrees(fields, dp), "offload": tuple(offload)}
+
+
+def _with_data_degrees(fields: dict[str, Any], dp: tuple[int, int | None]) -> dict[str, Any]:
+    """Returns the fields of a name with the data degrees instead of the mark `dp`: `dp` is the degree, or the numbers
+    of replicas and of shards. An expert degree that tensor and context ranks do not provide implies ZeRO 1."""
+    is_given, inner = fields.pop("dp", False), fields.get("tp", 1) * fields.get("cp", 1)
+    degree, shards = dp
+    if (ep := fields.get("ep", 1)) > 1 and inner % ep and shards is None:
+        degree = degree if is_given else ep // gcd(ep, inner)
+        fields["zero"] = fields.get("zero") or 1
+    if shards is not None:
+        return {**fields, "dp_replicate": degree, "dp_shard": shards}
+    return {**fields, "dp_shard" if fields.get("zero") else "dp_replicate": degree}
 
 
 def _schedule_fields(part: str) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import did_you_mean
 from meshwright.core.messages import Message
+from meshwright.core.quantities import Count
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
@@ -181,9 +182,9 @@ class LoraConfig(StrictModel):
 class Workload(StrictModel):
     """The training workload. `batch` is the number of sequences per optimizer step, over all devices."""
 
-    sequence: int = Field(default=256, ge=1, le=2**32)
-    batch: int = Field(default=32, ge=1, le=2**32)
-    steps: int = Field(default=200, ge=1)
+    sequence: Count = Field(default=256, ge=1, le=2**32)
+    batch: Count = Field(default=32, ge=1, le=2**32)
+    steps: Count = Field(default=200, ge=1)
     precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
     reduce: Literal["fp32", "bf16"] | None = Field(
         default=None, description="dtype of stored, summed and sent gradients; null: the dtype of the precision"

@@ -3,8 +3,9 @@ commands and `mw.load` use it.
 
 The sources of a job are, in ascending precedence: defaults, the job file, `--set section.key=value`, and options of the
 command. Missing values are filled in. The default precision is the fastest precision that all devices support; if
-several are equally fast, it is the first of bf16, fp16, fp32. The default sequence length is at most the model's number
-of positions. An error message names the file and the path of the invalid value.
+several are equally fast, it is the first of bf16, fp16, fp32. The default sequence length is the model's number of
+positions, but at most 4,096 tokens, and at most 256 on CPUs. An error message names the file and the path of the
+invalid value.
 
 `parse_lora` parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job. `add_lora`
 adds the LoRA adapters to a model spec.
@@ -36,6 +37,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.workload import DataConfig, LoraConfig, Workload
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+MAX_DEFAULT_SEQUENCE = 4096
+"""The default sequence length is the context of the model, but at most this many tokens on accelerators."""
+UNKNOWN_CONTEXT = 2048
+"""The sequence length of a model whose context is unknown or unlimited, in tokens."""
 
 
 class ModelChoice(StrictModel):
@@ -100,7 +105,8 @@ class JobFile(StrictModel):
 
     def given_plan(self) -> Plan | None:
         """Returns the plan if the job file names a complete plan, else None."""
-        return read_plan(str(self.plan["name"])) if "name" in self.plan else None
+        devices = lambda: resolve_cluster(self.cluster).devices
+        return read_plan(str(self.plan["name"]), devices) if "name" in self.plan else None
 
 
 def read_job(
@@ -180,13 +186,16 @@ def resolve_job(file: JobFile) -> Job:
 
     Raises: InputError if a part of the job is invalid, or if model, cluster and workload do not match.
     """
-    model = file.described or model_spec(model_title(file.model.source), resolve_sizes(file.model))
+    sizes = None if file.described else resolve_sizes(file.model)
+    model = file.described or model_spec(model_title(file.model.source), sizes or resolve_sizes(file.model))
     if isinstance(model, str):
         raise InputError(model)
     if file.workload.lora is not None:
         model = add_lora(model, file.workload.lora)
     cluster = resolve_cluster(file.cluster)
-    workload = fill_workload(file.workload, model, cluster)
+    # A traced model is planned with the length with which it was traced.
+    context = (sizes.seq or UNKNOWN_CONTEXT) if sizes is not None else file.workload.sequence
+    workload = fill_workload(file.workload, model, cluster, context)
     check_precision(workload, cluster)
     pins = {**workload.fixed, **resolve_pins(file)}
     return Job(model=model, cluster=cluster, workload=workload, pins=pins)
@@ -240,24 +249,38 @@ def resolve_pins(file: JobFile) -> dict[str, Any]:
     return pins_from_plan(plan) if plan is not None else validate_pins(others, "$.plan")
 
 
-def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
+def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster, context: int) -> Workload:
     """Returns `workload` with missing values filled in: the precision from the devices, the sequence length from the
-    model. Raises InputError if the user set a sequence length above the model's number of positions."""
+    usual length `context` of the model.
+
+    Raises: InputError if the user set a sequence length above the model's number of positions.
+    """
     changes: dict[str, Any] = {}
     if "precision" not in workload.model_fields_set:
         changes["precision"] = default_precision(cluster)
     longest = model.context
-    if longest and workload.sequence > longest:
-        if "sequence" in workload.model_fields_set:
-            raise InputError(
-                Message(
-                    "sequence {sequence} is longer than the {longest} positions that the model has",
-                    sequence=workload.sequence,
-                    longest=longest,
-                )
+    if "sequence" not in workload.model_fields_set:
+        changes["sequence"] = default_sequence(min(context, longest or context), cluster)
+    elif longest and workload.sequence > longest:
+        raise InputError(
+            Message(
+                "sequence {sequence} is longer than the {longest} positions that the model has",
+                sequence=workload.sequence,
+                longest=longest,
             )
-        changes["sequence"] = longest
+        )
     return workload.but(**changes) if changes else workload
+
+
+def default_sequence(context: int, cluster: Cluster) -> int:
+    """Returns the default sequence length in tokens on `cluster` of a model whose usual length is `context`.
+
+    >>> default_sequence(8192, read_cluster("1x8:h100")), default_sequence(8192, read_cluster("1x4:cpu"))
+    (4096, 256)
+    """
+    usual = Workload.model_fields["sequence"].default
+    on_cpu = all(group.device.name.startswith("cpu") for group in cluster.groups)
+    return min(context, usual if on_cpu else MAX_DEFAULT_SEQUENCE)
 
 
 def resolve_precision(file: JobFile) -> str:

@@ -8,7 +8,7 @@ PIN_ALIASES are allowed, such as `z` for `zero`. `schedule=FILE` reads an order 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 
-def read_plan(text: str) -> Plan | None:
+def read_plan(text: str, world: Callable[[], int] | None = None) -> Plan | None:
     """Returns the plan with the name `text` or in the file `text`. Returns None for `auto`: the planner chooses the
-    plan.
+    plan. `world` returns the number of devices, for names without a data degree such as fsdp.
 
     Raises: InputError if `text` is neither a valid name nor a valid file.
 
@@ -53,7 +53,7 @@ def read_plan(text: str) -> Plan | None:
     path = path_from_text(text)
     if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
         return read_plan_file(path)
-    return parse_plan(text)
+    return parse_plan(text, world)
 
 
 def read_plan_file(path: Path) -> Plan:

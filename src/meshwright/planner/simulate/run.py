@@ -217,7 +217,7 @@ def simulate(
 
     Raises: InputError if the plan cannot run, or if a fault names a rank or a step that does not exist.
     """
-    plan = with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan
+    plan = with_chosen_bucket(job, parse_plan(plan, lambda: job.cluster.devices)) if isinstance(plan, str) else plan
     wrong = (faults or NO_FAULTS).check(plan.world)
     check_equal_replicas(plan)
     priced = estimate(job, plan)
