@@ -176,6 +176,8 @@ def data_parallel(folder: str, setting: Setting) -> None:
     rank, world, fault = dist.get_rank(), dist.get_world_size(), setting.fault
     replica = setting._replace(seed=setting.seed + rank) if fault == "not broadcast" else setting
     model = wrap(setting, build(replica))
+    if fault == "stale weight":
+        plant_stale_rows(model, build(setting).embedding.weight.detach())
     torch.manual_seed(100 + rank)
     optimizer = optimizer_of(setting, model, 3e-2 if fault == "learning rate" and rank else 1e-2)
     autocast = setting.low and setting.kind != "FSDP2"
@@ -204,6 +206,17 @@ def data_parallel(folder: str, setting: Setting) -> None:
                     parameter.grad /= world
             clip(setting, model, rank)
             optimizer.step()
+
+
+def plant_stale_rows(model: TinyModel, first: torch.Tensor) -> None:
+    """Lets the embedding read the rows of the shard of the last of two ranks from the first weights."""
+    rows = (torch.arange(VOCABULARY) >= -(-VOCABULARY // 2)).unsqueeze(1)
+
+    def lookup(ids: torch.Tensor) -> torch.Tensor:
+        weight = model.embedding.weight
+        return F.embedding(ids, weight + torch.where(rows, first - weight, 0.0).detach())
+
+    model.embedding.forward = lookup
 
 
 def local_loss(setting: Setting, logits: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:

@@ -73,6 +73,7 @@ FAULTS = [
     Case(data_parallel, 2, FSDP1._replace(fault="padding counted"), "", "label count"),
     Case(data_parallel, 2, FSDP2._replace(fault="clip norm", clip=0.1), "", "wrong clip norm"),
     Case(data_parallel, 2, FSDP2._replace(fault="divided twice"), "layers.1", "scaled gradient"),
+    Case(data_parallel, 2, FSDP2._replace(fault="stale weight"), "embedding", "stale weight"),
     Case(data_parallel, 2, PLAIN._replace(fault="not broadcast"), "", "unequal replicas"),
     Case(data_parallel, 2, DDP._replace(fault="excluded parameter"), "layers.1.up", "missing gradient all-reduce"),
     Case(

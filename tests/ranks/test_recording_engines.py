@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_families import build_family
 from pool import Pool
 from recorded_engines import EngineSetting, accelerate_loop, deepspeed_loop, transformers_trainer
 from recorded_loops import Setting, build, loss_of
+from transformers_modes import differences, train_on_one_device, train_under
 
 from meshwright.interop.recording.verify_recording import verify_recording
 
@@ -53,3 +55,25 @@ def test_an_engine_equals_one_device_unless_a_fault_is_planted(
     assert [found.cause for found in report.findings] == ([cause] if cause else []), shown
     if not cause:
         assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "cause"),
+    [("phi3", "TP", ""), ("mixtral", "TP+EP", ""), ("distilbert", "DDP", "mean of means")],
+)
+def test_a_recording_of_a_mode_of_transformers_agrees_with_plain_autograd(
+    tmp_path: Path, family: str, mode: str, cause: str
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    build_family(family).save_pretrained(tmp_path / "saved")
+    pool = Pool()
+    try:
+        results = pool.run(2, train_under, str(tmp_path / "trace"), str(tmp_path / "saved"), family, mode)
+    finally:
+        pool.close()
+    off = differences(results[0], train_on_one_device(family))
+    assert (off[0] > 1e-4) == bool(cause), off
+    report = verify_recording(tmp_path / "trace")
+    shown = "\n".join([*report.lines(), *(found.line() for found in report.findings)])
+    assert [found.cause for found in report.findings] == ([cause] if cause else []), shown

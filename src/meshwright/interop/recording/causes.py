@@ -174,6 +174,21 @@ def wrong_slice(rank: int, other: int) -> Cause:
     return Cause("wrong shard", Message("rank {rank} computes the slice of rank {other}", rank=rank, other=other))
 
 
+def stale_weight(name: str, owners: list[int] | None) -> Cause:
+    """Returns the cause for an output that is computed with weights from before the last update: of the shards of the
+    ranks `owners`, or of all (None)."""
+    if owners is None:
+        return Cause("stale weight", Message("it is computed with {name} from before the last update", name=name))
+    return Cause(
+        "stale weight",
+        Message(
+            "it is computed with {name} of which the part of the ranks {ranks} misses the last update",
+            name=name,
+            ranks=rank_list(owners),
+        ),
+    )
+
+
 def label_count(found: int, expected: int) -> Cause:
     """Returns the cause for a loss with a different number of labels."""
     return Cause(

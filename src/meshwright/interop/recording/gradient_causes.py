@@ -214,7 +214,8 @@ def _known_factors(case: GradientCase, wrong: list[WrongGradient], limit: float)
                     least=round(min(count for _, count in losses.values())),
                     most=round(max(count for _, count in losses.values())),
                 )
-                return Cause("mean of means", why), ""
+                times = Message("{why}; it is also multiplied by {factor}", why=why, factor=f"{scale:g}")
+                return Cause("mean of means", why if scale == 1 else times), ""
     return _scaled(case, wrong, limit)
 
 

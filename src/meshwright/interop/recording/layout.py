@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -75,6 +74,14 @@ def unwrap(model: nn.Module) -> nn.Module:
             break
         model = inner
     return model
+
+
+def user_class(model: nn.Module) -> type[nn.Module]:
+    """Returns the class of a model. FSDP2 replaces it by a class of its own, which inherits from it."""
+    kind = type(model)
+    return (
+        kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp") and len(kind.__bases__) > 1 else kind
+    )
 
 
 def clean(name: str) -> str:
@@ -188,15 +195,27 @@ def _plain_region(name: str, parameter: nn.Parameter, by: ShardedBy | None) -> T
 
 
 def dtensor_region(tensor: DTensor) -> TensorRegion:
-    """Returns the region of the local tensor of a DTensor."""
-    shape = tuple(tensor.shape)
+    """Returns the region of the local tensor of a DTensor. A fused weight with a strided shard has several ranges."""
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     if not any(_is_sharded(place) for place in tensor.placements):
         return TensorRegion(shape=shape)
-    places = [place if _is_sharded(place) else Replicate() for place in tensor.placements]
-    sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, places)
-    return TensorRegion(
-        shape=shape, ranges=tuple(((start, start + size),) for start, size in zip(offsets, sizes, strict=True))
-    )
+    elements = [torch.arange(size if coordinate is not None else 0, device="cpu") for size in shape]
+    for at, placement in enumerate(tensor.placements):
+        place: Any = placement
+        if _is_sharded(place) and coordinate is not None:
+            strided = {"split_factor": place.split_factor} if hasattr(place, "split_factor") else {}
+            pieces, _ = type(place)(0, **strided)._split_tensor(elements[place.dim], mesh.size(at), with_padding=False)
+            elements[place.dim] = pieces[coordinate[at]]
+    return TensorRegion(shape=shape, ranges=tuple(_ranges_of(each) for each in elements))
+
+
+def _ranges_of(elements: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Returns ascending indices as ranges [start, end)."""
+    if not len(elements):
+        return ((0, 0),)
+    ends = (elements.diff() != 1).nonzero().flatten() + 1
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in elements.tensor_split(ends))
 
 
 def _is_sharded(place: Any) -> bool:

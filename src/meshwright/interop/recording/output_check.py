@@ -8,6 +8,7 @@ from typing import NamedTuple
 from meshwright.interop.recording import causes
 from meshwright.interop.recording.digest import Digest, add_digests, distance
 from meshwright.interop.recording.findings import Finding
+from meshwright.interop.recording.stale import WrongOutput, find_stale_weight
 from meshwright.interop.recording.step_values import StepValues
 from meshwright.interop.recording.tolerance import Rounding
 from meshwright.interop.recording.topology import Source
@@ -132,8 +133,23 @@ class OutputCheck:
         cause = causes.explain_output(digests[0], truth, bias)
         if cause.name == "unknown":
             chunk = self._other_slice(first)
-            cause = causes.wrong_slice(first.rank, chunk) if chunk is not None else cause
+            cause = causes.wrong_slice(first.rank, chunk) if chunk is not None else self._stale_weight(first) or cause
         return self.judge.finding("output", first.output.path, ranks, size, cause)
+
+    def _stale_weight(self, first: OutputMismatch) -> causes.Cause | None:
+        """Returns the cause of an output that is computed with weights from before the last update."""
+        need, found = self.topology.need(first.rank, first.output), self.judge.digest(first.rank, first.output.row)
+        wrong = WrongOutput(first.source, first.output.path, first.output.call, need, found, first.limit)
+        stale = find_stale_weight(self.judge.device, self.judge.step, wrong)
+        if stale is None:
+            return None
+        owners = [
+            rank
+            for rank, trace in enumerate(self.topology.traces)
+            for piece in trace.header.pieces
+            if self.topology.canonical[piece.name] == stale.name and piece.region == stale.region
+        ]
+        return causes.stale_weight(stale.name, None if stale.region.whole else sorted(set(owners)))
 
     def _equal_on_all_ranks(self, mismatches: list[OutputMismatch]) -> bool:
         """Returns whether the ranks of a replica have equal wrong outputs, so that partial sums were added up."""

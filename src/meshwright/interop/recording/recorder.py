@@ -34,6 +34,7 @@ from meshwright.interop.recording.layout import (
     named_modules,
     sharded_by,
     unwrap,
+    user_class,
 )
 from meshwright.interop.recording.trace_format import FORMAT_VERSION, TraceHeader
 from meshwright.interop.recording.trace_writer import TraceWriter
@@ -90,6 +91,7 @@ class OpenStep:
     entries: dict[str, Any] = field(default_factory=dict)
     forwards: list[int] = field(default_factory=list)
     stepped: bool = False
+    clipped: bool = False
 
 
 class StepRecorder:
@@ -130,7 +132,7 @@ class StepRecorder:
             "rank": dist.get_rank() if dist.is_initialized() else 0,
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "wanted": self.wanted,
-            "model": f"{type(first).__module__}.{type(first).__qualname__}",
+            "model": f"{(kind := user_class(first)).__module__}.{kind.__qualname__}",
             "engine": engine.name,
             "replica": engine.replica,
             "peers": engine.peers,
@@ -266,7 +268,9 @@ class StepRecorder:
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._output_gradient(entry, gradient))
 
-    def _output_gradient(self, entry: dict[str, Any], gradient: torch.Tensor) -> None:
+    def _output_gradient(self, entry: dict[str, Any], gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # DDP passes none to an output that the loss does not use
+            return
         places = gradient.placements if isinstance(gradient, DTensor) else ()
         local = local_tensor(gradient)
         if self.header and list(local.shape) == entry["shape"] and not any(place.is_partial() for place in places):
@@ -325,14 +329,14 @@ class StepRecorder:
         self.paused = paused
 
     def clip(self, max_norm: float, before: bool) -> None:
-        """Records the gradients before and after they are clipped."""
+        """Records the gradients before they are clipped. Those after it are recorded before the update, because an
+        engine may clip the parameters of each mesh by a call of its own."""
         if not self.now.micro_batches:
             return
         if before:
             self._record_gradients("gradients")
             self.now.entries.setdefault("clip", max_norm)
-        elif "clipped" not in self.now.entries:
-            self._record_gradients("clipped")
+        self.now.clipped = True
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, before: bool) -> None:
         """Records the gradients and the options of an optimizer before its step."""
@@ -343,6 +347,8 @@ class StepRecorder:
             self.now.stepped = True
             return
         self._record_gradients("gradients")
+        if self.now.clipped:
+            self._record_gradients("clipped")
         entry = {
             "kind": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "groups": [_options_of(group) for group in optimizer.param_groups],

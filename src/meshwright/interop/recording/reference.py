@@ -109,6 +109,8 @@ class OneDevice:
         self.update = OptimizerReplay(topology, self.names)
         self.now = StepReference()
         self.observer = ReplayObserver()
+        self.weights: list[dict[str, torch.Tensor]] = []
+        """The weights before the last two steps, the older first."""
 
     def run(self, step: int) -> StepReference:
         """Runs step `step` and the update after it."""
@@ -116,6 +118,7 @@ class OneDevice:
         stored = self.loaded.load(self.model, step, self.precision.weights)
         if stored and self.precision.perturbed:
             _perturb(self.model)
+        self.weights = [*self.weights[-1:], {name: each.detach().clone() for name, each in self.names.items()}]
         regions = self.topology.regions()
         self.now.before = self._weights(regions)
         totals: dict[str, torch.Tensor] = {}
@@ -145,17 +148,14 @@ class OneDevice:
     def _run_source(
         self, step: int, source: Source, regions: Mapping[str, Any], totals: dict[str, torch.Tensor]
     ) -> None:
-        micro, trace = self.topology.micro_batch(step, source), self.topology.traces[source.rank]
-        args, kwargs = self._cast(decode_tree(micro.inputs, trace.tensor))
-        for name in NORMALIZERS & kwargs.keys():
-            kwargs[name] = None
+        args, kwargs = self.arguments(step, source)
+        micro = self.topology.micro_batch(step, source)
         batch = self._batch(micro, source, step, args, kwargs)
         if isinstance(labels := batch.get("labels"), torch.Tensor):
             self.now.batch_labels[source] = labels
         self.calls: dict[str, int] = defaultdict(int)
         self.source = source
-        torch.set_rng_state(trace.tensor(micro.random))
-        self.observer.begin(lambda number, given: self.topology.mask(step, source, number, given.shape))
+        self.start(step, source)
         for parameter in self.names.values():
             parameter.grad = None
         kind = next(iter(self.names.values())).device.type
@@ -175,6 +175,19 @@ class OneDevice:
             for region in each:
                 found = self.digest(slice_region(gradient, region))
                 self.now.gradients[source, name, region_key(region)] = found
+
+    def arguments(self, step: int, source: Source) -> tuple[Any, Any]:
+        """Returns the recorded arguments of the model for a micro-batch, in the precision of this device."""
+        micro, trace = self.topology.micro_batch(step, source), self.topology.traces[source.rank]
+        args, kwargs = self._cast(decode_tree(micro.inputs, trace.tensor))
+        for name in NORMALIZERS & kwargs.keys():
+            kwargs[name] = None
+        return args, kwargs
+
+    def start(self, step: int, source: Source) -> None:
+        """Restores the random state and the dropout masks of a micro-batch."""
+        torch.set_rng_state(self.topology.traces[source.rank].tensor(self.topology.micro_batch(step, source).random))
+        self.observer.begin(lambda number, given: self.topology.mask(step, source, number, given.shape))
 
     def _cast(self, value: Any) -> Any:
         dtype = torch.float64 if self.precision.weights == torch.float64 else None

@@ -5,18 +5,20 @@ from __future__ import annotations
 from meshwright.interop.recording import causes
 from meshwright.interop.recording.digest import Digest
 from meshwright.interop.recording.findings import Finding, StepComparison
-from meshwright.interop.recording.reference import StepReference
+from meshwright.interop.recording.reference import OneDevice, StepReference
 from meshwright.interop.recording.tolerance import Floors
-from meshwright.interop.recording.topology import RecordedTopology, Source
+from meshwright.interop.recording.topology import Source
 
 
 class StepValues:
-    """Step `step` of a recording. `truth` is one device in float64, `other` in the precision of the recording."""
+    """Step `step` of a recording. `truth` is one device in float64, `other` in the precision of the recording. `device`
+    has computed `truth`."""
 
     def __init__(
-        self, topology: RecordedTopology, step: int, truth: StepReference, other: StepReference, floors: Floors
+        self, device: OneDevice, step: int, truth: StepReference, other: StepReference, floors: Floors
     ) -> None:
-        self.topology, self.step, self.truth, self.other, self.floors = topology, step, truth, other, floors
+        self.device, self.topology = device, device.topology
+        self.step, self.truth, self.other, self.floors = step, truth, other, floors
         labels, values = self._recorded_losses()
         self.compared = StepComparison(
             step + 1, truth.loss, values, round(truth.labels), labels, len(truth.losses), norm=truth.norm

@@ -61,7 +61,7 @@ def verify_recording(
         other = OneDevice(topology, loaded, loss, _rounding_precision(traces, precision))
         for step in range(len(header.steps)):
             one, two = truth.run(step), other.run(step)
-            judge = StepJudge(topology, step, one, two, FLOORS[precision])
+            judge = StepJudge(truth, step, one, two, FLOORS[precision])
             report.findings += judge.run()
             report.steps.append(judge.compared)
             if report.findings:
