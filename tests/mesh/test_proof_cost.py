@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.analyze import GATHERING_UNVERIFIED_REASON, analyze_model
 from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.run_comparison import MAX_COMPARED_NUMEL, GradProjection
 
@@ -108,6 +108,22 @@ def test_a_large_weight_that_a_share_writes_to_otherwise_is_refused() -> None:
     found = analyze_model(model_of("written"), use_random_weights=True)
     assert not found.regions
     assert any("writes other values to blocks.0.up.weight" in line for line in found.findings), found.findings
+
+
+def test_only_a_plan_that_gathers_weights_runs_the_model_in_eval_mode() -> None:
+    class Writes(Model):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            if not self.training:
+                with torch.no_grad():
+                    self.head.weight.mul_(0.5)
+            return super().forward(input_ids)
+
+    with torch.device("meta"):
+        model = Writes("plain")
+    written = analyze_model(model).unsupported["gathering"]
+    assert "head.weight" in written
+    assert analyze_model(model, gathers=False).unsupported["gathering"] == GATHERING_UNVERIFIED_REASON
+    assert "gathering" not in analyze_model(model_of()).unsupported
 
 
 def test_projections_are_products_of_the_whole_gradient() -> None:

@@ -83,6 +83,8 @@ class State(NamedTuple):
     """Key, rank and node of each mirror of the last whole round."""
     round: tuple[int, frozenset[tuple[int, int]]] | None = None
     """The step that is being mirrored; which rank's snapshots which node is still to copy."""
+    orders: tuple[tuple[int, ...], ...] = ((),) * NODES
+    """The ranks whose snapshots each node was last ordered to copy, two at most: it keeps those copies."""
     faults: int = 0
     gone: frozenset[int] = frozenset()
     """What the documentation promises, apart from how it is done: nodes lost since a step was last whole on two nodes;
@@ -219,6 +221,7 @@ def _mirror(s: State, node: int) -> State:
 
 def _crash(s: State, node: int) -> State:
     held = frozenset(each for each in s.held if each.node != node)
+    s = s._replace(orders=_replaced(s.orders, node, ()))
     s = s._replace(dead=s.dead | {node}, orphans=s.orphans - {node}, faults=s.faults + 1, held=held)
     if s.phase == "lost":
         return s._replace(gone=s.gone | {node})
@@ -256,6 +259,7 @@ def _come(s: State, node: int) -> State:
     slots = s.slots if slot < len(s.slots) else (*s.slots, node)
     heals = s.heals or (s.phase == "gather" and node in s.orphans)
     known = s.known | {each for each in s.held if each.node == node} if s.phase == "gather" else s.known
+    s = s._replace(orders=_replaced(s.orders, node, ()))
     s = s._replace(slots=slots, open=s.open | {slot}, heals=heals, dead=s.dead - {node}, orphans=s.orphans - {node})
     return s._replace(known=known)
 
@@ -333,8 +337,23 @@ def _joins(s: State, world: int) -> State:
     seats = tuple(sorted(s.open)[:world])
     members = {s.slots[slot] for slot in seats}
     held = frozenset(each for each in s.held if each.key in (s.key, source) or each.node not in members)
+    if source == s.key:
+        held = frozenset(each for each in held if each.node not in members or _is_kept(s, each))
     s = s._replace(phase="join", generation=s.generation + 1, seats=seats, source=source, old=old, held=held)
     return _renumbered(s)
+
+
+def _is_kept(s: State, copy: Snapshot) -> bool:
+    """Whether its node keeps `copy` as ranks start again with the same plan: ranks read it, or the node still copies
+    that rank."""
+    homes, mirrors = (
+        [node for key, rank, node in places if (key, rank) == copy[1:3]] for places in (s.homes, s.mirrors)
+    )
+    return copy.key != s.key or copy.node in (homes or mirrors) or copy.rank in s.orders[copy.node]
+
+
+def _replaced(orders: tuple[tuple[int, ...], ...], node: int, by: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return (*orders[:node], by, *orders[node + 1 :])
 
 
 def _pairs(s: State) -> frozenset[tuple[int, int]]:
@@ -355,6 +374,8 @@ def _settled(s: State) -> State:
         s = s._replace(old=-1, gone=frozenset(), ring=((s.lead, s.lead),), safe=s.done)
     if s.phase == "run" and s.stepped and len(s.seats) > 1 and s.round is None and s.done > s.whole:
         s = s._replace(round=(s.done, _pairs(s)))
+        for rank, node in _pairs(s):
+            s = s._replace(orders=_replaced(s.orders, node, (*s.orders[node][-1:], rank)))
     return s
 
 

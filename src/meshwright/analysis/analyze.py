@@ -44,6 +44,7 @@ from meshwright.core.printable_text import reason_of
 
 SHAPE_CHANGED_REASON = "its blocks, or those of a connected list, change the shape of the hidden state"
 SEQUENCE_UNVERIFIED_REASON = "the model was analysed for a plan without sequence parallelism"
+GATHERING_UNVERIFIED_REASON = "the model was analysed for a plan without ZeRO 3"
 MAX_TRACE_PASSES = 24
 """Maximum number of traces. In each block, a trace finds only the earliest column layers that must stay unsharded."""
 
@@ -56,6 +57,7 @@ def analyze_model(
     splits: bool = True,
     sequence: bool = True,
     evaluates: bool = False,
+    gathers: bool = True,
 ) -> ModelGraph:
     """Returns the structure of `model`. The model does not change.
 
@@ -64,13 +66,15 @@ def analyze_model(
     to call the model with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions
     are verified for tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism
     is checked. If False, the result marks it as unsupported. `evaluates`: whether to run the model in eval mode.
+    `gathers`: whether writes to parameters in eval mode are found. ZeRO 3 must know them: it gathers weights for
+    evaluation too. If False, the result marks ZeRO 3 as unsupported.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
     """
     if adapted := lora_layers(model):
         with without_lora(model, adapted):
-            found = analyze_model(model, use_random_weights, example, splits, sequence, evaluates)
+            found = analyze_model(model, use_random_weights, example, splits, sequence, evaluates, gathers)
         return add_lora_to_graph(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
@@ -80,15 +84,12 @@ def analyze_model(
     counts = _count_blocks(model, lists)
     state = AnalysisState(model, lists, counts, make_example(model, example), run_modes(model, evaluates))
     state.sequence_error = "" if sequence else SEQUENCE_UNVERIFIED_REASON
+    state.gathering_error = "" if gathers else GATHERING_UNVERIFIED_REASON
     modules = {path: id(module) for path, module in model.named_modules()}
     with dry_run(model, {}), fixed_seeds(0):
         set_training_modes(model, state.modes)
         _trace_with_fallback(state)
-        new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
-        if new is not None:
-            state.candidates = {block: [] for block in state.candidates}
-            state.whole.append(f"no layer is sharded: the model replaces parts of itself when it runs ({new})")
-            state.findings += state.whole
+        _refuse_replaced_modules(state, modules)
         state.stacks = block_stacks(lists, state.trace)
         blocks = main_block_list(model, state.stacks, state.trace)
         outer = (
@@ -109,6 +110,15 @@ def analyze_model(
         return add_experts(
             model, _build_graph(state, blocks, outer), state.trace.inputs if state.trace else {}, state.modes
         )
+
+
+def _refuse_replaced_modules(state: AnalysisState, modules: Mapping[str, int]) -> None:
+    """Shards no layer if the model has replaced one of its modules while it ran. `modules`: their identities before."""
+    new = next((path for path, module in state.model.named_modules() if modules.get(path) != id(module)), None)
+    if new is not None:
+        state.candidates = {block: [] for block in state.candidates}
+        state.whole.append(f"no layer is sharded: the model replaces parts of itself when it runs ({new})")
+        state.findings += state.whole
 
 
 def _count_blocks(model: nn.Module, lists: list[str]) -> list[str]:
@@ -158,11 +168,9 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Records a parameter to which the forward writes in eval mode, if the training forward writes to none. ZeRO 3 must
-    know such writes, because it gathers weights for evaluation too.
-    """
+    """Records a parameter to which the forward writes in eval mode, if the training forward writes to none."""
     assert state.trace is not None
-    if "writes" in state.trace.obstacles:
+    if "writes" in state.trace.obstacles or state.gathering_error:
         return
     # Errors in eval mode are ignored here. The user sees them when the model is evaluated.
     with suppress(Exception), in_eval_mode(state.model):
@@ -390,7 +398,7 @@ def _unsupported_reasons(state: AnalysisState, matrix: str, whole: list[str]) ->
         findings = state.trace.obstacles
         found |= {
             "rows": state.trace.batch_coupling.found,
-            "gathering": findings.get("writes", ""),
+            "gathering": findings.get("writes", state.gathering_error),
             "stages": state.trace.stage_obstacle(state.stacks),
         }
     return {what: why for what, why in found.items() if why}

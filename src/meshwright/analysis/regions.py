@@ -329,6 +329,8 @@ class AnalysisState:
     """Paths of the lists of blocks that pipeline stages cut (block_lists.py)."""
     sequence_error: str = ""
     """The reason why the hidden state cannot be split along the sequence, '' if the numeric check accepts it."""
+    gathering_error: str = ""
+    """The reason why ZeRO 3 cannot gather the weights, '' if no write to a parameter rules it out."""
     sequence_sliced: tuple[str, ...] = ()
     """Names of parameters between blocks that each rank applies to its slice of the sequence. Their gradient is partial
     on each rank.

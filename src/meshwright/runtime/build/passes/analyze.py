@@ -40,5 +40,6 @@ def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, examp
             example=example,
             splits=plan.tp > 1,
             sequence=plan.sequence_parallel,
+            gathers=plan.zero == 3,
         )
     return known.for_tp(plan.tp)
