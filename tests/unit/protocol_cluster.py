@@ -29,7 +29,7 @@ from meshwright.cli.node_role import (
     has_other_leader,
     is_next_leader,
 )
-from meshwright.elastic.attempt import KILL_SECONDS, RankJob
+from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.restart_policy import FaultPolicy
@@ -41,9 +41,11 @@ from meshwright.train.run_lock import RunLock
 NEVER, REJOIN = 1e15, 1e6
 """Seconds: after which nothing happens by itself, and that a leader waits for a node."""
 
-CALM = KILL_SECONDS + 1.0
-"""Seconds without a message after which nothing is under way: a leader waits BURIAL for the end of ranks that it has
-killed."""
+BURIAL = 0.3
+"""Seconds that a leader waits for the end of ranks that it has killed; it replaces attempt.KILL_SECONDS."""
+
+CALM = BURIAL + 1.0
+"""Seconds without a message after which nothing is under way."""
 
 
 class Killed(BaseException):
@@ -135,6 +137,9 @@ class Protocol(Cluster):
 
         waits = lambda: Waits(self)
         return super().outside(files)._replace(waiting=waits, mirror=mirror, repeat=lambda *_: None)  # type: ignore[arg-type]
+
+    def stopwatch(self, works: bool) -> None:
+        """No CPU time is measured."""
 
     def _later(self, host: Any) -> None:
         """Nodes have no ticks of their own: they are woken."""
