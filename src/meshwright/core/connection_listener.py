@@ -52,20 +52,20 @@ class ConnectionRejected(Exception):
 
 class InboundConnection:
     """A connection that a peer opened. A subclass implements a protocol: `greet` runs when the connection begins, and
-    `receive` handles incoming data. The subclass sets `is_admitted` once the peer has authenticated itself. All methods
-    run in the thread of the listener."""
+    `receive` handles incoming data. The subclass calls `admit` once the peer has authenticated itself. All methods run
+    in the thread of the listener."""
 
     is_admitted = False
     patience: float | None = None
     """Seconds after which a connection that is not admitted is closed. None means `HANDSHAKE_SECONDS`."""
 
     def begin(self, end: socket.socket, host: str, listener: ConnectionListener) -> None:
-        """Starts the connection. The listener calls this method once. `host` is the address of the peer."""
+        """Starts the connection. The listener calls this method once, then `greet`. `host` is the address of the
+        peer."""
         self.end, self.host, self.listener = end, host, listener
         self.began = time.monotonic()
         self.until = self.began + (HANDSHAKE_SECONDS if self.patience is None else self.patience)
         self.unsent = bytearray()
-        self.greet()
 
     def greet(self) -> None:
         """Sends the first message of this side."""
@@ -79,6 +79,11 @@ class InboundConnection:
 
     def closed(self) -> None:
         """Handles the end of the connection."""
+
+    def admit(self) -> None:
+        """Ends the limits of time and bytes, because the peer has authenticated itself."""
+        self.is_admitted = True
+        self.listener.mark_admitted(self)
 
     def send(self, data: bytes) -> None:
         """Sends without blocking. Bytes that do not fit in the socket buffer are sent later."""
@@ -115,6 +120,10 @@ class ConnectionListener:
         )
         end.setblocking(False)
         self._guests: dict[int, InboundConnection] = {}
+        self._pending: dict[int, InboundConnection] = {}
+        """Those of them that are not admitted, the oldest first, so that a flood costs little for each connection."""
+        self._pending_of = Counter[str]()
+        """The number of pending connections of each address."""
         self._released: list[socket.socket] = []
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(end, selectors.EVENT_READ)
@@ -128,17 +137,14 @@ class ConnectionListener:
     def run(self) -> None:
         """Serves connections until `close` is called."""
         while not self._closed:
-            pending = [guest.until for guest in self._guests.values() if not guest.is_admitted]
-            for key, events in self._waiting.select(
-                max(0.0, min([*pending, time.monotonic() + 1.0]) - time.monotonic())
-            ):
+            oldest = next(iter(self._pending.values()), None)
+            wait = 1.0 if oldest is None else min(1.0, oldest.until - time.monotonic())
+            for key, events in self._waiting.select(max(0.0, wait)):
                 if key.data is None:
                     self._accept()
                 elif (guest := self._guests.get(key.fd)) is not None and guest is key.data:
                     self._serve(guest, events)
-            now = time.monotonic()
-            for guest in [guest for guest in self._guests.values() if not guest.is_admitted and now > guest.until]:
-                self.drop(guest, Message("not admitted within {now:.0f} s", now=now - guest.began))
+            self._drop_expired()
         for guest in list(self._guests.values()):
             self.drop(guest)
         self._waiting.close()
@@ -172,27 +178,34 @@ class ConnectionListener:
             end.close()
             self._report(Message("too many connections"), str(address[0]))
             return
-        if sum(not guest.is_admitted for guest in self._guests.values()) >= self.most_pending:
+        if len(self._pending) >= self.most_pending:
             self._drop_one(Message("too many connections"))
         guest = self._guest()
         try:
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._guests[end.fileno()] = guest
-            self._waiting.register(end, selectors.EVENT_READ, guest)
             guest.begin(end, str(address[0]), self)
+            self._guests[end.fileno()] = self._pending[end.fileno()] = guest
+            self._pending_of[guest.host] += 1
+            self._waiting.register(end, selectors.EVENT_READ, guest)
+            guest.greet()
         except OSError:  # the peer has already closed the connection
             self._forget(end)
             end.close()
 
+    def _drop_expired(self) -> None:
+        """Closes the pending connections that were not admitted in time."""
+        now = time.monotonic()
+        while self._pending and now > (guest := next(iter(self._pending.values()))).until:
+            self.drop(guest, Message("not admitted within {now:.0f} s", now=now - guest.began))
+
     def _drop_one(self, reason: str) -> bool:
         """Finds the address with the most pending connections and closes its oldest pending connection. Returns False
         if there is no pending connection."""
-        pending = [guest for guest in self._guests.values() if not guest.is_admitted]
-        if not pending:
+        if not self._pending:
             return False
-        [(host, _)] = Counter(guest.host for guest in pending).most_common(1)
-        self.drop(min((guest for guest in pending if guest.host == host), key=lambda guest: guest.began), reason)
+        [(host, _)] = self._pending_of.most_common(1)
+        self.drop(next(guest for guest in self._pending.values() if guest.host == host), reason)
         return True
 
     def _serve(self, guest: InboundConnection, events: int) -> None:
@@ -227,7 +240,9 @@ class ConnectionListener:
         except OSError:  # the peer has closed the connection, which the caller of `send` does not need to know
             self.drop(guest)
             return
-        self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
+        if self._waiting.get_key(guest.end).events != events:
+            self._waiting.modify(guest.end, events, guest)
 
     def release(self, guest: InboundConnection) -> socket.socket:
         """Transfers the socket of `guest`, in blocking mode, to the caller."""
@@ -236,8 +251,17 @@ class ConnectionListener:
         guest.end.setblocking(True)
         return guest.end
 
+    def mark_admitted(self, guest: InboundConnection) -> None:
+        """Records that `guest` is no longer pending."""
+        if self._pending.get(guest.end.fileno()) is guest:
+            del self._pending[guest.end.fileno()]
+            self._pending_of[guest.host] -= 1
+            if not self._pending_of[guest.host]:
+                del self._pending_of[guest.host]
+
     def _forget(self, end: socket.socket) -> None:
-        self._guests.pop(end.fileno(), None)
+        if (guest := self._guests.pop(end.fileno(), None)) is not None:
+            self.mark_admitted(guest)
         with contextlib.suppress(KeyError, ValueError):
             self._waiting.unregister(end)
 

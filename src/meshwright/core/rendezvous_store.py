@@ -190,7 +190,8 @@ class StoreClient(InboundConnection):
         key = yield from self._bytes(MAX_KEY_BYTES)
         if self._own is None:
             self._own = self._store.admit(self, key)
-            self.is_admitted = self._own is not None
+            if self._own is not None:
+                self.admit()
         return key
 
     def _keys(self) -> Generator[int, bytes, list[bytes]]:
