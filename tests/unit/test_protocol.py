@@ -179,6 +179,13 @@ FOUND = {
         ["begin", "step", "crash 1", "hear 1", "expire", "begin", "step", "kill 0", "begin", "step", *ROUND[::2]],
         3,
     ),
+    "ranks of a plan with lost snapshots resume from the plan before and are too few again": (
+        [
+            *("begin", "step", "crash 0", "start 0", "lead 1", "expire", "begin", "step", "come 2", "begin", "step"),
+            *("crash 2", "hear 1", "come 0", "come 2", "begin", "begin"),
+        ],
+        2,
+    ),
     "the leader is lost": ([*MIRRORED, "step", *ROUND, "crash 0", "lead 1", "come 2", "begin"], 2),
     "the leader is lost and leads again": (
         [*MIRRORED, "step", *ROUND, "crash 0", "start 0", "lead 0", "come 1", "come 2", "begin"],

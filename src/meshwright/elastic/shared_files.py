@@ -252,7 +252,7 @@ class SnapshotLocations:
         at_first = [at or home for at, home in zip(found, homes, strict=True)] if key == source else homes
         self._homes = {saved: lived for saved, lived in self._homes.items() if saved == source} | {key: at_first}
         self._mirrors = {saved: mirrors for saved, mirrors in self._mirrors.items() if saved in (key, source)}
-        self._written &= {key, source}
+        self._written &= {source}  # ranks that resume from another set have yet to write all snapshots of theirs
         self._next = key, homes
         return [(at, len(list(ranks))) for at, ranks in itertools.groupby(found)]
 
