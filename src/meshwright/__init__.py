@@ -18,6 +18,7 @@ from meshwright.core.version import __version__
 if TYPE_CHECKING:
     from meshwright.api import estimate, export_plan, import_plan, load, plan, simulate, verify
     from meshwright.interop.recording.recorder import recording
+    from meshwright.interop.recording.sequence import SequenceShard
     from meshwright.interop.recording.verify_recording import verify_recording
     from meshwright.runtime.deferred_init import deferred_init
     from meshwright.spec.faults import Faults
@@ -30,6 +31,7 @@ __all__ = [
     "Faults",
     "Job",
     "Plan",
+    "SequenceShard",
     "__version__",
     "deferred_init",
     "estimate",
@@ -50,6 +52,7 @@ _LAZY_IMPORTS = {
     "Faults": "meshwright.spec.faults",
     "Job": "meshwright.spec.job",
     "Plan": "meshwright.spec.plan",
+    "SequenceShard": "meshwright.interop.recording.sequence",
     "deferred_init": "meshwright.runtime.deferred_init",
     "estimate": "meshwright.api",
     "export_plan": "meshwright.api",

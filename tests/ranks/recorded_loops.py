@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_single_autograd, reduce_scatter_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.interop.recording.recorder import recording
+from meshwright.interop.recording.sequence import SequenceShard
 
 VOCABULARY, HIDDEN, LENGTH, STEPS = 37, 16, 12, 2
 
@@ -82,8 +84,9 @@ class Layer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """A small language model. `tied`: whether the head is the embedding. `cut` divides the sequence of the residual
-    stream over tensor-parallel ranks, `join` is the opposite."""
+    """A small language model. `tied`: whether the head is the embedding. `places` are the positions of the ids, by
+    default all in order. `cut` divides the sequence of the residual stream over tensor-parallel ranks, `join` is the
+    opposite."""
 
     def __init__(self, layers: int, tied: bool, dropout: float, inner: float) -> None:
         super().__init__()
@@ -91,13 +94,15 @@ class TinyModel(nn.Module):
         self.layers = nn.ModuleList(Layer(HIDDEN, dropout, inner) for _ in range(layers))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.places: torch.Tensor | None = None
         self.cut: Any = nn.Identity()
         self.join: Any = nn.Identity()
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.cut(self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        places = torch.arange(ids.shape[1], device=ids.device) if self.places is None else self.places
+        x = self.cut(self.embedding(ids) + self.positions(places))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.join(self.norm(x)))
@@ -242,6 +247,114 @@ def clip(setting: Setting, model: nn.Module, rank: int) -> None:
         model.clip_grad_norm_(setting.clip)
     elif setting.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
+
+
+# --- context parallel ------------------------------------------------------------------------------
+
+
+def context_parallel(folder: str, setting: Setting) -> None:
+    """Trains on parts of each sequence; every rank gathers the keys and values. Kind 'zigzag': a rank has an early and
+    a late part."""
+    rank, world, fault = dist.get_rank(), dist.get_world_size(), setting.fault
+    model, chunks = build(setting), torch.arange(LENGTH).chunk(2 * world)
+    both = (rank, 2 * world - 1 - rank) if setting.kind == "zigzag" else (2 * rank, 2 * rank + 1)
+    places = torch.cat([chunks[at] for at in both])
+    if fault != "positions":
+        model.places = places
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, places)
+    for layer in model.layers:
+        layer.attention.forward = partial(attend_to_all, layer.attention, torch.cat(parts), places)
+    torch.manual_seed(100 if fault == "equal masks" else 100 + rank)
+    optimizer = optimizer_of(setting, model)
+    shard = SequenceShard(1, None, places if setting.kind == "zigzag" else None)
+    with recording(folder, model, steps=STEPS, sequence=shard) as recorder:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            data = [batch_of(setting, step, at) for at in range(setting.micro_batches)]
+            count = sum(int((labels[:, 1:] != -100).sum()) for _, labels in data)
+            for ids, labels in data:
+                shifted = F.pad(labels[:, 1:], (0, 1), value=-100)[:, places]
+                recorder.batch(labels=shifted)
+                loss = F.cross_entropy(model(ids[:, places]).flatten(0, 1), shifted.flatten(), reduction="sum") / count
+                loss.backward()
+            if fault != "no reduction":
+                reduce_by_hand(model, 1)
+            optimizer.step()
+
+
+def attend_to_all(attention: Attention, order: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the positions `places` to all. `order` are the positions of the gathered keys."""
+    q, k, v = (
+        each(x).unflatten(-1, (-1, attention.width)).transpose(1, 2) for each in (attention.q, attention.k, attention.v)
+    )
+    k, v = (all_gather_single_autograd(each.contiguous(), 2, dist.group.WORLD) for each in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=order <= places.unsqueeze(1))
+    return attention.out(y.transpose(1, 2).flatten(2))
+
+
+def loss_of_shifted(logits: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """The loss of one device for labels that the loop has shifted."""
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+
+
+# --- expert parallel -------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """A language model of one mixture of four experts. `group`: ranks that each store a part of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, 4)
+        self.experts = nn.ParameterDict({"up": torch.randn(4, HIDDEN, 32) / 4, "down": torch.randn(4, 32, HIDDEN) / 6})
+        self.head, self.group = nn.Linear(HIDDEN, VOCABULARY), None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids).flatten(0, 1)
+        gates = self.router(x).softmax(-1)
+        if self.group is not None:
+            both = all_gather_single_autograd(torch.cat([x, gates], 1), 0, self.group)
+            mine = HIDDEN + torch.arange(len(self.experts["up"])) + dist.get_rank() * len(self.experts["up"])
+            x_all, gates = both[:, :HIDDEN], both[:, mine]
+        else:
+            x_all = x
+        inner = F.gelu(torch.einsum("th,ehf->tef", x_all, self.experts["up"]))
+        y = torch.einsum("tef,efh,te->th", inner, self.experts["down"], gates)
+        if self.group is not None:
+            y = reduce_scatter_single_autograd(y, "sum", 0, self.group)
+        return self.head(x + y).unflatten(0, ids.shape)
+
+
+def build_mixture(setting: Setting) -> Mixture:
+    """The mixture on one device."""
+    torch.manual_seed(setting.seed)
+    return Mixture()
+
+
+def expert_parallel(folder: str, setting: Setting) -> None:
+    """Trains on different micro-batches; every rank has a part of the experts and sees the tokens of all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = build_mixture(setting)
+    model.group = dist.group.WORLD
+    for name, full in model.experts.items():
+        model.experts[name] = nn.Parameter(full.detach().chunk(world)[rank].clone())
+    optimizer = optimizer_of(setting, model)
+    with recording(folder, model, steps=STEPS, shards={"experts.*": 0}) as recorder:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            data = [batch_of(setting, step, at) for at in range(world * setting.micro_batches)]
+            count = sum(int((labels[:, 1:] != -100).sum()) for _, labels in data)
+            for ids, labels in data[rank::world]:
+                recorder.batch(labels=labels)
+                (sum_of_losses(model(ids), labels) / count).backward()
+            for name, parameter in model.named_parameters():
+                if not name.startswith("experts"):
+                    dist.all_reduce(parameter.grad)
+                elif setting.fault == "divided twice":
+                    parameter.grad /= world
+            optimizer.step()
 
 
 # --- tensor parallel with DTensor -----------------------------------------------------------------

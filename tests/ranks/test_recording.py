@@ -15,8 +15,12 @@ from recorded_loops import (
     Setting,
     batch_of,
     build,
+    build_mixture,
+    context_parallel,
     data_parallel,
+    expert_parallel,
     loss_of,
+    loss_of_shifted,
     pipeline,
     pipeline_by_hand,
     tensor_parallel,
@@ -25,10 +29,13 @@ from recorded_loops import (
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel as context_parallel_of_torch
 from torch.nn import functional as F
 
 import meshwright
 from meshwright.cli.main import main
+from meshwright.core.errors import InputError
 from meshwright.interop.recording.findings import RecordingReport
 from meshwright.interop.recording.trace_format import HEADER_KEY, trace_name
 from meshwright.interop.recording.verify_recording import verify_recording
@@ -56,7 +63,9 @@ def compare(ranks: Pool, case: Case, folder: Path) -> RecordingReport:
     """Records the loop and compares it with one device."""
     ranks.run(case.world, case.loop, str(folder), case.setting)
     loss = None if case.loop in (pipeline, pipeline_by_hand) else loss_of
-    return verify_recording(folder, lambda: build(case.setting._replace(seed=99)), loss)
+    loss = loss_of_shifted if case.loop is context_parallel else loss
+    own = build_mixture if case.loop is expert_parallel else build
+    return verify_recording(folder, lambda: own(case.setting._replace(seed=99)), loss)
 
 
 DDP, FSDP1, ORIG, FSDP2 = (Setting(kind=kind) for kind in ("DDP", "FSDP1", "FSDP1 orig", "FSDP2"))
@@ -118,6 +127,10 @@ FAULTS = [
     Case(pipeline_by_hand, 2, Setting(fault="tied gradients not reduced", tied=True), "embedding", "tied weight"),
     Case(pipeline_by_hand, 2, Setting(fault="skipped micro-batch"), "", "skipped micro-batch"),
     Case(pipeline, 2, Setting(fault="scaled twice", kind="gpipe"), "", "scaled gradient"),
+    Case(context_parallel, 2, Setting(fault="positions"), "positions", "wrong shard"),
+    Case(context_parallel, 2, Setting(fault="no reduction", kind="zigzag"), "", "missing gradient all-reduce"),
+    Case(expert_parallel, 2, Setting(fault="divided twice"), "experts", "scaled gradient"),
+    Case(context_parallel, 2, Setting(fault="equal masks", dropout=0.2), "layers.0.dropout", "equal dropout masks"),
 ]
 """Planted faults."""
 
@@ -151,6 +164,10 @@ CORRECT = [
     ),
     Case(pipeline, 3, Setting(kind="1f1b", seed=2, micro_batches=4, layers=3)),
     Case(pipeline, 2, Setting(kind="1f1b", seed=3, micro_batches=4, dtype="float64")),
+    Case(expert_parallel, 2, Setting()),
+    Case(expert_parallel, 4, Setting(seed=1, dtype="float64")),
+    *(Case(context_parallel, 2, Setting(kind=kind, dropout=0.2)) for kind in ("", "zigzag")),
+    Case(context_parallel, 3, Setting(kind="zigzag", seed=1, dtype="float64")),
     Case(pipeline_by_hand, 2, Setting(seed=0)),
     Case(pipeline_by_hand, 2, Setting(seed=1, tied=True)),
     Case(pipeline_by_hand, 2, Setting(seed=2, dropout=0.1, micro_batches=3)),
@@ -174,6 +191,26 @@ def test_a_correct_run_equals_one_device(ranks: Pool, tmp_path: Path, case: Case
     report = compare(ranks, case, tmp_path / "trace")
     assert report.equal, "\n".join([*report.lines(), *(found.line() for found in report.findings)])
     assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
+
+
+def inside_context_parallel(folder: str) -> str:
+    """Runs a recorded forward inside of torch's context_parallel. Returns the error."""
+    model, ids = build(Setting()), batch_of(Setting(), 0, 0)[0]
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        with (
+            meshwright.recording(folder, model),
+            context_parallel_of_torch(mesh, buffers=[ids], buffer_seq_dims=[1]),
+        ):
+            model(ids)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_a_sequence_must_be_described(ranks: Pool, tmp_path: Path) -> None:
+    for said in ranks.run(2, inside_context_parallel, str(tmp_path)):
+        assert "give sequence=SequenceShard(dim, group, positions)" in said
 
 
 MODEL = """

@@ -36,6 +36,7 @@ from meshwright.interop.recording.layout import (
     unwrap,
     user_class,
 )
+from meshwright.interop.recording.sequence import SequenceShard, recorded_sequence, refuse_context_parallel
 from meshwright.interop.recording.trace_format import FORMAT_VERSION, TraceHeader
 from meshwright.interop.recording.trace_writer import TraceWriter
 from meshwright.interop.recording.tree import encode_tree, first_tensor
@@ -51,13 +52,15 @@ def recording(
     shards: Mapping[str, int] | None = None,
     group: Any = None,
     names: Callable[[str], str] | None = None,
+    sequence: SequenceShard | None = None,
 ) -> Iterator[StepRecorder]:
     """Records the next `steps` optimizer steps of a training loop into `folder`, one file for each rank.
 
     `model` is the model that the loop calls, wrapped (DDP, FSDP, DeepSpeed) or not; several stages of one rank are
     given as a list. `tensors` also stores the weights before every step. `shards` maps patterns of parameter names to
     the dimension in which plain tensors are sharded over `group` (default: all ranks); DTensor, FSDP, DeepSpeed and
-    Megatron-Core parameters describe themselves. `names` maps the names of a pipeline stage to those of the full model.
+    Megatron-Core parameters describe themselves. `sequence` states which part of the sequence of each micro-batch this
+    rank has under context parallelism. `names` maps the names of a pipeline stage to those of the full model.
 
     The context yields the recorder, whose `batch(**tensors)` adds entries that the model does not receive, such as
     labels.
@@ -68,7 +71,7 @@ def recording(
         raise InputError(Message("recording: steps is {steps}; record at least one step", steps=steps))
     modules = [model] if isinstance(model, nn.Module) else list(model)
     recorder = StepRecorder(Path(folder), modules, steps, tensors, names or (lambda name: name))
-    recorder.begin(shards, group)
+    recorder.begin(shards, group, sequence)
     try:
         yield recorder
     finally:
@@ -114,7 +117,7 @@ class StepRecorder:
 
     # --- begin and end ----------------------------------------------------------------------------
 
-    def begin(self, shards: Mapping[str, int] | None, group: Any) -> None:
+    def begin(self, shards: Mapping[str, int] | None, group: Any, sequence: SequenceShard | None) -> None:
         """Stores the weights, and installs hooks."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +139,7 @@ class StepRecorder:
             "engine": engine.name,
             "replica": engine.replica,
             "peers": engine.peers,
+            "sequence": recorded_sequence(sequence),
             "clip": engine.clip,
             "config": _config_of(first),
             "versions": {"meshwright": __version__, "torch": torch.__version__, **engine.versions},
@@ -203,6 +207,7 @@ class StepRecorder:
     def _forward_begins(self, root: int, args: Any, kwargs: Any) -> None:
         if self.paused or not torch.is_grad_enabled():
             return
+        refuse_context_parallel(self.header["sequence"] is not None)
         if self.now.stepped:
             self._finish_step()
             if len(self.steps) == self.wanted:

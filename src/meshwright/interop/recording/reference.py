@@ -27,8 +27,7 @@ from meshwright.interop.recording.layout import region_key, slice_region
 from meshwright.interop.recording.loaded import LoadedModel
 from meshwright.interop.recording.optimizer import OptimizerReplay
 from meshwright.interop.recording.topology import OutputNeed, RecordedTopology, Source
-from meshwright.interop.recording.trace_format import RecordedMicroBatch
-from meshwright.interop.recording.tree import decode_tree, first_tensor
+from meshwright.interop.recording.tree import first_tensor
 from meshwright.train.proof.reference_run import use_float64
 
 LossFunction = Callable[[Any, dict[str, Any]], Any]
@@ -149,8 +148,7 @@ class OneDevice:
         self, step: int, source: Source, regions: Mapping[str, Any], totals: dict[str, torch.Tensor]
     ) -> None:
         args, kwargs = self.arguments(step, source)
-        micro = self.topology.micro_batch(step, source)
-        batch = self._batch(micro, source, step, args, kwargs)
+        batch = self._batch(source, step, args, kwargs)
         if isinstance(labels := batch.get("labels"), torch.Tensor):
             self.now.batch_labels[source] = labels
         self.calls: dict[str, int] = defaultdict(int)
@@ -162,7 +160,7 @@ class OneDevice:
         dtype = getattr(torch, self.precision.autocast) if self.precision.autocast else None
         with torch.autocast(kind, dtype, enabled=dtype is not None), torch.enable_grad():
             output = self.model(*args, **kwargs)
-            total, count = self._loss(output, batch, micro, step, source)
+            total, count = self._loss(output, batch, step, source)
         self.now.losses[source] = (float(total.detach()), count)
         if total.requires_grad:
             total.backward()
@@ -178,8 +176,7 @@ class OneDevice:
 
     def arguments(self, step: int, source: Source) -> tuple[Any, Any]:
         """Returns the recorded arguments of the model for a micro-batch, in the precision of this device."""
-        micro, trace = self.topology.micro_batch(step, source), self.topology.traces[source.rank]
-        args, kwargs = self._cast(decode_tree(micro.inputs, trace.tensor))
+        args, kwargs = self._cast(self.topology.arguments(step, source))
         for name in NORMALIZERS & kwargs.keys():
             kwargs[name] = None
         return args, kwargs
@@ -200,22 +197,17 @@ class OneDevice:
             value,
         )
 
-    def _batch(self, micro: RecordedMicroBatch, source: Source, step: int, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _batch(self, source: Source, step: int, args: Any, kwargs: Any) -> dict[str, Any]:
         positional = [
             name
             for name, each in inspect.signature(type(self.model).forward).parameters.items()
             if each.kind < each.VAR_POSITIONAL
         ][1:]
         batch: dict[str, Any] = dict(zip(positional, args, strict=False)) | dict(kwargs)
-        for rank in self.topology.chain(step, source):
-            extra = self.topology.traces[rank].header.steps[step].micro_batches[source.micro].extra
-            if extra is not None:
-                batch |= self._cast(decode_tree(extra, self.topology.traces[rank].tensor))
+        batch |= self._cast(self.topology.extra(step, source))
         return batch
 
-    def _loss(
-        self, output: Any, batch: dict[str, Any], micro: RecordedMicroBatch, step: int, source: Source
-    ) -> tuple[torch.Tensor, float]:
+    def _loss(self, output: Any, batch: dict[str, Any], step: int, source: Source) -> tuple[torch.Tensor, float]:
         """Returns the sum of the losses over the valid labels, and the number of these labels."""
         rows = float(next((len(each) for each in batch.values() if isinstance(each, torch.Tensor) and each.ndim), 1))
         if self.loss is not None:
@@ -254,7 +246,7 @@ class OneDevice:
             if (path, call) not in self.now.order:
                 self.now.order.append((path, call))
             for need in self.topology.needs(step).get((path, call), ()):
-                exact, slices = candidates(tensor.detach(), need)
+                exact, slices = self.slices(tensor.detach(), need)
                 bias, partial = self._bias(module, tensor, need)
                 found = OutputSlices(
                     exact, [SliceDigest(part, self.digest(each)) for part, each in slices], [], bias, partial
@@ -265,17 +257,21 @@ class OneDevice:
 
         return hook
 
+    def slices(self, full: torch.Tensor, need: OutputNeed) -> tuple[bool, list[tuple[int, torch.Tensor]]]:
+        """Returns the candidates for a local output, of the part of the sequence that its rank has."""
+        return candidates(self.topology.sequences.local_part(need.part_of, full, need.shape), need)
+
     def _bias(self, module: nn.Module, tensor: torch.Tensor, need: OutputNeed) -> tuple[Digest | None, Digest | None]:
         bias = getattr(module, "bias", None)
         if not isinstance(bias, torch.Tensor) or bias.ndim != 1 or not tensor.ndim or tensor.shape[-1] != len(bias):
             return None, None
-        slices = candidates(bias.detach().expand_as(tensor), need)[1]
+        slices = self.slices(bias.detach().expand_as(tensor), need)[1]
         return (self.digest(slices[0][1]) if slices else None), None
 
     def _gradient_hook(self, found: OutputSlices, need: OutputNeed) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             found.gradients[:] = [
-                SliceDigest(part, self.digest(each)) for part, each in candidates(gradient.detach(), need)[1]
+                SliceDigest(part, self.digest(each)) for part, each in self.slices(gradient.detach(), need)[1]
             ]
 
         return hook

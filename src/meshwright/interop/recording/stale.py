@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.interop.recording.digest import Digest, distance
 from meshwright.interop.recording.intercept import observe
 from meshwright.interop.recording.layout import fill_region, slice_region
-from meshwright.interop.recording.reference import OneDevice, candidates
+from meshwright.interop.recording.reference import OneDevice
 from meshwright.interop.recording.topology import OutputNeed, Source
 from meshwright.interop.recording.trace_format import TensorRegion
 
@@ -58,7 +58,7 @@ def find_stale_weight(device: OneDevice, step: int, wrong: WrongOutput) -> Stale
             fill_region(parameter, region, slice_region(before[name], region))
             output = module(*given[0], **given[1])
             fill_region(parameter, region, slice_region(now[name], region))
-            for _, part in candidates(output, wrong.need)[1] if isinstance(output, torch.Tensor) else ():
+            for _, part in device.slices(output, wrong.need)[1] if isinstance(output, torch.Tensor) else ():
                 truth = device.digest(part)
                 if distance(wrong.found, truth) <= 4 * wrong.limit * float(truth[-1]):
                     return StaleWeight(name, region)

@@ -48,12 +48,17 @@ class StepValues:
     def recorded_loss(self, source: Source) -> tuple[float, float, int] | None:
         """Returns the mean loss, the number of labels and the rank of the one cross entropy of a micro-batch."""
         for rank in reversed(self.topology.chain(self.step, source)):
-            losses = self.topology.recorded(rank, self.step).micro_batches[source.micro].losses
-            if losses:
-                values = self.topology.traces[rank].values
-                labels = sum(values[each.labels] for each in losses)
+            found = [
+                (self.topology.traces[part].values, loss)
+                for part in self.topology.sequences.ranks(rank)
+                for loss in self.topology.recorded(part, self.step).micro_batches[source.micro].losses
+            ]
+            if found:
+                labels = sum(values[each.labels] for values, each in found)
                 sums = sum(
-                    values[each.value] * (values[each.labels] if each.reduction == "mean" else 1) for each in losses
+                    values[each.value] * (values[each.labels] if each.reduction == "mean" else 1)
+                    for values, each in found
+                    if values[each.labels]
                 )
                 return sums / labels if labels else 0.0, labels, rank
         return None

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from meshwright.interop.recording.layout import region_key
+from meshwright.interop.recording.sequence import DividedSequences
 from meshwright.interop.recording.trace_format import (
     RankTrace,
     RecordedMicroBatch,
@@ -23,6 +24,7 @@ from meshwright.interop.recording.trace_format import (
     RecordedStep,
     TensorRegion,
 )
+from meshwright.interop.recording.tree import decode_tree
 
 
 class Source(NamedTuple):
@@ -34,11 +36,12 @@ class Source(NamedTuple):
 
 class OutputNeed(NamedTuple):
     """The form of a local output: its shape, its region if it is a DTensor, and the ranges of its last dimension if the
-    weight of its module is sharded."""
+    weight of its module is sharded, and the rank if the sequence is divided over ranks."""
 
     shape: tuple[int, ...]
     region: TensorRegion | None = None
     features: tuple[tuple[int, int], ...] = ()
+    part_of: int = -1
 
 
 class RecordedTopology:
@@ -50,6 +53,7 @@ class RecordedTopology:
         self.positions = {path: at for at, path in enumerate(paths)}
         self.mask_forms: dict[tuple[int, Source, int], bool] = {}
         """Whether each dropout of several ranks has the full tensor on each rank, otherwise it has shards."""
+        self.sequences = DividedSequences(traces)
         self._needs: dict[int, dict[tuple[str, int], set[OutputNeed]]] = {}
 
     def recorded(self, rank: int, step: int) -> RecordedStep:
@@ -78,11 +82,43 @@ class RecordedTopology:
             header = self.traces[rank].header
             key = (header.replica, *(micro.key for step in header.steps for micro in step.micro_batches))
             groups.setdefault(key, []).append(rank)
-        found = list(groups.values())
+        found = self._join_sequence_ranks(list(groups.values()))
         for stage in self.stages[1:]:
             size = max(1, len(stage) // len(found))
             for at, replica in enumerate(found):
                 replica += stage[at * size : (at + 1) * size]
+        return found
+
+    def _join_sequence_ranks(self, groups: list[list[int]]) -> list[list[int]]:
+        """Returns the groups, those joined whose ranks divide a sequence."""
+        found: list[set[int]] = []
+        for group in groups:
+            joined = set(group).union(*(self.sequences.ranks(rank) for rank in group))
+            for other in [each for each in found if each & joined]:
+                found.remove(other)
+                joined |= other
+            found.append(joined)
+        return sorted(sorted(each) for each in found)
+
+    def arguments(self, step: int, source: Source) -> Any:
+        """Returns the recorded arguments of the model for a micro-batch, of the full sequence."""
+
+        def read(rank: int) -> Any:
+            micro = self.recorded(rank, step).micro_batches[source.micro]
+            return decode_tree(micro.inputs, self.traces[rank].tensor)
+
+        return self.sequences.join(source.rank, read)
+
+    def extra(self, step: int, source: Source) -> dict[str, Any]:
+        """Returns the entries that the loop has added to a micro-batch, of the full sequence."""
+
+        def read(rank: int) -> Any:
+            tree = self.recorded(rank, step).micro_batches[source.micro].extra
+            return {} if tree is None else decode_tree(tree, self.traces[rank].tensor)
+
+        found: dict[str, Any] = {}
+        for rank in self.chain(step, source):
+            found |= self.sequences.join(rank, read)
         return found
 
     def sources(self, step: int) -> list[Source]:
@@ -128,7 +164,8 @@ class RecordedTopology:
             return OutputNeed(output.shape, output.region)
         ranges = self._weights.get((rank, output.path))
         wide = sum(end - start for start, end in ranges) if ranges else 0
-        return OutputNeed(output.shape, None, ranges if ranges and output.shape[-1:] == (wide,) else ())
+        features = ranges if ranges and output.shape[-1:] == (wide,) else ()
+        return OutputNeed(output.shape, None, features, rank if rank in self.sequences.places else -1)
 
     @cached_property
     def _weights(self) -> dict[tuple[int, str], tuple[tuple[int, int], ...]]:
@@ -182,7 +219,8 @@ class RecordedTopology:
 
     def mask(self, step: int, source: Source, number: int, shape: Sequence[int]) -> torch.Tensor | None:
         """Returns the mask of a dropout for the full tensor of `shape`, None if the recorded masks do not fit."""
-        masks = [unpack_mask(bits, local) for _, _, local, bits in self.dropout_masks(step, source, number)]
+        found = self.dropout_masks(step, source, number)
+        masks = [unpack_mask(bits, local) for _, _, local, bits in found]
         if not masks:
             return None
         whole = masks[0].numel() == torch.Size(shape).numel()
@@ -194,7 +232,7 @@ class RecordedTopology:
             dim for dim in range(len(shape)) if masks[0].ndim == len(shape) and masks[0].shape[dim] != shape[dim]
         ]
         if len(different) == 1 and sum(mask.shape[different[0]] for mask in masks) == shape[different[0]]:
-            return torch.cat(masks, different[0])
+            return self.sequences.sort([rank for rank, *_ in found], torch.cat(masks, different[0]), different[0])
         return None
 
 

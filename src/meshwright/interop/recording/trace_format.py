@@ -128,6 +128,15 @@ class RecordedPiece(StrictModel):
     trains: bool = True
 
 
+class RecordedSequence(StrictModel):
+    """The part of the sequence of a context-parallel rank. `positions`: its places in the full sequence, None for equal
+    consecutive parts of the ranks `ranks`."""
+
+    dim: int
+    ranks: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+
+
 class TraceHeader(StrictModel):
     """All of a rank's recording except its tensors."""
 
@@ -139,6 +148,7 @@ class TraceHeader(StrictModel):
     engine: str
     replica: str = ""
     peers: tuple[int, ...] = Field(default=(), description="ranks of the tensor-parallel group, if it is known")
+    sequence: RecordedSequence | None = None
     clip: float | None = Field(default=None, description="largest gradient norm, if the engine itself clips")
     config: dict[str, Any] | None = None
     versions: dict[str, str] = Field(default_factory=dict)
