@@ -19,7 +19,7 @@ checks it."""
 def batches(job: Job) -> list[dict[str, Any]]:
     """One batch a step, rows first; the same on every rank."""
     found, kind = [], job.one("batch")
-    steps = LATE_STEPS if job.one("late") or kind == "longer-late" else STEPS
+    steps = LATE_STEPS if job.one("late") or kind in ("longer-late", "labels-late") else STEPS
     for step in range(steps):
         dice = torch.Generator().manual_seed(1000 * job.seed + step)
         rows = ROWS - 3 if kind == "odd-last" and step == steps - 1 else ROWS
@@ -32,14 +32,18 @@ def batches(job: Job) -> list[dict[str, Any]]:
         if job.one("late"):
             given = marked(given, ROWS if job.one("late") != "one-row" else 1, step >= LATE)
         labels = torch.randint(0, WORDS, (rows, length), generator=dice)
-        if kind in ("labels-uneven", "odd-last") and job.one("loss") != "inside":
+        if (kind in ("labels-uneven", "odd-last") or (kind == "labels-late" and step >= LATE)) and job.one(
+            "loss"
+        ) != "inside":
             for row in range(rows):
                 labels[row, : (row * 2 + step) % (length - 1)] = -100
         batch: dict[str, Any] = {"given": given, "labels": labels}
-        if kind == "mask" or (kind == "mask-later" and step):
+        if kind == "mask" or (kind == "mask-later" and step) or (kind == "mask-gone" and not step):
             batch["mask"] = torch.randint(0, 2, (rows, length), generator=dice)
         if kind == "boolean":
             batch["mask"] = torch.randint(0, 2, (rows, length), generator=dice).bool()
+        if job.one("loss").startswith("row-weights"):
+            batch["row_weights"] = torch.rand(rows, generator=dice).double() + 0.5
         if kind == "number":
             batch["factor"] = 1.0 + 0.25 * step
         if kind == "scalar":
@@ -73,6 +77,10 @@ class OwnLoss:
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         self.kind, self.model, self.calls = job.one("loss"), model, 0
+        self.captured: list[torch.Tensor] = []
+        self.mean = torch.ones((), dtype=torch.float64)
+        for block in model.blocks() if self.kind == "captured" else ():  # type: ignore[operator]
+            block.register_forward_hook(lambda module, given, output: self.captured.append(output))
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> torch.Tensor:
         if self.kind == "inside":
@@ -85,7 +93,8 @@ class OwnLoss:
         each = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=-100
         )
-        loss = each.view_as(labels).mean(1).mean()
+        by_row = each.view_as(labels).mean(1)
+        loss = by_row.mean()
         if self.kind == "tokens":
             loss = each.sum() / (labels != -100).sum()
         if self.kind == "l2":
@@ -95,15 +104,42 @@ class OwnLoss:
         if self.kind == "contrast":
             ends = logits[:, -1]
             loss = loss + 0.1 * F.cross_entropy(ends @ ends.t(), torch.arange(len(ends)))
+        if self.kind == "row-weights":
+            loss = (by_row * batch["row_weights"]).sum() / batch["row_weights"].sum()
+        if self.kind == "row-weights-mean":
+            loss = (by_row * batch["row_weights"]).mean()
+        if self.kind == "captured":
+            loss = loss + 0.05 * sum(first_tensor(each).square().mean() for each in self.captured)
+            self.captured.clear()
+        if self.kind == "running":
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+            loss = loss / self.mean
         if self.kind == "grows":
             loss = loss + 0.02 * self.calls * logits.mean(0).square().sum()
             self.calls += self.model.training
         return loss
 
 
+def first_tensor(output: Any) -> torch.Tensor:
+    output = output[0] if isinstance(output, tuple) else output["hidden"] if isinstance(output, dict) else output
+    return getattr(output, "hidden", output)
+
+
+class LossModule(nn.Module):
+    """The same as a module, with a temperature that is trained by nobody."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        super().__init__()
+        self.of_logits = OwnLoss(job, model)
+        self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+
+    def forward(self, output: Any, batch: dict[str, Any]) -> torch.Tensor:
+        return self.of_logits(output, batch) * self.temperature
+
+
 def loss_of(job: Job, model: nn.Module) -> Callable[[Any, dict[str, Any]], torch.Tensor] | None:
     """What `parallelize` is given as loss; None where labels and logits say it."""
-    return OwnLoss(job, model) if job.own_loss else None
+    return LossModule(job, model) if job.one("loss") == "module" else OwnLoss(job, model) if job.own_loss else None
 
 
 def plain_loss(job: Job, output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -146,6 +182,16 @@ def between_steps(job: Job, model: nn.Module, step: int, start: dict[str, torch.
         )
     elif kind == "put-back" and step == 0:
         model.load_state_dict(start)
+    elif kind == "schedule":
+        model.schedule = 1.0 + 0.1 * step  # type: ignore[assignment]
+    elif kind == "schedule-buffer":
+        model.schedule.fill_(1.0 + 0.1 * step)  # type: ignore[operator]
+    elif kind == "block-in-eval" and step == 0:
+        next(iter(model.blocks())).eval()  # type: ignore[operator]
+    elif kind == "scaled-weights":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
 
 
 def before_steps(job: Job, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, BLOCKS = 8, 4
@@ -60,6 +60,18 @@ class UnitGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return 0.1 * gradient / (gradient.norm() + 1e-3)
+
+
+class CenteredGradient(torch.autograd.Function):
+    """Subtracts the mean of the gradient over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient - 0.5 * gradient.mean(0, keepdim=True)
 
 
 class ClippedGradient(torch.autograd.Function):
@@ -117,47 +129,40 @@ def item(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
     return x * (1 + 0.01 * x.detach().abs().max().item())
 
 
-def count_calls(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if owner.training:
-        owner.calls += 1
-    return x * (1 + 0.05 * owner.calls)
+def logged(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    owner.log.append(x.detach().norm())
+    owner.latest = float(owner.log[-1])
+    return x
 
 
-def count_in_python(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if owner.training:
-        owner.turn += 1
-    return x * (1 + 0.05 * owner.turn)
+def sorted_rows(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    order = x.detach().sum((1, 2)).argsort()
+    return (1.1 * x[order])[order.argsort()]
 
 
-def running_mean(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if owner.training:
-        owner.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
-    return x - owner.mean
+def borrowed(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    """Reads the first vector of weights that `owner` has, which another layer uses too."""
+    found = next((each for each in owner.parameters() if each.shape == (WIDTH,)), None)
+    return x if found is None else x * (1 + 0.1 * found)
 
 
-def moving_teacher(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if owner.training:
-        with torch.no_grad():
-            owner.teacher.weight.lerp_(owner.student.weight, 0.1)
-    return x + owner.student(x) - 0.5 * owner.teacher(x).detach()
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) + 0.5 * x
 
 
-def teacher(owner: Any) -> None:
-    owner.student, owner.teacher = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-    owner.teacher.weight.requires_grad_(False)
+@torch.jit.script
+def scripted_rows(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 1:
+        x = x + 0.3 * x.mean(0, keepdim=True)
+    return x
 
 
-def unit_columns(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if index == 0:
-        with torch.no_grad():
-            owner.columns.weight.div_(owner.columns.weight.norm(dim=0, keepdim=True))
-    return x + 0.5 * owner.columns(x)
+class Symmetric(nn.Module):
+    """A parametrization."""
 
-
-def shrunk_data(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    if owner.training:
-        owner.shrunk.weight.data.mul_(0.99)
-    return x + 0.5 * owner.shrunk(x)
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
 def capacity(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -214,6 +219,14 @@ SEQUENCE: dict[str, Trick] = {
         "sequence",
     ),
     "train-mean": Trick(trained_only(lambda owner, x: x + x.mean(1, keepdim=True)), against="sequence"),
+    "group-norm": Trick(
+        lambda owner, x, index: x + owner.grouped(x.transpose(1, 2)).transpose(1, 2),
+        lambda owner: setattr(owner, "grouped", nn.GroupNorm(2, WIDTH)),
+        "sequence",
+    ),
+    "eval-sequence": Trick(
+        lambda owner, x, index: x if owner.training else x + 0.5 * x.mean(1, keepdim=True), against="sequence"
+    ),
 }
 ROWS: dict[str, Trick] = {
     "rows": Trick(lambda owner, x, index: x - 0.5 * x.mean(0, keepdim=True), against="rows"),
@@ -240,6 +253,19 @@ ROWS: dict[str, Trick] = {
         lambda owner: setattr(owner, "norms", nn.BatchNorm1d(WIDTH).eval()),
     ),
     "unit-gradient": Trick(lambda owner, x, index: UnitGradient.apply(x), against="any"),
+    "centered-gradient": Trick(lambda owner, x, index: CenteredGradient.apply(x), against="any"),
+    "many-rows": Trick(lambda owner, x, index: x + 0.5 * x.mean(0, keepdim=True) if len(x) > 4 else x, against="rows"),
+    "few-rows": Trick(lambda owner, x, index: 1.2 * x if len(x) < 3 else x, against="rows"),
+    "row-factor": Trick(lambda owner, x, index: x * (1 + 0.2 / max(len(x), 3)), against="rows"),
+    "rows-attention": Trick(
+        lambda owner, x, index: x + torch.einsum("blc,alc->bal", x, x).softmax(1).transpose(0, 1).mean(0)[..., None],
+        against="rows",
+    ),
+    "rows-eval": Trick(
+        lambda owner, x, index: x if owner.training else x - 0.5 * x.mean(0, keepdim=True), against="rows"
+    ),
+    "scripted-rows": Trick(lambda owner, x, index: scripted_rows(x), against="rows"),
+    "sorted-rows": Trick(sorted_rows),
 }
 TRAINING: dict[str, Trick] = {
     "dropout-all": Trick(
@@ -249,6 +275,7 @@ TRAINING: dict[str, Trick] = {
     "dropout-call": Trick(lambda owner, x, index: 0.7 * x + F.dropout(x, 1.0, owner.training)),
     "train-scale": Trick(trained_only(lambda owner, x: x * 1.3)),
     "train-add": Trick(trained_only(lambda owner, x: x + spaced(x))),
+    "eval-scale": Trick(lambda owner, x, index: x if owner.training else 1.3 * x),
     "train-detach": Trick(trained_only(lambda owner, x: 0.5 * x + 0.5 * x.detach())),
 }
 GRADIENTS: dict[str, Trick] = {
@@ -264,6 +291,10 @@ GRADIENTS: dict[str, Trick] = {
     "hook-norm": Trick(
         lambda owner, x, index: hooked(x, lambda gradient: gradient / (1e-3 + gradient.norm())), against="any"
     ),
+    "grad-mode": Trick(lambda owner, x, index: 1.2 * x if torch.is_grad_enabled() else x, against="any"),
+    "needs-grad": Trick(lambda owner, x, index: 1.2 * x if x.requires_grad else x, against="any"),
+    "forward-hook": Trick(lambda owner, x, index: x + owner.listened(x), lambda owner: listened(owner)),
+    "backward-hook": Trick(lambda owner, x, index: x + owner.turned_back(x), lambda owner: turned_back(owner)),
     "slope": Trick(slope, parameter("gain", lambda: torch.ones(WIDTH)), "any"),
     "checkpoint": Trick(
         lambda owner, x, index: checkpoint(owner.inner, x, use_reentrant=False), linear("inner"), "any"
@@ -296,6 +327,16 @@ WEIGHTS: dict[str, Trick] = {
         linear("spectral", parametrizations.spectral_norm),
         "state writes",
     ),
+    "symmetric": Trick(
+        lambda owner, x, index: x + owner.symmetric(x),
+        linear("symmetric", lambda layer: parametrizations_of(layer, Symmetric())),
+        "any",
+    ),
+    "weight-size": Trick(
+        lambda owner, x, index: x * owner.sized.weight.norm() + owner.sized(x), linear("sized"), "tensor"
+    ),
+    "borrowed": Trick(borrowed, against="any"),
+    "lazy": Trick(lambda owner, x, index: x + owner.lazy(x), lambda owner: initialised(owner)),
     "complex": Trick(
         lambda owner, x, index: x + (x * owner.wave).real,
         parameter("wave", lambda: 0.1 * torch.randn(WIDTH, dtype=torch.complex128)),
@@ -307,6 +348,10 @@ WEIGHTS: dict[str, Trick] = {
         lambda owner, x, index: x + owner.table, buffer("table", lambda: 0.1 * torch.randn(WIDTH), False)
     ),
     "in-place": Trick(in_place),
+    "in-place-input": Trick(lambda owner, x, index: x.mul_(1.1)),
+    "strided": Trick(lambda owner, x, index: (1.1 * x).transpose(1, 2).contiguous().transpose(1, 2)),
+    "scripted": Trick(lambda owner, x, index: scripted(x)),
+    "vmap": Trick(lambda owner, x, index: torch.vmap(torch.tanh)(x) + x),
     "weight-hook": Trick(lambda owner, x, index: x * owner.soft, lambda owner: soft(owner)),
 }
 VALUES: dict[str, Trick] = {
@@ -316,16 +361,9 @@ VALUES: dict[str, Trick] = {
     "nonzero": Trick(by_nonzero, against="values"),
     "branch": Trick(branch, against="values rows sequence"),
     "item": Trick(item, against="values rows sequence"),
+    "logged": Trick(logged, lambda owner: setattr(owner, "log", []), "values"),
 }
-STATE: dict[str, Trick] = {
-    "counter": Trick(count_calls, buffer("calls", lambda: torch.zeros(())), "state"),
-    "python-counter": Trick(count_in_python, lambda owner: setattr(owner, "turn", 0), "state"),
-    "running-mean": Trick(running_mean, buffer("mean", lambda: torch.zeros(WIDTH)), "state rows sequence"),
-    "moving-teacher": Trick(moving_teacher, teacher, "state writes"),
-    "shrunk-data": Trick(shrunk_data, linear("shrunk"), "state writes"),
-    "unit-columns": Trick(unit_columns, linear("columns"), "writes"),
-}
-TRICKS = {**SEQUENCE, **ROWS, **TRAINING, **GRADIENTS, **WEIGHTS, **VALUES, **STATE}
+WITHOUT_STATE = {**SEQUENCE, **ROWS, **TRAINING, **GRADIENTS, **WEIGHTS, **VALUES}
 
 
 def zeroed(module: nn.Linear) -> nn.Linear:
@@ -337,6 +375,27 @@ def zeroed(module: nn.Linear) -> nn.Linear:
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return 0.3 * torch.tanh(x)
+
+
+def listened(owner: Any) -> None:
+    owner.listened = nn.Linear(WIDTH, WIDTH)
+    owner.listened.register_forward_pre_hook(lambda module, given: (given[0] * 0.9,))
+    owner.listened.register_forward_hook(lambda module, given, output: output * 1.1)
+
+
+def turned_back(owner: Any) -> None:
+    owner.turned_back = nn.Linear(WIDTH, WIDTH)
+    owner.turned_back.register_full_backward_hook(lambda module, inner, outer: (0.5 * inner[0],))
+
+
+def parametrizations_of(layer: nn.Module, rule: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", rule)
+    return layer
+
+
+def initialised(owner: Any) -> None:
+    owner.lazy = nn.LazyLinear(WIDTH)
+    owner.lazy(torch.zeros(1, WIDTH))
 
 
 def soft(owner: Any) -> None:

@@ -30,6 +30,7 @@ from odd_data import batches, before_steps, between_steps, loss_of, optimizer_of
 from odd_models import Job, Odd, sample
 from pool import Pool, RankFailure
 
+from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
@@ -61,7 +62,7 @@ PLANS = {
 def drawn(seed: int) -> tuple[Job, str]:
     """The job and the plan of a number. Half of the jobs keep only the features that are legal under the plan."""
     dice, job = random.Random(f"plan {seed}"), sample(seed)
-    plan = dice.choice(PLANS[dice.choice((1, 2, 2, 2, 2, 2, 2, 4, 4))])
+    plan = dice.choice(PLANS[dice.choice((1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 4))])
     if dice.random() < 0.5:
         job = Job(
             seed, tuple(each for each in job.features if is_legal(Job(seed, (each,)), plan) or each.startswith("body:"))
@@ -122,14 +123,15 @@ def alone(job: Job) -> Trained:
     loss_function, optimizer, losses = loss_of(job, model), optimizer_of(job)(model.parameters()), []
     before_steps(job, model)
 
+    def loss_on(batch: dict[str, Any]) -> torch.Tensor:
+        if loss_function is None:
+            inputs = {name: each for name, each in batch.items() if name != "labels"}
+            return plain_loss(job, model(**inputs), batch["labels"])
+        return loss_function(model(**batch), batch)
+
     def backward(batch: dict[str, Any]) -> float:
         optimizer.zero_grad()
-        if loss_function is None:
-            loss = plain_loss(
-                job, model(**{name: each for name, each in batch.items() if name != "labels"}), batch["labels"]
-            )
-        else:
-            loss = loss_function(model(**batch), batch)
+        loss = loss_on(batch)
         loss.backward()
         return loss.item()
 
@@ -142,6 +144,9 @@ def alone(job: Job) -> Trained:
         if job.has("train:clip"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        if job.has("train:evaluate"):
+            with in_eval_mode(model), torch.no_grad():
+                losses.append(loss_on(batch).item())
         between_steps(job, model, step, start)
     return Trained(losses, gradients, copied(model.state_dict()))
 
@@ -176,6 +181,8 @@ def on_rank(job: Job, plan: str, options: dict[str, Any]) -> tuple[str, str]:
             found.gradients = copied(gradients or {})
         for step, batch in enumerate(batches(job)):
             found.losses.append(trainer.step(batch).loss)
+            if job.has("train:evaluate"):
+                found.losses.append(trainer.evaluate(batch))
             between_steps(job, model, step, start)
         found.weights = copied(trainer.full_state_dict() or {})
     except InputError as error:

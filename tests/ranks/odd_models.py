@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from odd_bodies import BODIES, INNERS, Perceptron
-from odd_grammar import BLOCKS, TRICKS, WIDTH, zeroed
+from odd_grammar import BLOCKS, WIDTH, zeroed
+from odd_state import TRICKS
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WORDS, INNER_HEAD = 24, 12
 MARK = WORDS - 1
@@ -49,6 +51,29 @@ SLOTS: dict[str, dict[str, str]] = {
         "dict": "stages tensor",
     },
     "style": {"modules": ""},
+    "flow": {
+        "pair": "",
+        "keyword": "",
+        "index": "",
+        "boolean": "",
+        "dict": "",
+        "object": "any",
+        "earlier": "stages",
+        "store": "any",
+        "checkpoint": "any",
+        "reentrant": "any",
+        "without-gradient": "any",
+        "skipped-in-eval": "any",
+    },
+    "hook": {
+        "block-forward": "",
+        "block-pre": "",
+        "block-backward": "any",
+        "weights": "",
+        "weights-bent": "any",
+        "accumulated": "any",
+        "model": "",
+    },
     "head": {
         "tied": "",
         "functional": "",
@@ -70,12 +95,19 @@ SLOTS: dict[str, dict[str, str]] = {
         "grows": "any",
         "inside": "rows sequence",
         "tokens": "rows sequence",
+        "row-weights": "rows sequence",
+        "row-weights-mean": "sequence",
+        "captured": "any",
+        "running": "any",
+        "module": "sequence",
         "shift": "",
     },
     "batch": {
         "mask": "sequence",
         "mask-later": "sequence",
+        "mask-gone": "sequence",
         "odd-last": "",
+        "labels-late": "",
         "labels-uneven": "",
         "lengths": "",
         "number": "",
@@ -104,11 +136,16 @@ SLOTS: dict[str, dict[str, str]] = {
         "sgd": "",
         "clip": "",
         "no-example": "",
+        "evaluate": "",
+        "schedule": "",
+        "schedule-buffer": "",
+        "block-in-eval": "any",
+        "scaled-weights": "any",
     },
 }
 """The other slots; each choice with what the documentation does not promise for it."""
-LATER = ("batch:longer-late", *(f"late:{name}" for name in SLOTS["late"]))
-"""Drawn by themselves, so that the jobs of numbers that were run before stay what they were."""
+LATER = ("batch:longer-late", "batch:labels-late", *(f"late:{name}" for name in SLOTS["late"]))
+"""Drawn by themselves, since such a job has more steps than others."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +195,7 @@ def sample(seed: int) -> Job:
     late = random.Random(f"late {seed}")
     if late.random() < LATE:
         feature = late.choice(LATER)
-        features = [each for each in features if not each.startswith("batch:") or feature != LATER[0]] + [feature]
+        features = [each for each in features if not each.startswith(feature.partition(":")[0] + ":")] + [feature]
     return Job(seed, tuple(sorted(features)))
 
 
@@ -170,6 +207,39 @@ LATE_BRANCHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "no-gradient": lambda x: 0.5 * x + 0.5 * x.detach(),
 }
 """What is done to the hidden state from the step on in which a batch has a mark."""
+
+
+def add_hooks(kind: str, model: Any) -> None:
+    """Hooks on modules and on gradients of weights."""
+    for block in model.blocks() if kind.startswith("block") else ():
+        if kind == "block-forward":
+            block.register_forward_hook(lambda module, given, output: each_tensor(lambda x: x * 1.1, output))
+        elif kind == "block-pre":
+            block.register_forward_pre_hook(lambda module, given: (given[0] * 0.9, *given[1:]))
+        else:
+            block.register_full_backward_hook(lambda module, inner, outer: (0.5 * inner[0], *inner[1:]))
+    if kind == "model":
+        model.register_forward_hook(lambda module, given, output: each_tensor(lambda x: x * 1.1, output))
+    for weight in model.parameters() if kind in ("weights", "weights-bent", "accumulated") else ():
+        if kind == "accumulated":
+            weight.register_post_accumulate_grad_hook(halve_gradient)
+        else:
+            weight.register_hook((lambda g: 0.5 * g) if kind == "weights" else lambda g: torch.tanh(50 * g) / 50)
+
+
+def halve_gradient(weight: torch.Tensor) -> None:
+    weight.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """`output` with its first floating-point tensor changed."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    if isinstance(output, dict):
+        return {name: change(each) if name in ("hidden", "logits") else each for name, each in output.items()}
+    return output
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -188,18 +258,42 @@ class Wrapped(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, body: str, inner: str, tricks: list[str]) -> None:
+    def __init__(self, body: str, inner: str, tricks: list[str], flow: str) -> None:
         super().__init__()
-        self.norm, self.tricks = nn.LayerNorm(WIDTH), tricks
+        self.norm, self.tricks, self.flow = nn.LayerNorm(WIDTH), tricks, flow
         self.body = Perceptron(inner) if body == "mlp" else BODIES[body][0]()
         for trick in tricks:
             TRICKS[trick].setup(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *more: Any, **named: Any) -> Any:
+        """With what the flow of the model gives besides the hidden state, and returns with it."""
         x = x + self.body(self.norm(x))
         for trick in self.tricks:
             x = TRICKS[trick].apply(self, x, 0)
-        return x
+        return x if not self.flow else after_block(self.flow, x, *more, **named)
+
+
+def after_block(flow: str, x: torch.Tensor, given: Any = None, scale: Any = None) -> Any:
+    """What a block does with `given` or `scale` and what it returns."""
+    match flow:
+        case "pair":
+            return x * (1 + 0.1 * given.tanh()), given + x.mean(-1, keepdim=True)
+        case "keyword":
+            return x * scale
+        case "index":
+            return x * (1 + 0.1 * given)
+        case "boolean":
+            return torch.where(given, x, 0.9 * x)
+        case "dict":
+            return {"hidden": x}
+        case "object":
+            return SimpleNamespace(hidden=x)
+        case "earlier":
+            return x + 0.1 * sum(given)
+        case "store":
+            given["sum"] = given.get("sum", 0.0) + 0.1 * x
+            return x + 0.1 * given["sum"]
+    return x
 
 
 class Odd(nn.Module):
@@ -219,7 +313,7 @@ class Odd(nn.Module):
         self.make_blocks()
         self.norm = nn.LayerNorm(WIDTH)
         self.make_head(job.one("head"))
-        if job.one("batch") in ("mask", "mask-later", "boolean"):
+        if job.one("batch") in ("mask", "mask-later", "mask-gone", "boolean"):
             self.masked = nn.Parameter(torch.randn(WIDTH))
         for place in PLACES:
             for trick in job.tricks(place) if place != "block" else ():
@@ -227,6 +321,13 @@ class Odd(nn.Module):
                     setattr(self, f"{place}_{trick.replace('-', '_')}", Wrapped(trick))
                 else:
                     TRICKS[trick].setup(self)
+        if job.one("flow") == "keyword":
+            self.by_keyword = nn.Parameter(torch.ones(WIDTH))
+        if job.has("train:schedule"):
+            self.schedule = 1.0
+        if job.has("train:schedule-buffer"):
+            self.register_buffer("schedule", torch.ones(()))
+        add_hooks(job.one("hook"), self)
         if job.has("train:frozen") or job.has("train:thaw"):
             self.words.requires_grad_(False)
         if job.has("train:frozen-block"):
@@ -237,7 +338,7 @@ class Odd(nn.Module):
         bodies = [job.one("body") or "mlp"] * BLOCKS
         if stack == "mixed":
             bodies = [body if index % 2 else "mlp" for index, body in enumerate(bodies)]
-        blocks = [Block(body, job.one("inner"), job.tricks("block")) for body in bodies]
+        blocks = [Block(body, job.one("inner"), job.tricks("block"), job.one("flow")) for body in bodies]
         if stack == "shared-module":
             for block in blocks[1:]:
                 block.norm = blocks[0].norm
@@ -304,6 +405,7 @@ class Odd(nn.Module):
         labels: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
+        row_weights: torch.Tensor | None = None,
         factor: float = 1.0,
         kind: str = "",
     ) -> Any:
@@ -314,17 +416,61 @@ class Odd(nn.Module):
         if weight is not None:
             x = x * weight.view(-1, 1, 1)
         x = self.change("front", x * factor, 0)
-        if self.job.one("stack") == "sequential" and not (self.job.tricks("between") or self.job.tricks("once")):
+        if self.job.has("train:schedule") or self.job.has("train:schedule-buffer"):
+            x = x * self.schedule
+        calls = self.job.tricks("between") or self.job.tricks("once") or self.job.one("flow")
+        if self.job.one("stack") == "sequential" and not calls:
             x = self.layers(x)
         else:
+            carried = self.before_blocks(x)
             for index, block in enumerate(self.blocks()):
-                x = block(x)
+                x, carried = self.run_block(block, x, carried, index)
                 x = self.change("between", x, index % BLOCKS)
                 x = self.change("once", x, index % BLOCKS) if index == 1 else x
         x = self.change("back", x, BLOCKS)
         if self.job.one("late") and bool((given == MARK).any()):
             x = LATE_BRANCHES[self.job.one("late")](x)
         return self.finish(x, labels)
+
+    def before_blocks(self, x: torch.Tensor) -> Any:
+        """What the flow carries besides the hidden state, before the first block."""
+        match self.job.one("flow"):
+            case "pair":
+                return x.mean(-1, keepdim=True)
+            case "boolean":
+                return x.detach()[..., :1] > 0
+            case "earlier":
+                return [x]
+            case "store":
+                return {}
+        return None
+
+    def run_block(self, block: nn.Module, x: torch.Tensor, given: Any, index: int) -> tuple[torch.Tensor, Any]:
+        """The hidden state behind the block, and what the flow carries to the next one."""
+        match self.job.one("flow"):
+            case "pair":
+                return block(x, given)  # type: ignore[no-any-return]
+            case "keyword":
+                return block(x, scale=self.by_keyword), given
+            case "index":
+                return block(x, index), given
+            case "boolean" | "store":
+                return block(x, given), given
+            case "dict":
+                return block(x)["hidden"], given
+            case "object":
+                return block(x).hidden, given
+            case "earlier":
+                x = block(x, given)
+                return x, [*given, x]
+            case "checkpoint" | "reentrant" as kind:
+                return checkpoint(block, x, use_reentrant=kind == "reentrant"), given
+            case "without-gradient" if index == 0:
+                with torch.no_grad():
+                    return block(x), given
+            case "skipped-in-eval" if index == 2 and not self.training:
+                return x, given
+        return block(x), given
 
     def finish(self, x: torch.Tensor, labels: torch.Tensor | None) -> Any:
         kind, x = self.job.one("head"), self.norm(x)

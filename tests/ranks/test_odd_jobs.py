@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from odd_grammar import TRICKS
 from odd_jobs import DIFFERS, EQUAL, FAILURES, REFUSED, alone, drawn, is_legal, run, write_table
 from odd_models import PLACES, SLOTS, Job, Odd, sample
+from odd_state import TRICKS
 from sweep import asked
 
 from meshwright.spec.plan import parse_plan
 
-FOUR_RANKS = (2, 6, 12, 17, 37, 48)
-SEEDS = [seed for seed in range(73) if seed in FOUR_RANKS or parse_plan(drawn(seed)[1]).world <= 2]
+FOUR_RANKS = (2, 17, 19, 33, 38, 39)
+SEEDS = [seed for seed in range(63) if seed in FOUR_RANKS or parse_plan(drawn(seed)[1]).world <= 2]
 """The sixty jobs that `make test` runs: six on four ranks, the others on one or two, which takes half as long."""
 MANY = range(1000, 3000)
 FEATURES = [

@@ -22,7 +22,7 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
     for module in model.modules():
         for value in vars(module).values():
             elements = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            found |= {id(each): each for each in elements if isinstance(each, torch.Generator)}
+            found |= {id(each): each for each in elements if issubclass(type(each), torch.Generator)}
     return list(found.values())
 
 
@@ -50,14 +50,15 @@ class GeneratorStates:
 
 class GeneratorRecorder(TorchFunctionMode):
     """Adds to `found` each generator that a torch function gets as an argument. A generator that the code makes for one
-    draw disappears from this set."""
+    draw disappears from this set. It runs for each function of a check, and `isinstance` of a generator is three times
+    as slow as `issubclass`, since torch's metaclass looks for fake objects."""
 
     def __init__(self, found: WeakSet[torch.Generator]) -> None:
         super().__init__()
         self.found = found
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, torch.Generator):
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if issubclass(type(value), torch.Generator):
                 self.found.add(value)
         return function(*args, **(kwargs or {}))
