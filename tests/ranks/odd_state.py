@@ -80,8 +80,8 @@ def closure_counter() -> Callable[[], int]:
     return next_turn
 
 
-def counter(counted: Callable[[Any], int]) -> Trick:
-    return Trick(lambda owner, x, index: x * (1 + 0.05 * counted(owner)), start_counters, "state")
+def counter(counted: Callable[[Any], int], against: str = "state") -> Trick:
+    return Trick(lambda owner, x, index: x * (1 + 0.05 * counted(owner)), start_counters, against)
 
 
 def of_last_call(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -139,10 +139,10 @@ def shrunk_data(owner: Any, x: torch.Tensor, index: int) -> torch.Tensor:
 STATE: dict[str, Trick] = {
     "counter": Trick(count_calls, buffer("calls", lambda: torch.zeros(())), "state"),
     "python-counter": Trick(count_in_python, lambda owner: setattr(owner, "turn", 0), "state"),
-    "count-class": counter(count_in_class),
-    "count-global-dict": counter(count_in_global_dict),
-    "count-global-list": counter(count_in_global_list),
-    "count-function": counter(count_in_function),
+    "count-class": counter(count_in_class, "any"),
+    "count-global-dict": counter(count_in_global_dict, "any"),
+    "count-global-list": counter(count_in_global_list, "any"),
+    "count-function": counter(count_in_function, "any"),
     "count-list": counter(count_in_list),
     "count-nested-dict": counter(count_in_nested_dict),
     "count-closure": Trick(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -147,6 +148,16 @@ class CountingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.counts["turn"] += self.training
         return super().forward(x) * (1.0 + 0.05 * self.counts["turn"])  # type: ignore[no-any-return]
+
+
+class NestedCountingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"count": SimpleNamespace(turn=[0])}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.options["count"].turn[0] += self.training
+        return super().forward(x) * (1.0 + 0.05 * self.options["count"].turn[0])  # type: ignore[no-any-return]
 
 
 # --- state outside of the model's modules
@@ -306,7 +317,12 @@ CASES = {
     "counter before blocks": Case(
         CountsBefore, "pp2.mb16", "pp2.mb16.zbv", "forward changes model.turn", ("never", "start")
     ),
-    "counter of each block": Case(lambda: Net(CountingBlock), "pp2.mb16 pp2.mb16.zbv", proves=("never", "start")),
+    "counter of each block": Case(
+        lambda: Net(CountingBlock), "pp2.mb16 pp2.mb16.zbv tp2.mb16", proves=("never", "start")
+    ),
+    "nested counter of each block": Case(
+        lambda: Net(NestedCountingBlock), "tp2.mb16", "dp2.mb2", "changes a state that the next one", ("never",)
+    ),
     "counter that blocks share": Case(
         lambda: (lambda counts: Net(partial(CountingBlock, counts)))({"turn": 0}),
         "dp1.mb16",

@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import functools
 import sys
+from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from meshwright.analysis.guarded_values import PLAIN_TYPES, is_users_class, plain_values
+from meshwright.analysis.guarded_values import MAX_DEPTH, MAX_ENTRIES, PLAIN_TYPES, is_users_class, plain_values
 
 MAX_FUNCTIONS = 512
 """Number of functions that are followed from one class."""
 CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 """Objects of derived classes are left out, because their methods may do anything."""
+CONFIGURATIONS = (SimpleNamespace, Namespace)
+"""Classes of Python's library whose objects count as the user's."""
 
 
 class StatePlace(NamedTuple):
@@ -68,17 +72,42 @@ class StatePlace(NamedTuple):
             del self.of[key]
 
 
+class ContainerSnapshot:
+    """Stores the elements of the containers among `values` and the attributes of the user's objects, also of those
+    inside them, down to MAX_DEPTH levels. Inner ones of more than MAX_ENTRIES entries are left out. `seen`: the ids of
+    containers that other snapshots store."""
+
+    def __init__(self, values: Iterable[Any], seen: set[int]) -> None:
+        self._elements: list[tuple[Any, Any]] = []
+        waiting = [(value, 1) for value in values]
+        for value, depth in waiting:
+            if type(value) in CONTAINER_TYPES:
+                entries = value
+            elif _is_users_object(value):
+                entries = vars(value)
+            else:
+                continue
+            if id(entries) not in seen and (depth == 1 or len(entries) <= MAX_ENTRIES):
+                seen.add(id(entries))
+                self._elements.append((entries, entries.copy()))
+                if depth < MAX_DEPTH:
+                    inner = entries.values() if isinstance(entries, dict) else entries
+                    waiting += [(each, depth + 1) for each in inner]
+
+    def restore(self) -> None:
+        """Restores the elements and the attributes."""
+        for container, elements in self._elements:
+            if [*map(id, _flat(container))] != [*map(id, _flat(elements))]:
+                container.clear()
+                (container.update if isinstance(container, dict | set) else container.extend)(elements)
+
+
 class CodeStateSnapshot:
     """Stores the state of the code of `model`, and restores it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = [(place, place.values()) for place in state_places(model)]
-        self._elements = [
-            (value, value.copy())
-            for _, values in self._before
-            for value in values.values()
-            if type(value) in CONTAINER_TYPES
-        ]
+        self._elements = ContainerSnapshot((each for _, values in self._before for each in values.values()), set())
 
     def restore(self) -> None:
         """Restores the values, and the elements of the containers."""
@@ -89,10 +118,7 @@ class CodeStateSnapshot:
             for key, value in before.items():
                 if key not in now or now[key] is not value:
                     place.write(key, value)
-        for container, elements in self._elements:
-            if [*map(id, _flat(container))] != [*map(id, _flat(elements))]:
-                container.clear()
-                (container.update if isinstance(container, dict | set) else container.extend)(elements)
+        self._elements.restore()
 
 
 def state_places(model: nn.Module) -> Iterator[StatePlace]:
@@ -151,14 +177,15 @@ def _flat(container: Any) -> Iterator[Any]:
 
 def _is_users_object(value: Any) -> bool:
     """Returns whether `value` is an object of a class of the user, such as a configuration, and no module."""
-    kind = type(value)
+    return _is_users_kind(type(value)) and hasattr(value, "__dict__")
+
+
+@functools.cache
+def _is_users_kind(kind: type) -> bool:
+    if kind in CONFIGURATIONS:
+        return True
     is_library = _package(kind.__module__) in sys.stdlib_module_names
-    return (
-        is_users_class(kind)
-        and not is_library
-        and not isinstance(value, nn.Module | type)
-        and hasattr(value, "__dict__")
-    )
+    return is_users_class(kind) and not is_library and not issubclass(kind, nn.Module | type | torch.Tensor)
 
 
 def _function_of(value: Any) -> FunctionType | None:

@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
@@ -43,30 +43,33 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from meshwright.analysis.code_state import CodeStateSnapshot
+from meshwright.analysis.code_state import CodeStateSnapshot, ContainerSnapshot
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
-CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
-
 
 class AttributeSnapshot:
-    """Stores the items of `state` (an object's `__dict__`), except those whose keys are in `others`."""
+    """Stores the items of `state` (an object's `__dict__`), except those whose keys are in `others`, and what is inside
+    their containers and objects. `seen`: the ids of the containers that other snapshots store."""
 
-    def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
+    def __init__(self, state: dict[str, Any], others: Collection[str] = (), seen: set[int] | None = None) -> None:
         self.state, self.others = state, frozenset(others)
         self.before = {name: value for name, value in state.items() if name not in self.others}
-        self.elements = [(value, value.copy()) for value in self.before.values() if type(value) in CONTAINER_TYPES]
+        self.inside = ContainerSnapshot(self.before.values(), set() if seen is None else seen)
 
     def restore(self) -> None:
-        """Restores the items and the elements of their containers."""
+        """Restores the items and what is inside them."""
         for name in self.state.keys() - self.before.keys() - self.others:
             del self.state[name]
         self.state.update(self.before)
-        for container, elements in self.elements:
-            container.clear()
-            (container.update if hasattr(container, "update") else container.extend)(elements)
+        self.inside.restore()
+
+
+def snapshot_modules(modules: Iterable[nn.Module]) -> list[AttributeSnapshot]:
+    """Returns snapshots of the attributes of `modules`, without their parameters, buffers and submodules."""
+    seen = set[int]()
+    return [AttributeSnapshot(vars(module), MODULE_DICT_KEYS, seen) for module in modules]
 
 
 class ClosureSnapshot:
@@ -238,7 +241,7 @@ def dry_run(
     to them. With {} no write is recorded.
     """
     states: list[AttributeSnapshot | ClosureSnapshot | CodeStateSnapshot] = [
-        *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
+        *snapshot_modules(_all_modules(model, loss)),
         *snapshot_callable(loss),
         CodeStateSnapshot(model),
     ]

@@ -30,7 +30,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.analysis.dry_run import MODULE_DICT_KEYS
+from meshwright.analysis.code_state import CodeStateSnapshot
+from meshwright.analysis.dry_run import AttributeSnapshot, snapshot_modules
 from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.analysis.run_conditions import cotangent, relative_difference
@@ -325,16 +326,15 @@ def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleSnapshot:
-    """Stores what a run of `root` may write: small parameters and buffers, attributes of all modules, and the states of
-    the model's own random generators."""
+    """Stores what a run of `root` may write: small parameters and buffers, attributes of all modules, shared state of
+    their code, and the states of the model's own random generators."""
 
     def __init__(self, root: nn.Module) -> None:
-        entries = [vars(module) for module in root.modules()]
+        tensors_of = [one for module in root.modules() for one in (module._buffers, module._parameters)]
         self.attributes = [
-            (one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in entries
-        ]
-        self.attributes += [
-            (one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)
+            *snapshot_modules(root.modules()),
+            *map(AttributeSnapshot, tensors_of),
+            CodeStateSnapshot(root),
         ]
         self.generators = GeneratorStates(own_generators(root))
         tensors = (*root.parameters(), *root.buffers())
@@ -347,10 +347,8 @@ class ModuleSnapshot:
     def restore(self) -> None:
         """Restores the attributes, the values of the tensors, and the states of the generators."""
         self.generators.restore()
-        for entries, values in self.attributes:
-            for name in entries.keys() - values.keys() - MODULE_DICT_KEYS:
-                del entries[name]
-            entries.update(values)
+        for attributes in self.attributes:
+            attributes.restore()
         for tensor, numbers in self.values:
             if not torch.equal(tensor.detach(), numbers):
                 tensor.data.copy_(numbers)
