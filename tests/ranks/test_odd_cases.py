@@ -35,6 +35,8 @@ RUNS = {
         "pp2.mb8.zbv | pp2.mb2.interleaved2",
     ),
     "a loss that counts its calls": ("loss:grows", "| tp2.mb8 pp2.mb8"),
+    "hooks on all weights where a gradient is deferred": ("hook:weights", "pp2.mb8.zbh1 | pp2.mb4.zbv"),
+    "hooks on accumulated gradients where one is deferred": ("hook:accumulated", "pp2.mb4.zbv | pp2.mb8.zbh1"),
 }
 REFUSALS = {
     "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 | pp2.mb2.z3"),

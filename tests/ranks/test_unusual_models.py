@@ -120,6 +120,18 @@ class Lazy(Net):
         self.head = nn.LazyLinear(WORDS)
 
 
+# --- hooks on weights
+
+
+class WideBlock(Block):
+    """Its matrices are so large that pipeline ranks accumulate their gradients in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8192), nn.Linear(8192, WIDTH)
+        self.up.weight.register_hook(lambda gradient: 0.5 * gradient)
+
+
 # --- counters in Python
 
 
@@ -312,6 +324,9 @@ CASES = {
     ),
     "dropout in a recurrent layer, rows that meet in training": Case(
         Recurrent, "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
+    "hooks on large weights": Case(
+        lambda: Net(WideBlock), "dp1.mb4 pp2.mb8 pp2.mb8.zbh1 pp2.mb8.z2", proves=("never", "start")
     ),
     "counter between blocks": Case(CountsBetween, "tp2.mb16", "pp2.mb16", "forward changes model.turn", ("never",)),
     "counter before blocks": Case(

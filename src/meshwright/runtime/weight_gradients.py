@@ -27,6 +27,7 @@ the step by its graph task id, which autograd assigns to each call of backward.
 - Small matrices, whose gradients stay in the cache.
 - Embeddings inside blocks or with `scale_grad_by_freq`.
 - Compiled blocks and deferred weight gradients.
+- Weights with a gradient hook of the user, which autograd must call with the whole gradient.
 - At ZeRO 2 and 3, weights with several consumers. The gradients of their group would use memory from the first
   consumer's backward until the last consumer's backward.
 
@@ -48,6 +49,7 @@ neither of them. Nothing is computed twice, and the accumulated gradients equal 
   weight gradient of the embedding as large as the vocabulary weight, for up to (pipeline ranks - 1) micro-batches.
 - Those of blocks that recompute or offload activations. W would need the recomputed or fetched tensors, which would
   have to stay in memory.
+- Those of weights with a gradient hook of the user, because autograd calls the hook in B.
 - Those of layers that are not plain matrix products (convolutions, stacked experts). Only the accumulation is deferred.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. In this implementation, deferral is
@@ -170,9 +172,14 @@ def matmul_forward(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     given `module` a sink, the sink computes the weight gradient."""
     weight: Any = module._parameters["weight"]
     sink: WgradSink | None = getattr(module, "put_off", None)
-    if sink is None or not torch.is_grad_enabled() or _is_functorch_tensor(x):
+    if sink is None or not torch.is_grad_enabled() or _is_functorch_tensor(x) or has_users_hook(weight):
         return F.linear(x, weight if linear else weight.t(), bias)
     return _DeferredMatmul.apply(x, weight, bias, sink, linear)
+
+
+def has_users_hook(weight: Any) -> bool:
+    """Returns whether the user has registered a gradient hook on a weight. The parameter group has registered one."""
+    return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) > 1
 
 
 def _is_functorch_tensor(x: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from meshwright.runtime.weight_gradients import (
     StepBackward,
     WgradQueue,
     defer_wgrad,
+    has_users_hook,
     weight_gradient,
 )
 from meshwright.runtime.zero.param_group import FlatParamGroup
@@ -105,7 +106,7 @@ def install_wgrad_accumulation(
         ):
             continue
         if isinstance(module, nn.Embedding):
-            module.sparse = not (is_inside or module.scale_grad_by_freq)
+            module.sparse = not (is_inside or module.scale_grad_by_freq or has_users_hook(weight))
             continue
         at_once = unit.layout.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
         if (
