@@ -12,10 +12,11 @@ import pytest
 import transformers
 
 import meshwright
-from meshwright.cli.launch_plan import build_model_source, choose_plan
+from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan
 from meshwright.cli.main import main
 from meshwright.cli.options import JobOptions
 from meshwright.core.messages import translate
+from meshwright.train.model import build_model, open_training_data
 
 SMALL = {
     "vocab_size": 96,
@@ -39,6 +40,10 @@ class Encoder(nn.Module):
 class Asking(Encoder):
     def forward(self, ids):
         return super().forward(ids) if ids.sum().item() else None
+class Small(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(300, 64), nn.Linear(64, 300)
 class Simple(Encoder):
     def __init__(self):
         super().__init__()
@@ -71,6 +76,19 @@ def test_live_code_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) ->
     answer = json.loads(capsys.readouterr().out)
     assert answer["chosen"]["plan"]["tp"] == 2
     assert answer["job"]["model"]["divisible"] == {"ffn": 160}
+
+
+def test_the_default_tokenizer_fits_the_embedding_of_live_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.txt").write_text("one text of some words\n" * 200)
+    file = JobOptions(model="a_live_model:Small").job_file(None)
+    source = build_model_source(file)
+    choice = choose_plan(file, None, None, {}, 1)
+    launch = build_launch(file, source, here / "run", choice)
+    data = launch.data.but(source=str(here / "mine.txt"))
+    dataset = open_training_data(launch.but(data=data), build_model(source, 1), "causal", print, print)
+    assert dataset.tokenizer is not None and dataset.tokenizer.vocabulary <= launch.vocabulary == 300
+    assert main(["train", "--model", "a_live_model:Encoder", "--steps", "1"]) == 2
+    assert "the model's embedding has 96 token ids, but text needs at least 258" in capsys.readouterr().err
 
 
 @pytest.mark.soak

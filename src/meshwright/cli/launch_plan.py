@@ -283,7 +283,7 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
 def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanChoice) -> LaunchSpec:
     """Returns the launch file of the ranks.
 
-    Raises: InputError if the plan cannot divide the batch.
+    Raises: InputError if the plan cannot divide the batch, or if the model's embedding is too small for bytes.
     """
     from meshwright.planner.cost.step import proof_price
     from meshwright.spec.job import LaunchSpec
@@ -292,16 +292,37 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
     question, step = choice.question, choice.estimate.time.step if choice.estimate is not None else 0.0
     workload = question.workload if question is not None else file.workload
     choice.plan.micro_batches(workload.batch)
+    data, vocabulary = resolve_data(file.data, source), question.model.vocabulary if question is not None else 0
+    _check_default_tokenizer(data, vocabulary)
     return LaunchSpec(
         model=source,
         workload=workload,
-        data=resolve_data(file.data, source),
+        data=data,
         plan=choice.plan,
         run=file.run.but(folder=str(folder.resolve())),
         parameters=question.model.parameters if question is not None else 0,
+        vocabulary=vocabulary,
         predicted=choice.estimate.per_stage if choice.estimate is not None else (),
         proof=proof_price(question, choice.plan, step) if question is not None and step else ProofCost(),
     )
+
+
+def _check_default_tokenizer(data: DataConfig, vocabulary: int) -> None:
+    """Raises InputError if the default data set needs more token ids than the model's embedding has. `vocabulary`: this
+    number, 0 if it is unknown or if the model reads no token ids."""
+    from meshwright.core.errors import InputError
+
+    text = data.sources == ("stdlib",) and data.tokenizer in ("auto", "bytes", "bpe")
+    if text and 0 < vocabulary < BYTE_VOCABULARY:
+        raise InputError(
+            Message(
+                "the model's embedding has {vocabulary} token ids, but text needs at least {needed} (the bytes and two "
+                "special tokens): enlarge the embedding, set data.tokenizer to a smaller tokenizer, or set data.source "
+                "to arrays of token ids",
+                vocabulary=vocabulary,
+                needed=BYTE_VOCABULARY,
+            )
+        )
 
 
 def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:

@@ -158,8 +158,9 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """The launch file of a training run. `parameters` is the number of parameters that the planner counted, or 0
-    without an estimate. `predicted` is the estimated memory of each pipeline rank."""
+    """The launch file of a training run. `parameters` is the number of parameters that the planner counted, and
+    `vocabulary` the number of token ids that the embedding has; both are 0 without an estimate. `predicted` is the
+    estimated memory of each pipeline rank."""
 
     model: ModelSource
     workload: Workload
@@ -167,6 +168,7 @@ class LaunchSpec(StrictModel):
     plan: Plan
     run: RunConfig
     parameters: int = 0
+    vocabulary: int = 0
     predicted: tuple[MemoryBreakdown, ...] = ()
     proof: ProofCost = ProofCost()
 

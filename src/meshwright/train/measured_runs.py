@@ -87,9 +87,8 @@ class TrialRunner:
         self.launch, self.steps = launch, steps
         model = self._model()
         objective, work = model_objective(launch.model, model), launch.workload
-        dataset = open_dataset(
-            launch.data, work.sequence, vocabulary_size(launch.model, model), objective, lambda _: None
-        )
+        vocabulary = vocabulary_size(launch.model, model) or launch.vocabulary
+        dataset = open_dataset(launch.data, work.sequence, vocabulary, objective, lambda _: None)
         self.loader = build_loader(dataset, objective, model, work)
 
     def _model(self) -> Any:

@@ -312,7 +312,7 @@ def open_training_data(
                 type=type(model).__name__,
             )
         )
-    vocabulary = vocabulary_size(launch.model, model)
+    vocabulary = vocabulary_size(launch.model, model) or launch.vocabulary
     return open_dataset(
         launch.data, launch.workload.sequence, vocabulary, objective, note, positions, report_corruption
     )
