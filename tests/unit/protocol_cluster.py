@@ -38,8 +38,9 @@ from meshwright.elastic.snapshot_replication import ReplicationRequest
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.train.run_lock import RunLock
 
-NEVER, REJOIN = 1e15, 1e6
-"""Seconds: after which nothing happens by itself, and that a leader waits for a node."""
+NEVER, REJOIN = 1e15, 100.0
+"""Seconds: after which nothing happens by itself, and that a leader waits for a node. Two such waits are shorter than
+the time for which a node without a leader retains its snapshots."""
 
 BURIAL = 0.3
 """Seconds that a leader waits for the end of ranks that it has killed; it replaces attempt.KILL_SECONDS."""

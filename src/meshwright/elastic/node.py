@@ -144,7 +144,10 @@ class NodeAgent:
         OSError if the leader is lost."""
         copies = {}
         if self.retained is not None:
-            self.holdings, copies = self.retained.sets, {"copies": self.retained.inventory()}
+            self.holdings = self.retained.sets
+            self._free_retained()
+        if self.retained is not None:
+            copies = {"copies": self.retained.inventory()}
         self._say(event="lends", address=self.lender.address, **copies)
 
     def end(self, how: tuple[int, str]) -> None:
@@ -163,6 +166,11 @@ class NodeAgent:
         else:
             self._drop_snapshots()
         self.link.close()
+
+    def _free_retained(self) -> None:
+        """Closes the retained snapshots if their time is over."""
+        if self.retained is not None and self.outside.clock() > self.retained.until:
+            self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:
         self.retained = None
@@ -193,8 +201,7 @@ class NodeAgent:
             self._obey(message)
         if ended or self.outside.clock() > self._heard + NODE_TIMEOUT_SECONDS:
             return LEADER_LOST_EXIT
-        if self.retained is not None and self.outside.clock() > self.retained.until:
-            self._drop_snapshots()
+        self._free_retained()
         if self.leaving and not self._is_announced:
             self._is_announced = True
             self._say(event="node_leaving", signal=self.leaving)
