@@ -120,6 +120,22 @@ class Lazy(Net):
         self.head = nn.LazyLinear(WORDS)
 
 
+# --- branches on values
+
+
+class BranchesOnValue(Net):
+    """Takes another branch if a row begins with a token that no row of the first micro-batch of step 0 begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = batch_of(0)["input_ids"][:, 0].tolist()
+        self.mark = next(token for token in first[4:] if token not in first[:4])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scale = 1.5 if bool((input_ids[:, 0] == self.mark).any()) else 1.0
+        return super().forward(input_ids) * scale
+
+
 # --- hooks on weights
 
 
@@ -324,6 +340,9 @@ CASES = {
     ),
     "dropout in a recurrent layer, rows that meet in training": Case(
         Recurrent, "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
+    "branch on a value of all rows": Case(
+        BranchesOnValue, "dp1.mb16", "dp1.mb2 dp1.mb4 dp2.mb4 pp2.mb4", "reads a value of all rows", ("never",)
     ),
     "hooks on large weights": Case(
         lambda: Net(WideBlock), "dp1.mb4 pp2.mb8 pp2.mb8.zbh1 pp2.mb8.z2", proves=("never", "start")

@@ -21,12 +21,14 @@ A forward may change state that the next forward reads (a count of calls, runnin
 consecutive passes of the same rows. If their losses differ, plans that run several forwards per step are refused. Data
 parallelism is then also refused if the state depends on the rows.
 
-The check runs in training mode without dropout. A model that draws other random numbers is compared in evaluation mode.
-If it also draws random numbers in evaluation mode, the comparison is skipped. In two cases only losses are compared:
-with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits, where rounding
-decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not compared. If such a
-plan also does not use recompute `full`, only the repetition of a forward is checked. If the check finds no difference,
-it costs six forwards and two forward-backward passes of one micro-batch, and two forward-backward passes of two rows.
+The check runs in training mode without dropout. If Python code of the model reads values (`if x.mean() > 0`), one
+forward of several micro-batches is also compared with separate forwards, because the halves of one micro-batch may take
+the same branch. A model that draws other random numbers is compared in evaluation mode. If it also draws random numbers
+in evaluation mode, the comparison is skipped. In two cases only losses are compared: with a balance loss of experts,
+which is defined for each micro-batch; and with experts in 16 bits, where rounding decides which expert a token goes to.
+If the plan runs the whole batch in one pass, rows are not compared. If such a plan also does not use recompute `full`,
+only the repetition of a forward is checked. If the check finds no difference, it costs six forwards and two forward-
+backward passes of one micro-batch, and two forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.error_propagation import interruptible_wait
+from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import (
     GradientDifference,
@@ -56,12 +58,24 @@ from meshwright.runtime.preflight.numeric_probes import (
     perturb_constants,
     record_fingerprint,
 )
+from meshwright.runtime.preflight.row_batches import (
+    join_and_split,
+    joint_rows,
+    mask_first_row_labels,
+    repeat_first_row,
+    repeat_rows,
+    split_in_half,
+)
 from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_all_generators
 from meshwright.spec.enums import Recompute
 
-IGNORE_INDEX = -100
 REPEAT_TOLERANCE = 0.1
 """Tolerance of the loss of a repeated forward as a multiple of the tolerance of losses."""
+MAX_COMPARED_MICRO_BATCHES = 8
+"""A forward of at most as many rows as this number of micro-batches have is compared. It stores no activations."""
+MAX_JOINED_ELEMENTS = 1 << 14
+"""If the model reads values, micro-batches with this number of elements (tokens) in all are compared in one forward, at
+least two of them."""
 GRADIENT_TOLERANCE_FACTOR = 10.0
 """Tolerance of gradients as a multiple of the tolerance of losses."""
 
@@ -100,6 +114,11 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     if pieces == 1:
         return
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
+    if not counts and any(gather_objects(engine.preflight.paths.asks)):
+        sizes = [value.numel() for value in batches[0].values() if isinstance(value, torch.Tensor)]
+        most = min(max(MAX_JOINED_ELEMENTS // max(sizes, default=1), 2), MAX_COMPARED_MICRO_BATCHES)
+        joined, *parts = join_and_split(batches, min(rows, num_rows(batches[0]) * most))
+        _check_rows_independent(engine, [joined], pieces, counts, backward=False, parts=parts)
     _check_rows_independent(
         engine,
         [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole],
@@ -134,19 +153,22 @@ def _check_rows_independent(
     counts: str,
     backward: bool = True,
     modes: Sequence[bool] = (True, False),
+    parts: Sequence[Batch] = (),
 ) -> None:
     name = engine.mesh.plan.name
     for whole in contents:
-        found = _find_difference(engine, whole, backward, modes)
+        found = _find_difference(engine, whole, backward, modes, parts)
         if found is None:
             continue
         together, separate, gradient = found
         why = (
-            Message("{counts} orders tokens across all rows of the batch", counts=counts)
+            Message("Python code reads a value of all rows, such as `if x.mean() > 0`")
+            if parts
+            else Message("{counts} orders tokens across all rows of the batch", counts=counts)
             if counts
             else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )
-        if engine.preflight.generators and not counts:
+        if engine.preflight.generators and not counts and not parts:
             why = Message("such as random numbers of a torch.Generator, drawn for all rows together")
         shown = Message(
             "their loss is {together:.6g} in one pass but {separate:.6g} in separate passes (relative difference "
@@ -184,73 +206,6 @@ def relative_difference(one: float, other: float) -> float:
     '1.4e-06'
     """
     return abs(one - other) / max(abs(one), abs(other), 1e-300)
-
-
-def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Returns the rows for the comparison of one pass with two: the rows of the first micro-batch. If it has only one
-    row, adds the row of the second micro-batch, unless the shapes of the two rows differ. If there is no second
-    micro-batch, returns two rolled copies of the one row (`repeat_first_row_rolled`)."""
-    first = batches[0]
-    if num_rows(first) == 1 and len(batches) == 1:
-        return repeat_first_row_rolled(first, 2)
-    second = next(
-        (each for each in batches[1:2] if num_rows(first) == 1 and _tensor_shapes(each) == _tensor_shapes(first)), None
-    )
-    if second is None:
-        return dict(first)
-    return {
-        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in first.items()
-    }
-
-
-def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
-    """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions along the sequence, so that
-    all copies differ."""
-
-    def rolled(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        return torch.cat([value[:1].roll(at, 1) if value.ndim > 1 else value[:1] for at in range(count)])
-
-    return {name: rolled(value) for name, value in batch.items()}
-
-
-def repeat_first_row(batch: Batch) -> Batch:
-    """Returns a batch of two copies of the first row of `batch`."""
-    return {
-        name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in batch.items()
-    }
-
-
-def mask_first_row_labels(batch: Batch) -> Batch:
-    """Returns `batch`. If its labels are (rows, positions) and some of them are IGNORE_INDEX, sets all labels of the
-    first row to IGNORE_INDEX except its last valid one. Then a mean over labels differs from a mean over rows."""
-    labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
-        return batch
-    labels = labels.clone()
-    labels[0, (labels[0] != IGNORE_INDEX).nonzero().flatten()[:-1]] = IGNORE_INDEX
-    return {**batch, "labels": labels}
-
-
-def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, every token id is
-    replaced by the id at index `token` of the flattened ids."""
-
-    def more(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        many = value.repeat(-(-rows // len(value)), *[1] * (value.ndim - 1))[:rows]
-        inputs = token is not None and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
-        return torch.full_like(many, int(value.flatten()[min(token or 0, value.numel() - 1)])) if inputs else many
-
-    return {name: more(name, value) for name, value in batch.items()}
-
-
-def _tensor_shapes(batch: Batch) -> list[Any]:
-    return [(name, value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)]
 
 
 def _repeated_loss(engine: Engine, batch: Batch) -> tuple[float, float]:
@@ -293,7 +248,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     near = max(abs(first) * 1e-2 * _loss_tolerance(engine), 10 * noise)
     if not abs(after - first) > near:
         return
-    by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, preceding=_split_in_half(whole)[0]) - after) > near
+    by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, preceding=split_in_half(whole)[0]) - after) > near
     if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
         raise PlanRefused(
             Message(
@@ -308,21 +263,6 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
                 relative_difference=relative_difference(first, after),
             )
         )
-
-
-def _split_in_half(whole: Batch) -> list[Batch]:
-    """Splits a batch into two halves. Returns a batch of one row twice, so that all ranks run the same number of
-    passes."""
-    half = num_rows(whole) // 2
-    if not half:
-        return [whole, whole]
-    return [
-        {
-            name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
-            for name, value in whole.items()
-        }
-        for rows in (slice(half), slice(half, None))
-    ]
 
 
 def _loss_tolerance(engine: Engine) -> float:
@@ -341,20 +281,7 @@ class PassResult(NamedTuple):
 def find_row_count_difference(engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
     """Compares one forward of `rows` rows with forwards of as many rows as the first micro-batch has. The rows are
     those of `batches`, repeated. Returns the two losses if they differ, otherwise None. All ranks call it."""
-    each = num_rows(batches[0])
-    same = [batch for batch in batches if _tensor_shapes(batch) == _tensor_shapes(batches[0])]
-    joined = {
-        name: torch.cat([batch[name] for batch in same]) if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in batches[0].items()
-    }
-    whole = repeat_rows(joined, -(-rows // each) * each, None)
-    parts = [
-        {
-            name: value[first : first + each] if isinstance(value, torch.Tensor) and value.ndim else value
-            for name, value in whole.items()
-        }
-        for first in range(0, num_rows(whole), each)
-    ]
+    whole, *parts = join_and_split(batches, rows)
     found = _find_difference(engine, whole, False, (True, False), parts)
     return None if found is None else found[:2]
 
@@ -369,7 +296,7 @@ def _find_difference(
     if in all modes the random numbers of the model explain the difference. Otherwise returns the loss of one pass, the
     loss of two passes, and the largest difference of a gradient. Its `name` is '' if the losses differ.
     """
-    parts, backward = parts or _split_in_half(whole), backward and _compares_gradients(engine)
+    parts, backward = parts or split_in_half(whole), backward and _compares_gradients(engine)
     for train in modes:
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
         loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)

@@ -45,8 +45,9 @@ from meshwright.core.messages import Message
 from meshwright.runtime.engine import Engine, OncePerStepBuffers
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, num_rows
-from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
+from meshwright.runtime.preflight.batch_separability import isolated_pass
 from meshwright.runtime.preflight.numeric_probes import record_fingerprint
+from meshwright.runtime.preflight.row_batches import repeat_first_row_rolled
 from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
 

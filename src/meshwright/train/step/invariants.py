@@ -37,7 +37,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, ZeroWeightBatch
 from meshwright.runtime.loss_divisors import uneven_divisors
-from meshwright.runtime.preflight.batch_separability import repeat_rows
+from meshwright.runtime.preflight.row_batches import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.record import ProofResult

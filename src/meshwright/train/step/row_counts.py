@@ -27,13 +27,11 @@ from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
+from meshwright.runtime.preflight.batch_separability import MAX_COMPARED_MICRO_BATCHES
 from meshwright.runtime.preflight.code_paths import Path, Recorder, describe_path
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
 from meshwright.spec.plan import Plan
 from meshwright.train.step.state import TrainState
-
-MAX_COMPARED_MICRO_BATCHES = 8
-"""A forward of at most as many rows as this number of micro-batches is compared. It keeps no activations."""
 
 
 class RowCounts:

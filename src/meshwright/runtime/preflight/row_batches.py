@@ -1,0 +1,112 @@
+"""Makes the batches of rows that the checks of preflight run: joined, repeated, rolled, in halves and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.runtime.loss import IGNORE_INDEX, Batch, num_rows
+
+
+def joint_rows(batches: Sequence[Batch]) -> Batch:
+    """Returns the rows for the comparison of one pass with two: the rows of the first micro-batch. If it has only one
+    row, adds the row of the second micro-batch, unless the shapes of the two rows differ. If there is no second
+    micro-batch, returns two rolled copies of the one row (`repeat_first_row_rolled`)."""
+    first = batches[0]
+    if num_rows(first) == 1 and len(batches) == 1:
+        return repeat_first_row_rolled(first, 2)
+    second = next(
+        (each for each in batches[1:2] if num_rows(first) == 1 and _tensor_shapes(each) == _tensor_shapes(first)), None
+    )
+    if second is None:
+        return dict(first)
+    return {
+        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in first.items()
+    }
+
+
+def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
+    """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions along the sequence, so that
+    all copies differ."""
+
+    def rolled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        return torch.cat([value[:1].roll(at, 1) if value.ndim > 1 else value[:1] for at in range(count)])
+
+    return {name: rolled(value) for name, value in batch.items()}
+
+
+def repeat_first_row(batch: Batch) -> Batch:
+    """Returns a batch of two copies of the first row of `batch`."""
+    return {
+        name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }
+
+
+def mask_first_row_labels(batch: Batch) -> Batch:
+    """Returns `batch`. If its labels are (rows, positions) and some of them are IGNORE_INDEX, sets all labels of the
+    first row to IGNORE_INDEX except its last valid one. Then a mean over labels differs from a mean over rows."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
+        return batch
+    labels = labels.clone()
+    labels[0, (labels[0] != IGNORE_INDEX).nonzero().flatten()[:-1]] = IGNORE_INDEX
+    return {**batch, "labels": labels}
+
+
+def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
+    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, every token id is
+    replaced by the id at index `token` of the flattened ids."""
+
+    def more(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        many = value.repeat(-(-rows // len(value)), *[1] * (value.ndim - 1))[:rows]
+        inputs = token is not None and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
+        return torch.full_like(many, int(value.flatten()[min(token or 0, value.numel() - 1)])) if inputs else many
+
+    return {name: more(name, value) for name, value in batch.items()}
+
+
+def _tensor_shapes(batch: Batch) -> list[Any]:
+    return [(name, value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)]
+
+
+def split_in_half(whole: Batch) -> list[Batch]:
+    """Splits a batch into two halves. Returns a batch of one row twice, so that all ranks run the same number of
+    passes."""
+    half = num_rows(whole) // 2
+    if not half:
+        return [whole, whole]
+    return [
+        {
+            name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in whole.items()
+        }
+        for rows in (slice(half), slice(half, None))
+    ]
+
+
+def join_and_split(batches: Sequence[Batch], rows: int) -> list[Batch]:
+    """Returns a batch of at least `rows` rows, which are those of `batches`, repeated, and this batch in parts of as
+    many rows as the first micro-batch has."""
+    each = num_rows(batches[0])
+    same = [batch for batch in batches if _tensor_shapes(batch) == _tensor_shapes(batches[0])]
+    joined = {
+        name: torch.cat([batch[name] for batch in same]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batches[0].items()
+    }
+    whole = repeat_rows(joined, -(-rows // each) * each, None)
+    parts = [
+        {
+            name: value[first : first + each] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in whole.items()
+        }
+        for first in range(0, num_rows(whole), each)
+    ]
+    return [whole, *parts]
