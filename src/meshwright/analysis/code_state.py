@@ -181,7 +181,7 @@ def _is_users_object(value: Any) -> bool:
 
 
 @functools.cache
-def _is_users_kind(kind: type) -> bool:
+def _is_users_kind(kind: Any) -> bool:
     if kind in CONFIGURATIONS:
         return True
     is_library = _package(kind.__module__) in sys.stdlib_module_names

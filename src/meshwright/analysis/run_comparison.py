@@ -331,7 +331,7 @@ class ModuleSnapshot:
 
     def __init__(self, root: nn.Module) -> None:
         tensors_of = [one for module in root.modules() for one in (module._buffers, module._parameters)]
-        self.attributes = [
+        self.attributes: list[AttributeSnapshot | CodeStateSnapshot] = [
             *snapshot_modules(root.modules()),
             *map(AttributeSnapshot, tensors_of),
             CodeStateSnapshot(root),
