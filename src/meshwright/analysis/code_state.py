@@ -177,7 +177,8 @@ def _flat(container: Any) -> Iterator[Any]:
 
 def _is_users_object(value: Any) -> bool:
     """Returns whether `value` is an object of a class of the user, such as a configuration, and no module."""
-    return _is_users_kind(type(value)) and hasattr(value, "__dict__")
+    kind: Any = type(value)
+    return _is_users_kind(kind) and hasattr(value, "__dict__")
 
 
 @functools.cache
