@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from meshwright.interop.recording.recorder import recording
     from meshwright.interop.recording.sequence import SequenceShard
     from meshwright.interop.recording.verify_recording import verify_recording
+    from meshwright.own_loop import parallelize
     from meshwright.runtime.deferred_init import deferred_init
     from meshwright.spec.faults import Faults
     from meshwright.spec.job import Job
     from meshwright.spec.plan import Plan, parse_plan
     from meshwright.spec.precision import recipe
-    from meshwright.train.trainer import parallelize
 
 __all__ = [
     "Faults",
@@ -58,7 +58,7 @@ _LAZY_IMPORTS = {
     "export_plan": "meshwright.api",
     "import_plan": "meshwright.api",
     "load": "meshwright.api",
-    "parallelize": "meshwright.train.trainer",
+    "parallelize": "meshwright.own_loop",
     "parse_plan": "meshwright.spec.plan",
     "plan": "meshwright.api",
     "recipe": "meshwright.spec.precision",

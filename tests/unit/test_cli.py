@@ -17,8 +17,9 @@ import meshwright as mw
 from meshwright.cli import main as command_line
 from meshwright.cli.application import build_application, command_lines
 from meshwright.cli.doctor import Remedy, doctor_text, torch_remedies
-from meshwright.cli.launch_plan import cluster_mismatches, disk_space_warnings
+from meshwright.cli.launch_plan import disk_space_warnings
 from meshwright.cli.main import main
+from meshwright.cli.start_checks import cluster_mismatches
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, translate
 from meshwright.planner.inputs.job import read_job, resolve_job
@@ -81,6 +82,11 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
             ["catalog", "modles"],
             "catalog: KIND 'modles' is not one of models, devices, clusters, links; did you mean 'models'?",
         ),
+        (
+            ["train", "--cluster", "1x2:a100-80gb"],
+            "has a100-80gb, but this machine has no GPU: use --cluster local, or",
+        ),
+        (["train", "--cluster", "local:2", "--data", "nowhere.txt"], "data source 'nowhere.txt' does not exist"),
         (["catalog", "models", "--like", "zebra"], "none of 108 entries has 'zebra'"),
     ],
 )

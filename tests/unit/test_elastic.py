@@ -248,7 +248,10 @@ def test_more_steps_are_another_curve_but_under_a_constant_learning_rate() -> No
 
 def test_a_run_is_extended_with_a_note_and_an_event_but_not_shortened(tmp_path: Path) -> None:
     begin = lambda more: write_run_folder(tmp_path, launch(**more), PlanChoice(None, parse_plan("dp2"), None, []))
-    assert begin({"steps": 5}) == begin({"steps": 5}) == ""
+    assert (
+        begin({"seed": 3}) == begin({"steps": 5}) == begin({"steps": 5}) == ""
+    )  # a folder without a step is used again
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert begin({"steps": 9}).startswith(
         "goes on to step 9 instead of 5: from here on the learning rate follows the cosine over 9 steps"
     )
@@ -263,6 +266,9 @@ def test_a_run_is_extended_with_a_note_and_an_event_but_not_shortened(tmp_path: 
 def test_another_plan_than_the_run_was_trained_under_is_said(tmp_path: Path) -> None:
     job = JobOptions(model="llama-tiny", cluster="1x2:cpu", plan="dp2.z1").job_file(None)
     said = lambda: [translate(line) for line in choose_plan(job, None, tmp_path, {}, None).why]
+    (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())
+    assert not any("instead of" in line for line in said())  # no step was made
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "plan.json").write_text(parse_plan("dp2.z1").to_json())
     assert not any("instead of" in line for line in said())
     (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice, product
 from typing import Any
 
@@ -144,6 +145,29 @@ def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleI
     """Returns `example`, with the positional input (named '') renamed to the first parameter of forward."""
     first = next(iter(inspect.signature(model.forward).parameters), "")
     return {name or first: value for name, value in example.items()}
+
+
+@lru_cache(maxsize=64)
+def _parameter_names(forward: Callable[..., Any], is_method: bool) -> tuple[str, ...] | None:
+    """Returns the names of the parameters of `forward`, without `self` of a method. Returns None if it takes any
+    name. A step calls it for each pass."""
+    parameters = list(inspect.signature(forward).parameters.values())[int(is_method) :]
+    is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return None if is_open else tuple(each.name for each in parameters)
+
+
+def bind_inputs(model: nn.Module, batch: Mapping[str, Any], own_loss: bool = False) -> dict[str, Any]:
+    """Returns the entries of `batch` by the parameter names of forward. Token ids of the name `input_ids` go to the
+    first parameter, if forward has no parameter of that name. `own_loss`: whether entries that forward does not take
+    are left out, because a user-defined loss reads them."""
+    forward = model.forward
+    parameters = _parameter_names(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
+    found, first = dict(batch), next(iter(parameters or ()), "")
+    if parameters is None:
+        return found
+    if "input_ids" in found and "input_ids" not in parameters and first not in found:
+        found = {first if name == "input_ids" else name: value for name, value in found.items()}
+    return {name: value for name, value in found.items() if name in parameters} if own_loss else found
 
 
 def extra_inputs(example: ExampleInputs) -> list[str]:

@@ -191,15 +191,15 @@ def _job_summary(question: Job) -> Message:
 
 
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
-    """Returns the plan of the run folder, under which a resumed run is bit-identical. Returns None if there is no plan,
-    or if the plan cannot run on these devices."""
+    """Returns the plan of the run folder, under which a resumed run is bit-identical. Returns None if there is no plan
+    or no step yet, or if the plan cannot run on these devices."""
     from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.spec.constraints import validate_plan
     from meshwright.spec.plan import Plan
 
     plan = read_run_file(Plan, folder / "plan.json")
-    if plan is None:
+    if plan is None or not has_progress(folder):
         return None
     try:
         validate_plan(question, plan)
@@ -215,7 +215,8 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
     from meshwright.spec.plan import Plan
 
     with contextlib.suppress(InputError, storage.StorageFailed):
-        before = (read_run_file(Plan, folder / "plan.json") if folder is not None else None) or plan
+        is_begun = folder is not None and has_progress(folder)
+        before = (read_run_file(Plan, folder / "plan.json") if folder is not None and is_begun else None) or plan
         return (
             [Message("  instead of plan {plan}, which the run used so far", plan=before.name)] if before != plan else []
         )
@@ -360,38 +361,61 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     )
 
 
-def cluster_mismatches(question: Job) -> list[str]:
-    """Compares the cluster of a job with this machine, on which all ranks of the job will start. Returns a line if the
-    cluster has several nodes, and a line if either the cluster or this machine has GPUs, but not both."""
-    from meshwright.planner.inputs.cluster_parser import cuda_device_names
+def has_progress(folder: Path) -> bool:
+    """Returns whether the run folder has a step or a checkpoint. A folder without them is used for another job."""
+    from meshwright.report.run import read_records
 
-    cluster = question.cluster
-    found: list[str] = []
-    nodes, devices = (
-        sum(group.nodes for group in cluster.groups),
-        dict.fromkeys(group.device.name for group in cluster.groups),
-    )
-    if nodes > 1:
-        found.append(
+    with storage.failures_as_one_line(folder):
+        checkpoints = storage.list_names(folder / "checkpoints") if storage.is_folder(folder / "checkpoints") else []
+    return bool(checkpoints) or any(record.step for record in read_records(folder / "records.jsonl")[0])
+
+
+def _discard_unstarted(folder: Path) -> str:
+    """Removes the records of a job that made no step from the run folder. Returns '': the run is not extended."""
+    from meshwright.spec.record import EVENTS_FILE_NAME
+
+    for name in ("records.jsonl", EVENTS_FILE_NAME):
+        storage.remove_if_possible(folder / name)
+    return ""
+
+
+def _compare_with_begun(folder: Path, launch: LaunchSpec) -> str:
+    """Compares `launch` with the job of the run folder. Returns a note if it extends the run, otherwise ''.
+
+    Raises: InputError if the folder belongs to another job that has made a step, or to another version.
+    """
+    from meshwright.core.codec import read_run_file
+    from meshwright.spec.job import LaunchSpec, describe_extension, job_difference
+
+    path = folder / "launch.json"
+    try:
+        before = read_run_file(LaunchSpec, path)
+        assert before is not None, "launch.json was removed while it was read"
+        longer = describe_extension(launch, before)
+        other = job_difference(
+            launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before
+        )
+    except InputError as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise InputError(
             Message(
-                "cluster {cluster!r} has {nodes} nodes, but this command starts all ranks on this node: `meshwright "
-                "launch` writes the script that starts them on each node",
-                cluster=cluster.name,
-                nodes=nodes,
+                "run {folder!r} was begun by another version, or its launch.json is damaged ({why}): go on with "
+                "that version, or choose another --run",
+                folder=str(folder),
+                why=why,
+            )
+        ) from None
+    if other and not has_progress(folder):
+        longer = _discard_unstarted(folder)
+    elif other:
+        raise InputError(
+            Message(
+                "run {folder!r} belongs to another job: {other}; choose another --run, or repeat its options",
+                folder=str(folder),
+                other=other,
             )
         )
-    if all(name.lower().startswith("cpu") for name in devices) == bool(cuda_device_names()):
-        here = Message("CUDA devices") if cuda_device_names() else Message("cores")
-        found.append(
-            Message(
-                "cluster {cluster!r} has {devices}, but this machine has {here}: predicted times and memory do not "
-                "apply to this machine",
-                cluster=cluster.name,
-                devices=" and ".join(devices),
-                here=here,
-            )
-        )
-    return found
+    return longer
 
 
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
@@ -400,42 +424,17 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
 
     A model without an estimate has no job.json and no estimate.json.
 
-    Raises: InputError if the folder belongs to another job, or has data but no readable launch.json.
+    Raises: InputError if the folder belongs to another job that has made a step, or has data but no readable
+        launch.json.
     """
-    from meshwright.core.codec import read_run_file
     from meshwright.core.errors import InputError
     from meshwright.elastic.event_log import EventLog
     from meshwright.report.run import read_records
-    from meshwright.spec.job import LaunchSpec, describe_extension, job_difference
 
-    path, longer = folder / "launch.json", ""
-    if storage.is_present(path):
-        try:
-            before = read_run_file(LaunchSpec, path)
-            assert before is not None, "launch.json was removed while it was read"
-            longer = describe_extension(launch, before)
-            other = job_difference(
-                launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before
-            )
-        except InputError as error:
-            why = str(error).removeprefix(f"{path}: ")
-            raise InputError(
-                Message(
-                    "run {folder!r} was begun by another version, or its launch.json is damaged ({why}): go on with "
-                    "that version, or choose another --run",
-                    folder=str(folder),
-                    why=why,
-                )
-            ) from None
-        if other:
-            raise InputError(
-                Message(
-                    "run {folder!r} belongs to another job: {other}; choose another --run, or repeat its options",
-                    folder=str(folder),
-                    other=other,
-                )
-            )
-    elif storage.is_present(folder / "checkpoints") or storage.is_present(folder / "records.jsonl"):
+    longer = ""
+    if storage.is_present(folder / "launch.json"):
+        longer = _compare_with_begun(folder, launch)
+    elif has_progress(folder):
         raise InputError(
             Message(
                 "run {folder!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; "

@@ -56,6 +56,8 @@ def trace_job_model(file: JobFile) -> JobFile:
         )
     sequence, precision = file.workload.sequence, resolve_precision(file)
     folder = Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        _check_function(name)
     try:
         if folder.is_dir():
             found = _cached_spec(ModelSource(name=name, folder=str(folder), rules=rules), sequence, precision)
@@ -64,6 +66,19 @@ def trace_job_model(file: JobFile) -> JobFile:
     except InputError as error:
         return file.but(described=str(error))
     return file.but(described=found)
+
+
+def _check_function(name: str) -> None:
+    """Raises InputError if the function `name` of the user's model does not exist. Errors of the user's code are left
+    to the trace, which describes them."""
+    from meshwright.train.model import load_user_function
+
+    try:
+        load_user_function(name, "model")
+    except InputError:
+        raise
+    except Exception:
+        return
 
 
 def _trace_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpec:

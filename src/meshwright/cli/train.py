@@ -90,6 +90,9 @@ class RunOptions:
             "before training, run up to this many of the best plans for a few steps each, and train with the fastest"
         ),
     ] = 0
+    allow_cpu: Annotated[
+        bool, Parameter(negative="", help="train on CPUs although the cluster has GPUs, which this machine lacks")
+    ] = False
     lang: Language = None
 
     @property
@@ -307,12 +310,12 @@ def _prepared_run(
         build_launch,
         build_model_source,
         choose_plan,
-        cluster_mismatches,
         disk_space_warnings,
         read_job_file,
         run_folder_of,
         write_run_folder,
     )
+    from meshwright.cli.start_checks import check_before_ranks, cluster_mismatches
     from meshwright.core.errors import InputError
     from meshwright.core.storage import make_folder
     from meshwright.train.run_lock import RunLock
@@ -322,6 +325,7 @@ def _prepared_run(
     folder = run_folder_of(file, source)
     choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
     launch = build_launch(file, source, folder, choice)
+    check_before_ranks(launch, choice.question, wanted.allow_cpu)
     try:
         make_folder(folder)
     except OSError as error:
@@ -452,7 +456,7 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     """Prints predicted and measured values side by side, and the next commands."""
     from shlex import join
 
-    from meshwright.report.run import read_run, summarize_run
+    from meshwright.report.run import check_skipped, read_run, summarize_run
     from meshwright.report.run_text import run_text
     from meshwright.report.text import strict_json_data
 
@@ -468,3 +472,4 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     )
     if json:
         print_json(strict_json_data(summarize_run(finished)))
+    check_skipped(finished)

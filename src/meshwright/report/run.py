@@ -26,7 +26,7 @@ from pydantic import Field
 
 from meshwright.core import storage
 from meshwright.core.codec import StrictModel, TranslatableText, read_run_file, validate_data
-from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.report.faults import Goodput, compute_goodput, read_events
@@ -402,6 +402,30 @@ def summarize_run(run: RunFolder) -> RunSummary:
         if (noun := run.launch or run.job)
         else None,
     )
+
+
+MAX_SKIPPED_SHARE = 0.05
+"""A run fails if more than this share of its steps changed no weight."""
+
+
+def check_skipped(run: RunFolder) -> None:
+    """Raises MeshwrightError if more than MAX_SKIPPED_SHARE of the steps of `run` changed no weight. A step that fp16
+    skips to lower its loss scale does not count."""
+    steps = run.steps
+    lost = [record for record in steps if record.skipped and record.loss_scale <= 1.0]
+    if lost and len(lost) > MAX_SKIPPED_SHARE * len(steps):
+        raise MeshwrightError(
+            Message(
+                "{count} of {steps} steps changed no weight, because their gradient was not finite (step {first} was "
+                "the first, with loss {loss}): lower the learning rate (--lr, {lr:.3g} in this step), or check data "
+                "and model",
+                count=len(lost),
+                steps=len(steps),
+                first=lost[0].step,
+                loss=f"{lost[0].loss:.4g}",
+                lr=lost[0].lr,
+            )
+        )
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:

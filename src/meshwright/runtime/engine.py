@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -199,6 +199,11 @@ class StageExecutor:
     mixtures: Sequence[ExpertDispatcher] = ()
     balance: AuxLoss | None = None
     context: ContextState | None = None
+
+    def set_plan(self, plan: Plan) -> ParallelContext:
+        """Replaces the plan by one that differs only in the size of micro-batches. Returns the new context."""
+        self.mesh = replace(self.mesh, plan=plan)
+        return self.mesh
 
     @contextmanager
     def checked_by(self, checks: StepChecks) -> Iterator[None]:

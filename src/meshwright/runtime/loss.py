@@ -44,7 +44,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from meshwright.analysis.example_inputs import requires_input
+from meshwright.analysis.example_inputs import bind_inputs, requires_input
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.core.errors import InputError
@@ -371,16 +371,16 @@ class LossHead:
         self.reads_shifted = is_encoder_decoder(model)
 
     def inputs(self, batch: Batch) -> Batch:
-        """Returns the inputs of the model for `batch`: without labels, so that the model computes only logits. With a
-        user-defined loss, returns the whole batch. Adds decoder inputs from labels for an encoder-decoder model."""
+        """Returns the inputs of the model for `batch` (`bind_inputs`): without labels, so that it computes only logits;
+        with a user-defined loss, all that forward takes. An encoder-decoder gets decoder inputs from the labels."""
         if self.loss is not None:
-            return batch
+            return bind_inputs(self.model, batch, own_loss=True)
         if self.chunked is not None and "labels" in batch:
             self.chunked.labels = self._wanted(batch["labels"])
         found = {name: value for name, value in batch.items() if name != "labels"}
         if self.reads_shifted and not found.keys() & DECODER_INPUTS and getattr(batch.get("labels"), "ndim", 0) > 1:
             found["decoder_input_ids"] = decoder_inputs_from_labels(self.model, batch["labels"])
-        return found
+        return bind_inputs(self.model, found)
 
     def count(self, batch: Batch) -> int:
         """Returns the number of valid labels in `batch`. With a user-defined loss, or if `batch` has no labels, returns

@@ -296,6 +296,24 @@ def parse_plan(name: str, world: Callable[[], int] | None = None) -> Plan:
     return validate_data(Plan, parse_plan_name(expand_plan_words(name, world)), f"plan {name!r}")
 
 
+MICRO_BATCHES_PER_STAGE = 4
+"""The default number of micro-batches of a pipeline, per pipeline rank: its bubble is then under a fifth of a step."""
+
+
+def with_default_micro_batch(plan: Plan, rows: int) -> Plan:
+    """Returns `plan` with the micro-batch size for a global batch of `rows` rows: all rows of a replica, or with
+    pipeline ranks a part of them that the schedule allows. A replica's rows are rounded up.
+
+    >>> [with_default_micro_batch(parse_plan(name), 64).micro_batch for name in ("dp1", "dp4", "pp2", "dp2.pp4", "dp3")]
+    [64, 16, 8, 2, 22]
+    """
+    own, rules = -(-rows // plan.dp), plan.schedule_rules
+    counts = [1] if plan.pp == 1 else [count for count in range(1, own + 1) if rules.accepts(plan.pp, count)]
+    fitting = [count for count in counts if own % count == 0] or [own]
+    usual = [count for count in fitting if count <= MICRO_BATCHES_PER_STAGE * plan.pp]
+    return plan.but(micro_batch=own // (usual[-1] if usual else fitting[0]))
+
+
 def round_equation(plan: Plan) -> str:
     """Returns an equation with the value of `rows_per_round`. A batch must be a multiple of this value.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from meshwright.analysis.example_inputs import bind_inputs
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_count
 from meshwright.data.dataset import DataObjective
@@ -43,7 +44,7 @@ def generate_tokens(
     ids = list(prompt)
     for _ in range(count):
         seen = torch.tensor([ids[-context:] if context else ids])
-        logits = extract_logits(model(input_ids=seen))
+        logits = extract_logits(model(**bind_inputs(model, {"input_ids": seen})))
         assert logits is not None
         last = logits[0, -1].float()
         if temperature == 0:
@@ -96,6 +97,8 @@ def sample_of_run(
     weights = trainer.full_state_dict()
     if weights is None:
         return None
+    if not all(bool(torch.isfinite(weight).all()) for weight in weights.values()):
+        return {"why": Message("weights are not finite: the model cannot generate text")}
     assert tokenizer is not None
     work = launch.workload
     model = build_model(launch.model, work.seed, weights=False, lora=work.lora)

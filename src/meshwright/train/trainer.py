@@ -31,7 +31,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
 from meshwright.runtime.float8 import check_precision_support
-from meshwright.runtime.loss import Batch
+from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
@@ -42,6 +42,7 @@ from meshwright.spec.precision import Recipe, recipe
 from meshwright.spec.record import ProofMode, ProofResult, StepRecord
 from meshwright.train.oom import MemoryReport, explain_oom
 from meshwright.train.proof.proof_schedule import ProofSchedule, resolve_proof_mode
+from meshwright.train.step.batch_forms import named_batch
 from meshwright.train.step.inputs import LocalBatch, check_example, check_model_across_ranks
 from meshwright.train.step.invariants import StepInvariants, retry_after_repair
 from meshwright.train.step.passes import StepPasses
@@ -102,13 +103,13 @@ def parallelize(
     with calls.call(nullcontext()):
         device = init_local_device()
         prove = resolve_proof_mode(options.get("prove"))
-        check_example(model, options.get("example"))
+        example = check_example(model, options.get("example"), options.get("loss") is not None)
         plan = parse_plan(plan) if isinstance(plan, str) else plan
         check_model_across_ranks(model, plan, str(precision))
         chosen = recipe(precision) if isinstance(precision, str) else precision
         mesh = make_parallel_context(plan, device, offload_to=options.get("offload_to"), error_propagator=calls)
         check_precision_support(chosen, mesh.device)
-        known = ModelHints(loss=options.get("loss"), anatomy=options.get("anatomy"), example=options.get("example"))
+        known = ModelHints(loss=options.get("loss"), anatomy=options.get("anatomy"), example=example)
         predicted = dict(enumerate(options.get("predicted", ()))).get(mesh.coords.pp)
         report = MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted)
         with explain_oom(report, Message("before the first step")):
@@ -142,11 +143,14 @@ class Trainer(TrainState):
         """`prover`: the schedule of proof runs. `predicted`: the planner's memory estimate of this rank, or None."""
         super().__init__(engine, optimizer, seed)
         self.clip, self.prover, self.predicted = clip, prover, predicted
+        self.has_open_micro_batch = False
+        """Whether the largest batch so far determines the size of micro-batches (`with_default_micro_batch`)."""
+        self._most_rows = 0
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients if set (silent_corruption.py). The training loop sets it."""
-        rows = RowCounts(engine.mesh.plan, prover.copy, lambda line: prover.say(line))
+        rows = RowCounts(prover.copy, lambda line: prover.say(line))
         self.passes = StepPasses(StepInvariants(engine, optimizer, prover), rows)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -154,9 +158,9 @@ class Trainer(TrainState):
     def step(self, batch: Batch | LocalBatch) -> StepRecord:
         """Runs forward, backward, reduction, clipping and the update. All ranks call it.
 
-        `batch` is the global batch on every rank, a dict of tensors (rows, ...), or a `LocalBatch` with this rank's
-        rows. The last batch of an epoch may have any number of rows (step/inputs.py). If the gradient is not finite,
-        all ranks skip the update.
+        `batch` is the global batch on every rank, a dict of tensors (rows, ...) or what a `DataLoader` yields
+        (step/batch_forms.py), or a `LocalBatch` with this rank's rows. The last batch of an epoch may have any number
+        of rows (step/inputs.py). If the gradient is not finite, all ranks skip the update.
 
         Raises:
             InputError: The batch is invalid or differs between ranks, or the user's code has made a change that a step
@@ -166,6 +170,7 @@ class Trainer(TrainState):
             OutOfMemory: An allocation has failed.
         """
         with _explain_errors(self, Message("in step {steps}", steps=self.steps + 1)):
+            batch = self._named(batch)
             self.passes.check_around(self)
             self.prover.before(self, batch)
             return self._step(batch)
@@ -180,6 +185,7 @@ class Trainer(TrainState):
             InputError: The model cannot be run on one device, or the proof is disabled ('never').
         """
         with _explain_errors(self, Message("in the proof before step {steps}", steps=self.steps + 1)):
+            batch = self._named(batch)
             self.passes.check_around(self)
             return self.prover.prove(self, batch)
 
@@ -187,6 +193,15 @@ class Trainer(TrainState):
         """Schedules a proof before the next update, for `reason` (a line for the user). All ranks call it. If the proof
         finds a difference, the next `step` raises PlanRefused."""
         self.prover.required = reason
+
+    def _named(self, batch: Any) -> Batch | LocalBatch:
+        """Returns `batch` by the names of forward's parameters (step/batch_forms.py). If the plan leaves the size of
+        micro-batches open, a batch with more rows than all before determines it."""
+        named = named_batch(self.engine.model, batch)
+        if self.has_open_micro_batch and isinstance(named, dict) and (rows := num_rows(named)) > self._most_rows:
+            self._most_rows = rows
+            self.set_micro_batch(rows)
+        return named
 
     def _step(self, batch: Batch | LocalBatch) -> StepRecord:
         began = time.perf_counter()
@@ -247,7 +262,7 @@ class Trainer(TrainState):
             _explain_errors(self, Message("in an evaluation after step {steps}", steps=self.steps)),
             in_eval_mode(self.engine.model),
         ):
-            batches, tokens = self.passes.split(self, batch)
+            batches, tokens = self.passes.split(self, self._named(batch))
             total = self.engine.forward_backward(batches, None) / self.plan.tp
             all_reduce(total, self.mesh.world).wait()
         return float(total) / max(tokens, 1)
@@ -256,7 +271,7 @@ class Trainer(TrainState):
         """Returns the mean loss, the number of valid labels, and on rank 0 the full gradients by parameter name (None
         on other ranks). Parameters without a gradient are left out. All ranks call it. It updates nothing."""
         with _explain_errors(self, Message("for the gradients of step {steps}", steps=self.steps + 1)):
-            loss, tokens, _ = self.passes.backward(self, batch)
+            loss, tokens, _ = self.passes.backward(self, self._named(batch))
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
         if full is None:
             return loss, tokens, None

@@ -34,6 +34,7 @@ import xxhash
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from meshwright.analysis.example_inputs import bind_inputs
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.models.model_io import IGNORE_INDEX
@@ -280,8 +281,10 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
                     pieces=pieces,
                 )
             )
-    names = batch.keys() if objective.loss is not None else batch.keys() - {"labels"}
-    check_argument_names(objective.model, names, Message("the batch"))
+    own_loss = objective.loss is not None
+    if not own_loss or not bind_inputs(objective.model, batch, own_loss):
+        names = bind_inputs(objective.model, {name: None for name in batch if own_loss or name != "labels"}).keys()
+        check_argument_names(objective.model, names, Message("the batch"))
 
 
 def check_nested_tensors(batch: Batch, plan: Plan) -> None:
@@ -333,15 +336,18 @@ def check_batch_type(batch: Any) -> Batch:
     return batch
 
 
-def check_example(model: nn.Module, example: Any) -> None:
-    """Raises InputError if `example` is neither None nor a mapping with entries, or has names (except `labels`) that
-    forward does not take."""
+def check_example(model: nn.Module, example: Any, own_loss: bool = False) -> Batch | None:
+    """Returns `example` by the parameter names of forward (`bind_inputs`), None for None. Raises InputError if it is
+    neither None nor a mapping with entries, or has names (except `labels`) that forward does not take. `own_loss`:
+    whether a user-defined loss reads the entries that forward does not take."""
     if example is None:
-        return
+        return None
     if not isinstance(example, Mapping) or not example:
         kind = "empty" if isinstance(example, Mapping) else f"a {type(example).__name__}"
         raise InputError(Message("the example is {kind}: give a batch of a few rows, as step takes it", kind=kind))
-    check_argument_names(model, example.keys() - {"labels"}, Message("the example"))
+    bound = bind_inputs(model, example, own_loss) or dict(example)
+    check_argument_names(model, bound.keys() - {"labels"}, Message("the example"))
+    return bound
 
 
 def check_argument_names(model: nn.Module, names: Any, what: str) -> None:

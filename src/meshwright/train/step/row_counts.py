@@ -30,17 +30,15 @@ from meshwright.runtime.loss import Batch
 from meshwright.runtime.preflight.batch_separability import MAX_COMPARED_MICRO_BATCHES
 from meshwright.runtime.preflight.code_paths import Path, Recorder, describe_path
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
-from meshwright.spec.plan import Plan
 from meshwright.train.step.state import TrainState
 
 
 class RowCounts:
-    """The numbers of rows that were checked under `plan`. `copy`: the copy of the model, or None if it cannot be
+    """The numbers of rows that were checked. `copy`: the copy of the model, or None if it cannot be
     copied. `say` gets a line about code that is not compared."""
 
-    def __init__(self, plan: Plan, copy: ModelCopy | None, say: Callable[[str], None]) -> None:
+    def __init__(self, copy: ModelCopy | None, say: Callable[[str], None]) -> None:
         self._say = say
-        self._micro_batch = min(map(plan.micro_batch_of, range(plan.dp)))
         self.copy = None if os.environ.get(CHECKS_ENV) == "never" else copy
         self._known: tuple[int, int] | None = None
         self._codes: dict[int, tuple[CodeType, int]] = {}
@@ -58,7 +56,7 @@ class RowCounts:
         """
         if self.copy is None or state.engine.outer is not None or (self._known is not None and not whole):
             return
-        fewest = min(rows, self._micro_batch)
+        fewest = min(rows, *map(state.plan.micro_batch_of, range(state.plan.dp)))
         is_first = self._known is None
         low, high = self._known or (fewest, fewest)
         self._known = min(low, fewest), max(high, rows)

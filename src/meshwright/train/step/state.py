@@ -16,6 +16,7 @@ import torch
 
 from meshwright.core.ipc import RankPhase
 from meshwright.runtime.engine import Engine
+from meshwright.spec.plan import with_default_micro_batch
 from meshwright.spec.record import RunState
 
 GROWTH_INTERVAL_STEPS = 2000
@@ -61,6 +62,12 @@ class TrainState:
         and data. The phase `agree` ends when all ranks have begun it."""
         self.mend: Callable[[], bool] = lambda: False
         """Repairs replicas that differ from the majority (silent_corruption.py). Returns whether any was repaired."""
+
+    def set_micro_batch(self, rows: int) -> None:
+        """Sets the size of the micro-batches for a global batch of `rows` rows (`with_default_micro_batch`). All ranks
+        call it between steps."""
+        self.plan = with_default_micro_batch(self.plan, rows)
+        self.mesh = self.engine.executor.set_plan(self.plan)
 
     @property
     def run_state(self) -> RunState:

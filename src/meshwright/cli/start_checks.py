@@ -1,0 +1,116 @@
+"""Checks a job before its ranks start: the devices, the data, and the packages that it needs. What can be refused
+here takes a second instead of the half minute in which ranks start.
+
+Guarantees: nothing is written, and no package of these is imported.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
+
+if TYPE_CHECKING:
+    from meshwright.spec.job import Job, LaunchSpec
+
+IMAGES_SOURCE = "shapes"
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+
+
+def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool) -> None:
+    """Raises InputError if this machine lacks the devices of the cluster, a file of the data or a package. Ranks that
+    another launcher has started check the same, each on its own machine. `question`: the job, None if its model has no
+    estimate. `allow_cpu`: whether a cluster with GPUs may be trained on CPUs."""
+    if question is not None and not allow_cpu:
+        _check_devices(question)
+    _check_packages(launch)
+    if IMAGES_SOURCE not in launch.data.sources:
+        _check_data(launch.data.sources)
+
+
+def _has_only_cpus(question: Job) -> bool:
+    return all(group.device.name.lower().startswith("cpu") for group in question.cluster.groups)
+
+
+def _check_devices(question: Job) -> None:
+    from meshwright.planner.inputs.cluster_parser import cuda_device_names
+
+    if _has_only_cpus(question) or cuda_device_names():
+        return
+    raise InputError(
+        Message(
+            "cluster {cluster!r} has {devices}, but this machine has no GPU: use --cluster local, or train on "
+            "CPUs with --allow-cpu, where the predicted times and memory do not apply",
+            cluster=question.cluster.name,
+            devices=" and ".join(dict.fromkeys(group.device.name for group in question.cluster.groups)),
+        )
+    )
+
+
+def _check_packages(launch: LaunchSpec) -> None:
+    tokenizer, work = launch.data.tokenizer, launch.workload
+    needed = [
+        ("transformers", "huggingface", bool(launch.model.folder), Message("a model folder")),
+        ("peft", "peft", work.lora is not None, "LoRA"),
+        ("torchao", "lowbit", work.optimizer.state is not None, Message("8-bit optimizer states")),
+        ("tokenizers", "tokenizers", tokenizer not in ("auto", "bytes"), Message("the tokenizer")),
+        (
+            "pyarrow",
+            "parquet",
+            any(source.endswith(TABLE_SUFFIXES) for source in launch.data.sources),
+            Message("a table as data"),
+        ),
+    ]
+    for package, extra, is_needed, what in needed:
+        if is_needed and find_spec(package) is None:
+            raise InputError(
+                Message(
+                    "{what} needs the package {package}: pip install 'meshwright[{extra}]'",
+                    what=what,
+                    package=package,
+                    extra=extra,
+                )
+            )
+
+
+def _check_data(sources: tuple[str, ...]) -> None:
+    from meshwright.data.corpus import find_files
+
+    find_files(tuple(str(Path(source).expanduser()) for source in sources if source != "stdlib"))
+
+
+def cluster_mismatches(question: Job) -> list[str]:
+    """Compares the cluster of a job with this machine, on which all ranks of the job will start. Returns a line if the
+    cluster has several nodes, and a line if either the cluster or this machine has GPUs, but not both."""
+    from meshwright.planner.inputs.cluster_parser import cuda_device_names
+
+    cluster = question.cluster
+    found: list[str] = []
+    nodes, devices = (
+        sum(group.nodes for group in cluster.groups),
+        dict.fromkeys(group.device.name for group in cluster.groups),
+    )
+    if nodes > 1:
+        found.append(
+            Message(
+                "cluster {cluster!r} has {nodes} nodes, but this command starts all ranks on this node: `meshwright "
+                "launch` writes the script that starts them on each node",
+                cluster=cluster.name,
+                nodes=nodes,
+            )
+        )
+    if _has_only_cpus(question) == bool(cuda_device_names()):
+        here = Message("CUDA devices") if cuda_device_names() else Message("cores")
+        found.append(
+            Message(
+                "cluster {cluster!r} has {devices}, but this machine has {here}: predicted times and memory do not "
+                "apply to this machine",
+                cluster=cluster.name,
+                devices=" and ".join(devices),
+                here=here,
+            )
+        )
+    return found
