@@ -42,6 +42,11 @@ PARTS = {
             "zero3_shared_weights",
         },
     ),
+    "cuda": SoakPart(
+        10,
+        "paths of CUDA and NCCL that need no device: messages, order of collectives",
+        {"mesh": "p2p_liveness"},
+    ),
     "families": SoakPart(
         45,
         "models of transformers under many plans",

@@ -7,6 +7,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ from meshwright.spec.schedules import schedule as schedule_module
 from meshwright.spec.schedules.action import (
     Action,
     ActionKind,
+    Receive,
     ScheduleTimeline,
+    action_dependencies,
     check_orders,
     max_in_flight,
     parse_action,
+    rank_programs,
     simulate_orders,
-    stage_messages,
     stage_ranks,
 )
 from meshwright.spec.schedules.custom import parse_table, table_shape
@@ -311,12 +314,15 @@ def test_a_stage_separates_the_gradient_of_its_weights_for_all_micro_batches_or_
         check_orders([actions("0F0 0F1 0B0 0W0 0B1")], stages=1, micro_batches=2)
 
 
-def test_messages_stand_in_the_order_of_the_sender() -> None:
-    channels = stage_messages(schedule_orders("1f1b", 2, 1, 3))
-    assert {pair: " ".join(map(str, line)) for pair, line in channels.items()} == {
-        (0, 1): "0F0 0F1 0F2",
-        (1, 0): "1B0 1B1 1B2",
-    }
+def received(programs: Sequence[Sequence[Action | Receive]]) -> list[list[Receive]]:
+    return [[each for each in program if isinstance(each, Receive)] for program in programs]
+
+
+def test_receives_are_launched_one_action_ahead_where_the_sender_does_not_wait_for_it() -> None:
+    programs = rank_programs(schedule_orders("1f1b", 2, 1, 3))
+    assert [
+        " ".join(f"<{each.action}" if isinstance(each, Receive) else str(each) for each in row) for row in programs
+    ] == ["0F0 0F1 <1B0 0B0 <1B1 0F2 <1B2 0B1 0B2", "<0F0 1F0 <0F1 1B0 1F1 1B1 <0F2 1F2 1B2"]
 
 
 @given(shapes)
@@ -324,18 +330,45 @@ def test_messages_stand_in_the_order_of_the_sender() -> None:
 def test_each_boundary_between_ranks_carries_each_micro_batch_once_each_way(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, virtual, micro_batches = shape
     table = schedule_orders(schedule, pp, virtual, micro_batches)
-    sent = [action for line in stage_messages(table).values() for action in line]
+    sent = [each.action for line in received(rank_programs(table)) for each in line]
     boundaries = 0 if pp == 1 else 2 * pp - 2 if schedule in V_SHAPED else pp * virtual - 1
     assert len(sent) == len(set(sent)) == 2 * boundaries * micro_batches
-    for (sender, _), line in stage_messages(table).items():
-        places = [table[sender].index(action) for action in line]
-        assert places == sorted(places)
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_the_programs_of_all_ranks_are_parts_of_one_order_of_actions_and_messages(
+    shape: tuple[str, int, int, int],
+) -> None:
+    schedule, pp, virtual, micro_batches = shape
+    table = schedule_orders(schedule, pp, virtual, micro_batches)
+    programs = [list(program) for program in rank_programs(table)]
+    assert [[each for each in program if isinstance(each, Action)] for program in programs] == [*map(list, table)]
+    receiver = {each: rank for rank, program in enumerate(programs) for each in program if isinstance(each, Receive)}
+    done: set[Action] = set()
+
+    def may_run(rank: int) -> bool:
+        """Whether a rank's next item is an action whose inputs are present, and whose receiver waits for nothing
+        else."""
+        action = programs[rank][0] if programs[rank] else None
+        if not isinstance(action, Action) or not done.issuperset(action_dependencies(action, pp * virtual)):
+            return False
+        message = Receive(rank, action)
+        return message not in receiver or programs[receiver[message]][0] == message
+
+    while any(programs):
+        rank = next(filter(may_run, range(pp)))
+        action = programs[rank].pop(0)
+        assert isinstance(action, Action)
+        done.add(action)
+        if (message := Receive(rank, action)) in receiver:
+            programs[receiver[message]].pop(0)
 
 
 def test_interleaving_on_two_ranks_sends_activations_and_gradients_on_one_channel() -> None:
-    line = stage_messages(schedule_orders("interleaved", 2, 2, 2))[(1, 0)]
-    assert {action.kind for action in line} == {ActionKind.F, ActionKind.B}
-    assert " ".join(map(str, line)) == "1F0 1F1 3B0 3B1 1B0 1B1"
+    line = received(rank_programs(schedule_orders("interleaved", 2, 2, 2)))[0]
+    assert {each.action.kind for each in line} == {ActionKind.F, ActionKind.B}
+    assert " ".join(str(each.action) for each in line) == "1F0 1F1 3B0 3B1 1B0 1B1"
 
 
 def test_a_transfer_delays_the_receiver_and_not_the_sender() -> None:

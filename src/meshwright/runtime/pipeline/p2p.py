@@ -1,20 +1,16 @@
 """Sends messages between pipeline ranks for runner.py: boundary tensors forward, and their gradients back.
 
 `P2P` sends through process groups. If the receiver cannot know the shape of a message yet, `P2P` sends a header with
-the shape first. Receives are posted before the messages are needed ([Note: order of receives]). `ShmP2P` connects
-pipeline ranks of one host. A message and its shape stay in the sender's shared memory until the receiver has copied
-them.
+the shape first. `ShmP2P` connects pipeline ranks of one host. A message and its shape stay in the sender's shared
+memory until the receiver has copied them.
 
-[Note: order of receives] NCCL has no tags: the n-th send of rank a to rank b matches the n-th receive that b posts for
-a. But b sometimes needs messages in an order that differs from the order of sending. For example, a gradient may be
-sent before a hidden state that b needs earlier. So b posts receives in the order of sending, up to the message that it
-needs. The schedule defines the order of sending.
+NCCL has no tags: the n-th send of rank a to rank b matches the n-th receive that b posts for a. So callers post
+receives in the order of sending. The programs of spec/schedules/action.py state where ([Note: message order]).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +29,6 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER_LENGTH = 8
 _MAX_TAGGED_MICRO_BATCHES = 4096
 """Maximum number of micro-batches for which messages of several tensors have separate tags."""
-
-ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
-"""Maps each sending pipeline rank to its messages to this rank, as pairs (`P2PKey`, shape key), in the order of
-sending. Messages of the same kind, stage and part with equal shape keys have equal shapes."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +52,20 @@ class P2PKey:
 @dataclass
 class P2P:
     """Sends and receives between pipeline ranks through process groups. `shapes` maps (kind, stage, part, shape key) of
-    received messages to their shape and dtype. `sent_shapes` are those keys of sent messages for which the receiver
-    knows the shape. `sending` are the sends in progress, and `posted` the receives in progress. `lines` are the
-    expected messages of each rank for which no receive is posted yet."""
+    received messages to their shape and dtype. Messages of the same kind, stage and part with equal shape keys have
+    equal shapes. `sent_shapes` are those keys of sent messages for which the receiver knows the shape. `sending` are
+    the sends in progress, and `posted` the receives in progress."""
 
     mesh: ParallelContext
     shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sent_shapes: set[tuple[ActionKind, int, int, Any]] = field(default_factory=set)
     sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
     posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
-    lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
     """Measures the time of waits for messages, and counts the sent bytes without headers."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.mesh.p2p_groups.get((source, target))
-
-    def expect(self, lines: ExpectedMessages) -> None:
-        """Sets the messages that this rank will receive before the next call of `expect`."""
-        self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
         """Sends `tensor` to pipeline rank `to` without blocking. `key` is the shape key. If the receiver does not know
@@ -99,33 +86,26 @@ class P2P:
         with interruptible_wait(group):
             self.sending.append((dist.isend(tensor, rank, group=group), tensor))
 
-    def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
-        """Starts to receive `message` and all messages that pipeline rank `source` sends before it. `wait_for_shape`:
-        whether to wait for the header of a message whose shape is unknown. If False, stops at the first such
-        message."""
-        line = self.lines[source]
+    def post(self, message: P2PKey, source: int, key: Any) -> None:
+        """Starts to receive `message` from pipeline rank `source`. Must be called in the order of sending. `key` is the
+        shape key. Waits for the header of a message whose shape is unknown."""
         rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
-        while message not in self.posted:
-            following, key = line[0]
-            shape_key = (following.kind, following.stage, following.part, key)
-            if shape_key not in self.shapes:
-                if not wait_for_shape:
-                    return
-                header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self.mesh.device)
+        shape_key = (message.kind, message.stage, message.part, key)
+        if shape_key not in self.shapes:
+            header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self.mesh.device)
+            with self.meter.wait_timer, interruptible_wait(group):
                 dist.recv(header, rank, group=group)
                 code, ndim, *sizes = header.tolist()
-                self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
-            shape, dtype = self.shapes[shape_key]
-            tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
-            self.posted[following] = (dist.irecv(tensor, rank, group=group), tensor)
-            line.popleft()
+            self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
+        shape, dtype = self.shapes[shape_key]
+        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        self.posted[message] = (dist.irecv(tensor, rank, group=group), tensor)
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Waits for `message` from pipeline rank `source` and returns its tensor."""
-        with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
-            self.post(message, source, wait_for_shape=True)
-            work, tensor = self.posted.pop(message)
-            if work is not None:
+        """Waits for `message` from pipeline rank `source`, for which `post` was called, and returns its tensor."""
+        work, tensor = self.posted.pop(message)
+        if work is not None:
+            with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
                 work.wait()
         return tensor
 
@@ -192,10 +172,7 @@ class ShmP2P:
             words[at + _SHAPE_FIELD + dim] = size
         self.host.set_field(at + _POSTED_FIELD, number)
 
-    def expect(self, lines: ExpectedMessages) -> None:
-        """Does nothing: each message has a tag, so the receiver need not know the order of sending."""
-
-    def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
+    def post(self, message: P2PKey, source: int, key: Any) -> None:
         """Does nothing, because a message can be read once it is sent."""
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:

@@ -3,9 +3,9 @@ with one stage has the schedule [F0 B0 F1 B1 ...].
 
 An action is the forward (F), the backward (B) or the weight gradients (W) of a stage for one micro-batch. Messages
 (p2p.py) contain the hidden states and other boundary tensors, and their gradients in backward. Two consecutive stages
-on one rank (at the turning point of a V schedule) exchange tensors without a message. Receives are posted one action
-ahead, so that a transfer overlaps with an action. If the schedule has W actions, the parameter groups queue the inputs
-of the weight gradients (runtime/weight_gradients.py), and the autograd graph is freed after B.
+on one rank (at the turning point of a V schedule) exchange tensors without a message. `rank_programs` of the schedule
+states when a receive is posted. If the schedule has W actions, the parameter groups queue the inputs of the weight
+gradients (runtime/weight_gradients.py), and the autograd graph is freed after B.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -23,7 +23,7 @@ from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.p2p import P2P, P2PKey, ShmP2P, make_p2p
 from meshwright.runtime.weight_gradients import StepBackward
 from meshwright.runtime.zero import exact_sum
-from meshwright.spec.schedules.action import Action, ActionKind, stage_messages
+from meshwright.spec.schedules.action import Action, ActionKind, Receive, rank_programs
 from meshwright.spec.schedules.schedule import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
@@ -33,14 +33,6 @@ StageTensors = tuple[torch.Tensor, ...]
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
 """The tensors from which a backward starts: the loss, or the gradient edge of each sent tensor (None if the tensor
 requires no gradient)."""
-
-
-class RankSchedule(NamedTuple):
-    """The schedule of a rank. `order`: its actions. `lines`: pairs (pipeline rank, messages that this rank sends to the
-    rank of the schedule, in the order of sending)."""
-
-    order: Sequence[Action]
-    lines: Sequence[tuple[int, Sequence[P2PKey]]]
 
 
 StageForward = Callable[[int, Batch, StageTensors], StageTensors]
@@ -70,7 +62,7 @@ class ScheduleRunner:
     use this order under every schedule."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
     """Tensors that one stage of this rank has sent to another stage of this rank."""
-    _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
+    _programs: dict[tuple[int, bool, bool], Sequence[Action | Receive]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wire = make_p2p(self.mesh)
@@ -104,20 +96,14 @@ class ScheduleRunner:
         Returns the sum of the losses of all micro-batches (float64 scalar) on a rank that runs the last stage, and 0 on
         all other ranks.
         """
-        order, lines = self._planned(len(batches), scale is None)
         keys = [_shape_key(batch) for batch in batches]
-        self.wire.expect(
-            {
-                source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)]
-                for source, line in lines
-            }
-        )
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         alive: dict[tuple[int, int], tuple[StageTensors, BackwardRoots]] = {}
-        for position, action in enumerate(order):
-            for ahead in order[position + 1 : position + 2]:
-                self._post(ahead)
-            if action.kind is ActionKind.F:
+        for action in self._program(len(batches), scale is None):
+            if isinstance(action, Receive):
+                for part in self._each(_outgoing_key(action.action)):
+                    self.wire.post(part, action.sender, keys[part.micro_batch])
+            elif action.kind is ActionKind.F:
                 total += self._forward(action, batches, alive, scale)
             elif action.kind is ActionKind.B:
                 self._backward(action, batches, alive, scale)
@@ -126,11 +112,11 @@ class ScheduleRunner:
         self.wire.flush()
         return total
 
-    def _planned(self, count: int, forward_only: bool) -> RankSchedule:
+    def _program(self, count: int, forward_only: bool) -> Sequence[Action | Receive]:
         """Returns the actions of this rank for `count` micro-batches, and the messages that it receives."""
         key = (count, forward_only, self.one_by_one)
-        if key not in self._plans:
-            plan, me = self.mesh.plan, self.mesh.coords.pp
+        if key not in self._programs:
+            plan = self.mesh.plan
             if forward_only:
                 every = self._forwards(count)
             elif self.one_by_one:
@@ -140,13 +126,8 @@ class ScheduleRunner:
                 ]
             else:
                 every = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
-            lines = [
-                (source, list(map(_outgoing_key, sent)))
-                for (source, target), sent in stage_messages(every).items()
-                if target == me
-            ]
-            self._plans[key] = RankSchedule(every[me], lines)
-        return self._plans[key]
+            self._programs[key] = rank_programs(every)[self.mesh.coords.pp]
+        return self._programs[key]
 
     def _single_micro_batch(self, rank: int, micro_batch: int) -> list[Action]:
         """Returns the actions of pipeline rank `rank` for forward and backward of `micro_batch` alone."""
@@ -186,12 +167,6 @@ class ScheduleRunner:
         if action.kind is ActionKind.B and action.stage < plan.stages - 1:
             return P2PKey(ActionKind.B, action.stage, action.micro_batch), plan.stage_to_rank(action.stage + 1)
         return None
-
-    def _post(self, action: Action) -> None:
-        source = self._source(action)
-        if source is not None and source[1] != self.mesh.coords.pp:
-            for part in self._each(source[0]):
-                self.wire.post(part, source[1])
 
     def _each(self, message: P2PKey) -> list[P2PKey]:
         """Returns one key for each tensor of `message`. A B message contains one gradient for each tensor of an F

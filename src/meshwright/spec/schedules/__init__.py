@@ -11,8 +11,8 @@ from meshwright.spec.schedules.action import (
     ScheduleTimeline,
     check_orders,
     max_in_flight,
+    rank_programs,
     simulate_orders,
-    stage_messages,
     stage_ranks,
 )
 from meshwright.spec.schedules.schedule import schedule_names, schedule_orders
@@ -24,9 +24,9 @@ __all__ = [
     "ScheduleTimeline",
     "check_orders",
     "max_in_flight",
+    "rank_programs",
     "schedule_names",
     "schedule_orders",
     "simulate_orders",
-    "stage_messages",
     "stage_ranks",
 ]

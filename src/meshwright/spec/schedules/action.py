@@ -7,15 +7,20 @@ If a stage has no W, B is its whole backward. Otherwise B computes the gradient 
 gradients of the stage's weights. An action is written as stage, kind, micro-batch, as in torch's schedule tables:
 `2F5`.
 
-`check_orders` checks the orders of all ranks. `stage_messages` derives the messages between ranks.
+`check_orders` checks the orders of all ranks. `rank_programs` adds the receives of messages to them.
 
 An order is valid under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
 actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. The actions of all ranks
 have a common order in which the inputs of every action are present. Sends never block. A rank waits before an action
 until the inputs of the action are present.
 
-A rank receives the messages of another rank in the order in which they are sent, so that one channel serves forward and
-backward.
+[Note: message order] On an accelerator, a send and a receive occupy their streams until both have started, and streams
+may share one hardware queue, in which work starts in the order of launch. So ranks could wait for each other, although
+the actions have an order without a deadlock. `rank_programs` prevents this: all actions and messages have one common
+order, each rank launches its part of it, and a message has one place in it, for the send and for the receive. The first
+unfinished item of the common order can then always start, because everything that is ahead of it in any queue is
+finished. This holds for any assignment of streams to queues, for blocking transfers, and if the host waits for the
+device anywhere. A consequence is that a rank receives the messages of another rank in the order in which they are sent.
 
 `simulate_orders` simulates an order with given times. It computes the start and the end of each action, and the idle
 time and the activations in flight of each rank.
@@ -220,21 +225,63 @@ def _action_location(orders: RankOrders, action: Action) -> str:
     )
 
 
-def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:
-    """Returns, for each pair (sender, receiver) of ranks, the actions whose results are sent, in the sender's order.
+class Receive(NamedTuple):
+    """The receive of the result of `action` from pipeline rank `sender`."""
+
+    sender: int
+    action: Action
+
+
+def rank_programs(orders: RankOrders) -> list[list[Action | Receive]]:
+    """Returns the program of each rank: its actions in the given order, with a `Receive` for each message from another
+    rank. A rank sends the result of an action directly after the action.
 
     F of stage s sends its output to the rank of stage s + 1. B of stage s sends the gradient of its input to the rank
-    of stage s - 1. A receiver that receives in this order can identify every message.
+    of stage s - 1. A receive is launched one action before the message is needed, so that the transfer overlaps with
+    this action. Exceptions are messages whose sender waits for a result of this action.
+
+    Guarantees: the programs are parts of one common order of all actions and messages ([Note: message order]).
+
+    Raises: InputError at a deadlock.
     """
     owner = stage_ranks(orders)
-    channels: dict[tuple[int, int], list[Action]] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind)
-            receiver = owner.get(neighbour, rank) if neighbour is not None else rank
-            if receiver != rank:
-                channels.setdefault((rank, receiver), []).append(action)
-    return channels
+    programs: list[list[Action | Receive]] = [[] for _ in orders]
+    for action in _common_order(orders):
+        rank = owner[action.stage]
+        programs[rank].append(action)
+        neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind, action.stage)
+        if (receiver := owner.get(neighbour, rank)) != rank:
+            programs[receiver].append(Receive(rank, action))
+    return programs
+
+
+def _common_order(orders: RankOrders) -> Iterator[Action]:
+    """Yields the actions of all ranks in an order in which the inputs of every action are present. Of the possible next
+    actions, those come first whose rank then has the inputs of its following action too, and of these the one that
+    starts first if F, B and W of a stage take equally long."""
+    stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+    split = {action.stage for order in orders for action in order if action.kind is ActionKind.W}
+    backward = [1.0 if stage in split else 2.0 for stage in range(stages)]
+    spans = simulate_orders(orders, [1.0] * stages, backward, weight=[1.0] * stages).spans
+    start = {span.action: span.start for line in spans for span in line}
+    owner = stage_ranks(orders)
+    position = [0] * len(orders)
+    placed: set[Action] = set()
+    ready: dict[int, tuple[bool, float, int]] = {}
+    changed = set(range(len(orders)))
+    while len(placed) < len(start):
+        for rank in changed:
+            ready.pop(rank, None)
+            current, following = (orders[rank][at : at + 1] for at in (position[rank], position[rank] + 1))
+            if current and placed.issuperset(action_dependencies(current[0], stages)):
+                needs = {need for action in following for need in action_dependencies(action, stages)}
+                ready[rank] = (not placed.issuperset(needs - {*current}), start[current[0]], rank)
+        rank = min(ready.values())[2]
+        action = orders[rank][position[rank]]
+        yield action
+        placed.add(action)
+        position[rank] += 1
+        changed = {rank, *(owner.get(action.stage + step, rank) for step in (-1, 1))}
 
 
 class ActionSpan(NamedTuple):
