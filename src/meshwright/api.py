@@ -41,7 +41,8 @@ def load(path: str | Path) -> Job:
 
 def plan(job: Job, top: int = 10, system: str | None = None) -> list[RankedPlan]:
     """Returns the `top` fastest plans that fit, the best first, each with `.plan` and `.estimate`. With `system`, such
-    as 'megatron', only plans that this system can run, under the planner's profile of its runtime.
+    as 'megatron', only plans that this system can run, under the planner's profile of its runtime. With
+    `job.but(trust="measured")`, only plans whose features all occur in published runs.
 
     Raises: NothingFits when no plan fits; InputError for an unknown system.
     """

@@ -217,7 +217,7 @@ def test_plan_prints_json_in_the_promised_form_and_nothing_else(
     code, out, err = called(capsys, "plan", *asked, "--top", "3", "--json")
     answer = json.loads(out)
     assert (code, err) == (0, "")
-    assert answer.keys() == {"job", "chosen", "plans", "considered", "rejected", "seconds"}
+    assert answer.keys() == {"job", "chosen", "plans", "considered", "rejected", "seconds", "nearest"}
     assert len(answer["plans"]) == 3 and answer["chosen"] == answer["plans"][0]
     assert all(entry.keys() == {"reason", "count", "example"} for entry in answer["rejected"])
     check_entry(answer["chosen"], world)
@@ -270,12 +270,13 @@ def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(
     asked: list[str], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = called(capsys, "plan", *asked, "--top", "1", "--runnable")
-    question, table, why, tally = out.strip().split("\n\n")
+    question, table, why, *trust, tally = out.strip().split("\n\n")
     assert (
         question.startswith(f"model    {model}") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
     )
     assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
     assert "plans considered" in tally and "does not fit" in tally
+    assert not trust or "nearest published runs" in trust[0]
 
 
 def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

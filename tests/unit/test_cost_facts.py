@@ -7,7 +7,10 @@ from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.core.errors import InputError
 from meshwright.planner.cost import constants
-from meshwright.planner.cost.step import estimate
+from meshwright.planner.cost.cost_context import RuntimeModel
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.runtime import weight_gradients
 from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
@@ -146,12 +149,24 @@ def test_ranks_that_exchange_heads_are_a_part_of_the_context_ranks(name: str, sa
         parse_plan(name)
 
 
-def test_a_capacity_makes_the_busiest_expert_rank_wait_less() -> None:
+def test_a_capacity_lowers_the_memory_for_uneven_routing_but_not_the_time() -> None:
     job = named_job("mixtral-8x7b", "1x8:h100", 32, 2048, "bf16")
     limited = job.but(workload=job.workload.but(expert_capacity=1.0))
     plan = parse_plan("dp8.ep8.z1.rc-full")
-    assert estimate(limited, plan).time.expert < estimate(job, plan).time.expert
-    assert estimate(limited, plan).time.compute < estimate(job, plan).time.compute
+    assert estimate(limited, plan).memory.activations < estimate(job, plan).memory.activations
+    assert estimate(limited, plan).time == estimate(job, plan).time
+
+
+def test_a_dispatch_with_one_copy_per_node_saves_most_across_nodes() -> None:
+    plan, ratios = parse_plan("dp16.ep16.z1.rc-full"), []
+    for on in ("1x16:h100", "2x8:h100"):
+        job = named_job("qwen3-30b-a3b", on, 32, 4096, "bf16")
+        several, once = (
+            estimate_grid(CostModel(job, RuntimeModel(node_copies=copies)), grid_of_plan(plan, 32, 48)).time.expert
+            for copies in (False, True)
+        )
+        ratios.append(once / several)
+    assert ratios[1] < 0.5 < ratios[0]
 
 
 def test_tp_above_the_kv_heads_replicates_keys_and_values() -> None:

@@ -18,10 +18,12 @@ from meshwright.planner.cost.memory import memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.cost.uncertainty import unmeasured_counts, unmeasured_features
 from meshwright.planner.search.best_plans import (
     RISK_MARGIN,
     RankedPlan,
     SearchObjective,
+    count_risks,
     simplicity_key,
     uses_unmeasured_link,
 )
@@ -32,7 +34,6 @@ from meshwright.planner.search.space import PlanSpace
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.enums import MESH_AXES
-from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.model import LayerSpec, ParameterSpec
 from meshwright.spec.plan import Plan
@@ -53,7 +54,9 @@ def price_of(pricer: CostModel, plan: Plan) -> tuple[float, Plan] | None:
     if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
         return None
     return float(prices.step.item()) * (1 + RISK_MARGIN) ** (
-        (float(safe.item()) > limit) + uses_unmeasured_link(job.cluster, plan.offload)
+        (float(safe.item()) > limit)
+        + uses_unmeasured_link(job.cluster, plan.offload)
+        + len(unmeasured_features(job.cluster, plan))
     ), plan
 
 
@@ -69,7 +72,7 @@ def ranked(job: Job) -> dict[Plan, float]:
 
 
 def score(job: Job, entry: RankedPlan) -> float:
-    doubts = (entry.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(job.cluster, entry.plan.offload)
+    doubts = count_risks(job, entry.plan, entry.estimate)
     return float(f"{entry.estimate.time.step * (1 + RISK_MARGIN) ** doubts:.9e}")
 
 
@@ -503,3 +506,30 @@ def test_no_cluster_is_offered_that_nobody_could_build() -> None:
     with pytest.raises(NothingFits, match="no plan fits") as caught:
         search_plans(small_job(model, cluster(1, 1, 2.0**20), 97, sequence=1))
     assert "nodes" not in str(caught.value)
+
+
+@settings(max_examples=6, deadline=None)
+@given(small_jobs())
+def test_unmeasured_features_of_a_grid_are_those_of_its_plans(job: Job) -> None:
+    for box in itertools.islice(PlanSpace(job).boxes(), 20):
+        counts = np.broadcast_to(unmeasured_counts(job.cluster, box), box.shape)
+        for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape))[::7].tolist():
+            assert counts[tuple(index)] == len(unmeasured_features(job.cluster, box.plan(tuple(index))))
+
+
+def test_an_unmeasured_plan_comes_first_only_if_more_than_5_percent_faster_for_each_feature() -> None:
+    job = named_job("llama-65b", "8x8:a100-80gb", 512, 2048)
+    answer = search_plans(job, 3)
+    assert not unmeasured_features(job.cluster, answer.chosen.plan)
+    faster = job.but(pins={"recompute": "sac"})
+    other = search_plans(faster, 1).chosen
+    assert 0 < answer.chosen.estimate.time.step / other.estimate.time.step - 1 < RISK_MARGIN
+    assert any("no published run has recompute sac" in line for line in explain(job, answer))
+
+
+def test_trust_in_measured_plans_leaves_the_others_out() -> None:
+    job = named_job("llama2-7b", "1x8:a100-80gb", 64, 4096).but(trust="measured")
+    plans = search_plans(job, 10).plans
+    assert len(plans) == 10 and not any(unmeasured_features(job.cluster, each.plan) for each in plans)
+    with pytest.raises(InputError):
+        search_plans(job.but(pins={"recompute": "sac"}))

@@ -1,7 +1,7 @@
 """Published rows against the cost model: the errors of today are frozen, and can only shrink.
 
-`python tests/unit/test_validation.py` writes smaller ones down; it refuses to write larger ones unless it is told
-`--larger`.
+`python tests/unit/test_validation.py` writes smaller ones down, and the intervals (catalog/accuracy.json). It refuses
+to write larger ones unless it is told `--larger`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,39 @@ from typing import Any
 
 import pytest
 
+from meshwright.catalog import read as catalog
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME
 from meshwright.planner.validation import score
 from meshwright.planner.validation.benchmark_cases import MemoryMeter, benchmark_case, nanotron_stage_split
-from meshwright.planner.validation.score import ValidationReport, predict_case, relative_errors, validation_report
+from meshwright.planner.validation.intervals import accuracy_data, interval_coverage
+from meshwright.planner.validation.score import (
+    StepPrediction,
+    ValidationReport,
+    predict_case,
+    predict_rows,
+    relative_errors,
+    validation_report,
+)
 from meshwright.planner.validation.tables import MeasurementRow, read_measurements
 from meshwright.planner.validation.tables import read_collectives as collective_rows
 
 FROZEN = Path(__file__).parent / "golden" / "validation.json"
+ACCURACY = Path(catalog.__file__).parent / "accuracy.json"
 NOISE = 0.002
 
 
 @lru_cache(maxsize=1)
 def core() -> ValidationReport:
     """The scores of the rows that count for errors."""
-    return validation_report(row for row in read_measurements() if row.text("core") == "1")
+    return validation_report(*predict_rows(row for row in read_measurements() if row.text("core") == "1"))
+
+
+@lru_cache(maxsize=1)
+def every_prediction() -> list[StepPrediction]:
+    found, _ = predict_rows(read_measurements())
+    return [each for part in found.values() for each in part]
 
 
 def now() -> dict[str, float]:
@@ -80,6 +96,27 @@ def test_korthikantis_steps_are_within_four_percent_on_average() -> None:
 
 def test_fewer_than_one_in_a_hundred_plans_that_ran_are_refused() -> None:
     assert sum(memory.refused for memory in core().memory) <= 0.01 * sum(memory.ran for memory in core().memory)
+    ran = [each for each in every_prediction() if each.case.ran]
+    assert len(ran) > 1500 and sum(each.refused for each in ran) < 0.01 * len(ran)
+
+
+def test_most_plans_that_did_not_fit_are_refused() -> None:
+    failed = [each for each in every_prediction() if each.case.row.text("status") in ("oom", "crash_or_oom")]
+    assert len(failed) > 500 and sum(each.refused for each in failed) > 0.6 * len(failed)
+
+
+def test_intervals_cover_nine_of_ten_rows_of_families_that_they_have_not_seen() -> None:
+    coverage = interval_coverage(every_prediction())
+    assert all(0.85 <= coverage[quantity][""] <= 0.95 for quantity in ("time", "memory"))
+
+
+def test_the_catalog_has_the_errors_and_features_of_the_published_rows() -> None:
+    found, kept = accuracy_data(every_prediction()), catalog.accuracy()
+    assert found["measured"] == kept["measured"]
+    for quantity in ("time", "memory"):
+        assert found[quantity]["scale"] == pytest.approx(kept[quantity]["scale"], abs=0.01)
+        for name, limits in kept[quantity]["quantiles"].items():
+            assert found[quantity]["quantiles"][name] == pytest.approx(limits, abs=0.1)
 
 
 def test_every_row_is_predicted_or_has_a_reason() -> None:
@@ -206,3 +243,4 @@ if __name__ == "__main__":
     if larger and "--larger" not in sys.argv:
         sys.exit("larger than before: " + json.dumps(larger, indent=2))
     FROZEN.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+    ACCURACY.write_text(json.dumps(accuracy_data(every_prediction()), indent=2) + "\n", encoding="utf-8")

@@ -63,6 +63,13 @@ def failures() -> dict[str, CatalogEntry]:
 
 
 @cache
+def accuracy() -> CatalogEntry:
+    """Returns the errors of predictions on published measurements, and which plan features these measurements have."""
+    data: CatalogEntry = json.loads((_CATALOG_FOLDER / "accuracy.json").read_text(encoding="utf-8"))
+    return data
+
+
+@cache
 def interop_keys() -> Mapping[str, frozenset[str]]:
     """Returns the known keys of other training systems by system. A key that ends with a dot is a section with any
     keys.

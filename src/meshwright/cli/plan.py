@@ -49,6 +49,10 @@ class RankingOptions:
     runnable: Annotated[
         bool, Parameter(negative="", help="rank only plans that this version can run; some plans are plan-only")
     ] = False
+    trust: Annotated[
+        Literal["all", "measured"],
+        Parameter(help="rank all plans, or only plans whose features all occur in published runs with a measured time"),
+    ] = "all"
     trials: Annotated[
         int,
         count_option("run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
@@ -217,6 +221,7 @@ def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) ->
     from meshwright.planner.search.ranking import search_plans, with_used_devices
 
     question = resolve_job(file)
+    question = question.but(trust=wanted.trust)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
@@ -256,6 +261,7 @@ def _command_line(job: Path | None, shared: JobOptions, wanted: RankingOptions) 
         "--plan": shared.plan,
         "--pin": wanted.pin,
         "--objective": wanted.objective if wanted.objective != "fastest" else None,
+        "--trust": wanted.trust if wanted.trust != "all" else None,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
     over = [word for text in shared.set for word in ("--set", text)]
@@ -313,9 +319,11 @@ def _report_page(
 def _print_answer(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> None:
     """Prints the ranked plans."""
     from meshwright.planner.search.explain import explain
+    from meshwright.planner.validation.nearest import trust_messages
     from meshwright.report.plans import search_result_text
 
-    print_output(search_result_text(question, answer, explain(question, answer), language))
+    why, trust = explain(question, answer), trust_messages(question, answer)
+    print_output(search_result_text(question, answer, why, trust, language))
     if shown.advice:
         from meshwright.planner.search.advice import advise
         from meshwright.report.plans import messages_text
@@ -332,9 +340,10 @@ def _answer_data(
     question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions
 ) -> dict[str, Any]:
     """Returns the ranked plans as JSON data. --why adds the key `families`, and --advice adds `advice`."""
+    from meshwright.planner.validation.nearest import nearest_data
     from meshwright.report.plans import search_result_data
 
-    data = search_result_data(question, answer)
+    data = {**search_result_data(question, answer), "nearest": nearest_data(question, answer.chosen.plan)}
     if shown.why:
         from meshwright.planner.search.explain import compare_families
         from meshwright.report.why import plan_comparison_data

@@ -27,7 +27,8 @@ def validate(
     Try: meshwright validate --family korthikanti
     """
     from meshwright.core.errors import InputError
-    from meshwright.planner.validation.score import score_collectives, validation_report
+    from meshwright.planner.validation.intervals import interval_coverage
+    from meshwright.planner.validation.score import predict_rows, score_collectives, validation_report
     from meshwright.planner.validation.tables import read_collectives, read_measurements
 
     rows = [row for row in read_measurements(table) if family.lower() in row.text("family").lower()]
@@ -39,12 +40,14 @@ def validate(
                 family=family,
             )
         )
-    found = validation_report(rows)
+    predictions, left = predict_rows(rows)
+    found = validation_report(predictions, left)
+    coverage = interval_coverage([each for part in predictions.values() for each in part])
     operations = {} if family or table else score_collectives(read_collectives())
     if json:
-        print_json(scores_data(found, operations))
+        print_json({**scores_data(found, operations), "coverage": coverage})
     else:
-        print_output(scores_text(found, operations))
+        print_output("\n".join([scores_text(found, operations), *coverage_lines(coverage)]))
     return 0
 
 
@@ -63,7 +66,7 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     """Returns the report as text."""
     from meshwright.report.text import align_columns
 
-    times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst"]]
+    times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst", "chosen"]]
     for family in found.families:
         each = family.time
         shown = (
@@ -76,6 +79,7 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
             format_figure(family.correlation),
             format_percent(family.regret),
             format_percent(family.worst_regret),
+            format_percent(family.chosen.signed, True) if family.chosen else "-",
         ]
         times.append([family.name, str(each.rows if each else 0), *shown, *others])
     memory = [["memory", "meter", "rows", "median", "p90", "signed", "refused"]]
@@ -110,6 +114,15 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     left = sum(count for _, _, count in found.left)
     parts.append(f"{left} rows are not predicted; --json says why")
     return "\n".join(parts)
+
+
+def coverage_lines(coverage: dict[str, dict[str, float]]) -> list[str]:
+    """Returns a line for each quantity: the share of measured values inside intervals that other families give."""
+    return [
+        f"intervals of {name}: {format_percent(shares[''])} of the rows lie in intervals that the other families give "
+        f"(90 % intended); least in {min((share, family) for family, share in shares.items() if family)[1]}"
+        for name, shares in coverage.items()
+    ]
 
 
 def format_percent(value: float | None, sign: bool = False) -> str:

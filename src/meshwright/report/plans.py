@@ -49,8 +49,11 @@ def job_text(job: Job, language: str = "en") -> str:
     return "\n".join(wrap_text(translate(line, language)) for line in lines)
 
 
-def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], language: str = "en") -> str:
-    """Returns the ranked plans, the reasons for the first plan, and the rejected plans by reason."""
+def search_result_text(
+    job: Job, answer: SearchResult, why: Sequence[Message], trust: Sequence[Message] = (), language: str = "en"
+) -> str:
+    """Returns the ranked plans, the reasons for the first plan, what is known about the error of its estimate
+    (`trust`), and the rejected plans by reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
     ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in plan_only_messages(answer))
     tally = Message(
@@ -65,7 +68,8 @@ def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], l
     said = messages_text(
         [*why, *(Message("note: {note}", note=note) for note in answer.chosen.estimate.notes)], language
     )
-    return "\n\n".join([job_text(job, language), ranked, said, "\n".join(lines)])
+    known = [messages_text(trust, language)] if trust else []
+    return "\n\n".join([job_text(job, language), ranked, said, *known, "\n".join(lines)])
 
 
 def plan_only_messages(answer: SearchResult) -> list[Message]:

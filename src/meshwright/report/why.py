@@ -29,8 +29,8 @@ OUTCOME_TEXTS = {
     "slower": (mark_msgid("{plan} is slower than {chosen} by {gap:seconds} a step ({share:percent}); {verdict}")),
     "unmeasured": (
         mark_msgid(
-            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but its host link is not "
-            "profiled: the gain is too small to rely on (`meshwright probe --save` measures the link)"
+            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but {reasons}: the gain is too "
+            "small to rely on"
         )
     ),
     "tight": (
@@ -77,6 +77,7 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
         "gap": abs(_step_gap(chosen.estimate, priced)),
         "share": abs(priced.time.step / step - 1.0),
         "verdict": fit_message(priced),
+        "reasons": found.reasons,
     }
     said = [Message(OUTCOME_TEXTS[found.outcome], **values)]
     if priced.is_crowded:

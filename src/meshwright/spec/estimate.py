@@ -1,8 +1,10 @@
 """Describes the memory and time that the planner predicts for a plan. `StepRecord` has the measured values under the
 same names.
 
-The fit status has three values. A plan fits, does not fit (in device memory or in host memory), or is tight: with a
-fragmented allocator it may not fit.
+The fit status has three values. A plan fits, is tight, or does not fit (in device memory or in host memory). It is
+tight if it may not fit with a fragmented allocator, or if it is not expected to fit but may, because the memory of such
+plans is predicted with an error. It does not fit only if the lower end of the interval of its memory exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -44,6 +46,13 @@ class TimeBreakdown(StrictModel):
     step: float = 0.0
 
 
+class Interval(StrictModel):
+    """The range in which nine of ten measured values lie, by the errors on published measurements."""
+
+    low: float
+    high: float
+
+
 class FitStatus(StrEnum):
     """Whether a plan fits in memory."""
 
@@ -52,9 +61,14 @@ class FitStatus(StrEnum):
     no = "no"
 
 
+FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
+"""The values of FitStatus from the worst to the best."""
+
+
 class Estimate(StrictModel):
     """The predicted cost of one plan. `memory` is the memory of the rank with the highest peak. If devices differ, it
-    is the memory of the rank with the least headroom. `per_stage` has one item for each pipeline rank."""
+    is the memory of the rank with the least headroom. `per_stage` has one item for each pipeline rank. `fits`: whether
+    the plan is expected to fit; the search ranks only such plans."""
 
     memory: MemoryBreakdown
     per_stage: tuple[MemoryBreakdown, ...]
@@ -64,6 +78,12 @@ class Estimate(StrictModel):
     fits: bool
     verdict: FitStatus = FitStatus.fits
     limit: float = Field(default=0.0, description="bytes of device memory that a rank can use")
+    step_interval: Interval | None = Field(
+        default=None, description="seconds of a step: the range of nine of ten measured runs; None for CPU ranks"
+    )
+    memory_interval: Interval | None = Field(
+        default=None, description="bytes that the peak rank allocates: the range of nine of ten measured runs"
+    )
     offloaded: float = Field(
         default=0.0,
         description="bytes offloaded to host memory and disk on the rank with the most; not included in `memory`",
@@ -114,6 +134,8 @@ def fit_message(estimate: Estimate) -> Message:
         )
     if estimate.verdict == FitStatus.no:
         return Message("does not fit, {spare:bytes} ({share:percent}) too much", **values)
+    if not estimate.fits:
+        return Message("tight, expected {spare:bytes} ({share:percent}) too much", **values)
     if estimate.verdict == FitStatus.tight:
         return Message("tight, {spare:bytes} ({share:percent}) headroom", **values)
     return Message("fits, {spare:bytes} ({share:percent}) headroom", **values)

@@ -26,12 +26,15 @@ from meshwright.spec.workload import DataConfig, Workload
 
 
 class Job(StrictModel):
-    """The job to plan. `pins` are fields of `Plan` that the user fixed."""
+    """The job to plan. `pins` are fields of `Plan` that the user fixed. `trust`: whether the search considers all
+    plans, or only those whose features all occur in published runs with a measured step time
+    (planner/cost/uncertainty.py)."""
 
     model: ModelSpec
     cluster: Cluster
     workload: Workload = Workload()
     pins: dict[str, int | str | bool | tuple[int, ...] | tuple[str, ...]] = Field(default_factory=dict)
+    trust: Literal["all", "measured"] = "all"
 
 
 StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]

@@ -53,6 +53,13 @@ TERMS: dict[str, dict[str, str]] = {
         "restore": "loading the state",
         "waiting": "waiting for nodes",
     },
+    "feature": {
+        "recompute": "recompute",
+        "schedule": "schedule",
+        "zero with a pipeline": "with a pipeline, ZeRO",
+        "context": "context parallelism by",
+        "axes": "mesh order",
+    },
     "memory": {
         "parameters": "parameters",
         "gradients": "gradients",

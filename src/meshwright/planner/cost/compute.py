@@ -123,10 +123,9 @@ class MatmulShapes(NamedTuple):
     products: Array
 
 
-def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
+def matmul_shapes(layer: LayerSpec, cut: TpEpShape) -> MatmulShapes:
     """Returns the matrix products of a layer. The FLOPs of the layer are divided among its weights in proportion to
-    their size. Stacked experts count as separate products. The FLOPs of experts are those on the expert rank with the
-    most tokens, `imbalance` times the mean.
+    their size. Stacked experts count as separate products. Routing is assumed to be balanced.
 
     LoRA adapters on frozen weights do not count as products. Their memory traffic is part of `layer.moved`
     (planner/inputs/job.py).
@@ -139,7 +138,7 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
         degree = cut.expert_tp if cut.splits_experts(weight) else cut.tp
         share = weight.used_numel(degree) / weight.numel
         accumulation = cut.ep if cut.splits_experts(weight) else 1
-        busy = share * degree / cut.tp * (imbalance if accumulation > 1 else 1.0)
+        busy = share * degree / cut.tp
         plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)][-2:]
         rows.append(
             (
@@ -184,7 +183,7 @@ def _compute_seconds(
     backward, the attention core in forward, the deferrable weight gradients in backward, and selective recompute."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
-    parts = matmul_shapes(layer, cut, setting.imbalance)
+    parts = matmul_shapes(layer, cut)
     context = setting.job.workload.sequence
     forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
     frozen = any(parameter.frozen for parameter in layer.parameters)

@@ -122,8 +122,9 @@ OPTIMIZER_STATE_PASSES = 2
 are read once and written once. Gradients are read twice, for the norm and for the update."""
 
 EXPERT_IMBALANCE = 1.25
-"""Number of tokens on the expert rank with the most tokens, divided by the mean over expert ranks. The value is the
-capacity factor of Switch Transformer (arXiv 2101.03961, section 3.1)."""
+"""Number of tokens for which an expert rank needs memory, divided by the mean over expert ranks. The value is the
+capacity factor of Switch Transformer (arXiv 2101.03961, section 3.1): memory must be enough for the micro-batch with
+the most uneven routing. Step times assume balanced routing: routers are trained to balance the mean over a step."""
 
 RING_KV_BLOCKS_IN_FLIGHT = 2
 """Ring attention: the number of blocks of keys and values in transit through a rank, namely the block that is received

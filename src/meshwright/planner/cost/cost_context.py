@@ -62,6 +62,9 @@ class RuntimeModel(NamedTuple):
     launch: float = 1.0
     """Host seconds per kernel divided by those of eager PyTorch. The value is below 1 if CUDA graphs or one compiled
     call launch many kernels."""
+    node_copies: bool = False
+    """Whether the dispatch to experts sends a token once to each node that has some of its experts, and distributes it
+    there over the links inside the node. Otherwise each expert gets its own copy over the network."""
     gathered: bool = False
     """Whether sequence parallelism saves the gathered input for backward. Otherwise backward gathers it a second
     time."""
@@ -133,8 +136,8 @@ class CostContext:
 
     @cached_property
     def imbalance(self) -> float:
-        """Returns the number of tokens on the expert rank with the most tokens, divided by the mean over expert ranks.
-        The capacity factor of the workload limits it."""
+        """Returns the number of tokens for which an expert rank has memory, divided by the mean over expert ranks. The
+        capacity factor of the workload limits it."""
         return min(constants.EXPERT_IMBALANCE, self.job.workload.expert_capacity or constants.EXPERT_IMBALANCE)
 
     @cached_property

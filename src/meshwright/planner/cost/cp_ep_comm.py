@@ -19,9 +19,11 @@ together: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 
 With expert parallelism, ep ranks divide the experts of a layer. In forward, one all-to-all sends each token to top_k
 experts (dispatch), and another all-to-all returns the results (combine). Backward has the same two all-to-alls for
-gradients. These collectives do not overlap with compute, because the next operation reads their results. The expert
-rank with the most tokens gets `imbalance` times the mean. Each tensor rank sends 1 / tp of the tokens. Sources:
-Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
+gradients. These collectives do not overlap with compute, because the next operation reads their results. Routing is
+assumed to be balanced. Each tensor rank sends 1 / tp of the tokens. Some runtimes send one copy of a token to each node
+instead of one to each expert (`RuntimeModel.node_copies`). If the top_k experts of a token are on random nodes of n,
+the token goes to (n - 1) (1 - (1 - 1 / n)^top_k) other nodes. Sources: Lepikhin et al., GShard, arXiv 2006.16668,
+section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961; DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
 
 Arrays are over the layer runs of the model (cost_context.py) and over axes of GRID_AXES (plan_grid.py).
 """
@@ -33,7 +35,7 @@ import numpy as np
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.compute import LayerTimes
 from meshwright.planner.cost.cost_context import CostContext
-from meshwright.planner.cost.links import all_to_all_seconds, p2p_seconds
+from meshwright.planner.cost.links import all_to_all_seconds, dispatch_seconds, p2p_seconds
 from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.cost.plan_grid import Array, PlanGrid
 from meshwright.spec.model import LayerSpec
@@ -107,11 +109,14 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
     found = np.zeros((len(setting.entries), len(tokens)))
     if box.layout.ep == 1:
         return found
-    size = setting.recipe.size * setting.imbalance / box.tp
+    size, group = setting.recipe.size / box.tp, (setting.fabric, box.layout.ep, expert_stride(box))
     for at, entry in enumerate(setting.entries):
         if entry.layer.routed and not entry.copy:
-            found[at] = 2.0 * all_to_all_seconds(
-                setting.fabric, box.layout.ep, expert_stride(box), tokens * (entry.layer.routed * size)
+            sent = tokens * (entry.layer.routed * size)
+            found[at] = 2.0 * (
+                dispatch_seconds(*group, sent, entry.layer.routed / setting.job.model.hidden)
+                if setting.practice.node_copies
+                else all_to_all_seconds(*group, sent)
             )
     return found
 

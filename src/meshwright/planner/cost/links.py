@@ -219,6 +219,26 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
     return np.asarray(_pipelined_seconds(np.maximum(inside, outside), calls * hops) + calls * meeting)
 
 
+def dispatch_seconds(links: LinkModel, ranks: int, stride: int, size: Array, top_k: float) -> Array:
+    """Returns the seconds of a dispatch to experts that sends a token once to each node. `size` is the bytes of all
+    `top_k` copies of a rank's tokens, which the links inside a node carry. Near and far links transfer at the same
+    time, and all messages start together.
+
+    >>> nvlink, wire = Link(name="a", bandwidth=1e12, efficiency=1.0), Link(name="b", bandwidth=1e9, efficiency=1.0)
+    >>> # 16 ranks on 2 nodes: half of the tokens of each of 2 copies, or 3/4 of the tokens once
+    >>> seconds = dispatch_seconds(LinkModel(8, nvlink, wire), 16, 1, np.array(2e9), 2.0)
+    >>> round(float(seconds), 2), round(float(all_to_all_seconds(LinkModel(8, nvlink, wire), 16, 1, np.array(2e9))), 2)
+    (0.75, 1.02)
+    """
+    near = links.domain % (ranks * stride) == 0
+    nodes = 1 if near else -(-ranks // max(min(links.domain // stride, ranks), 1))
+    reached = (nodes - 1) * (1.0 - (1.0 - 1.0 / nodes) ** top_k)
+    inside = size / (links.near.bandwidth * links.near.efficiency) * (1.0 - 1.0 / (ranks / nodes))
+    outside = size / top_k * reached / (links.far.bandwidth * links.far.efficiency)
+    start = COLLECTIVE_START_SECONDS + links.near.latency + (nodes > 1) * links.far.latency
+    return np.asarray(np.maximum(inside, outside) + start)
+
+
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
     """Returns the seconds of a message of `size` bytes between the slowest two neighbours of a group. The group has
     `ranks` ranks at distance `stride`. If `ranks` is 0, the group spans several domains."""

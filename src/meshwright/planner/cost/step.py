@@ -46,9 +46,10 @@ from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis, grid_of_plan
 from meshwright.planner.cost.step_terms import STEP_TERMS
+from meshwright.planner.cost.uncertainty import memory_interval, step_interval
 from meshwright.spec.constraints import check_batch_size, half_sequence_length, validate_plan
 from meshwright.spec.enums import Offload
-from meshwright.spec.estimate import Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.estimate import FIT_STATUS_ORDER, Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import ProofCost, is_proof_cheap
@@ -96,15 +97,8 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
     seconds = _slowest_rank_time(box, priced)
     job = pricer.setting.job
     tokens = job.workload.tokens
-    _, safe = reserved_bytes(pricer.setting, np.array(busiest.total))
-    limit, crowded = memory_limit(pricer.setting), _largest_host_deficit(ranks)
-    verdict = (
-        FitStatus.no
-        if busiest.reserved > limit or crowded
-        else FitStatus.fits
-        if safe <= physical_limit(pricer.setting)
-        else FitStatus.tight
-    )
+    plan, crowded = box.plan((0,) * len(box.shape)), _largest_host_deficit(ranks)
+    verdict = FitStatus.no if crowded else min((_fit_status(plan, rank) for rank in ranks), key=FIT_STATUS_ORDER.index)
     first = float(compile_seconds(pricer.setting, box, layers.layers).max())
     return Estimate(
         memory=busiest,
@@ -112,9 +106,11 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
         time=seconds,
         tokens_per_second=tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * peak_flops(job)),
-        fits=verdict != FitStatus.no,
+        fits=busiest.reserved <= memory_limit(pricer.setting) and not crowded,
         verdict=verdict,
-        limit=limit,
+        limit=memory_limit(pricer.setting),
+        step_interval=step_interval(pricer.setting, plan, seconds.step),
+        memory_interval=memory_interval(pricer.setting, plan, busiest.total),
         offloaded=_offloaded_total(ranks),
         in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
@@ -153,6 +149,16 @@ class RankMemory(NamedTuple):
         """Returns the bytes by which the offloaded data of the rank exceeds the host memory of one device, or 0 if the
         data fits."""
         return max(self.host - self.pricer.setting.host_memory, 0.0)
+
+
+def _fit_status(plan: Plan, rank: RankMemory) -> FitStatus:
+    """Returns the fit status of one rank in device memory. A user's budget is a limit of the expected memory."""
+    setting, allocated = rank.pricer.setting, rank.memory.total
+    most = physical_limit(setting)
+    if float(reserved_bytes(setting, np.array(allocated))[1]) <= most and rank.left >= 0:
+        return FitStatus.fits
+    least = memory_interval(setting, plan, allocated).low + setting.device.context
+    return FitStatus.no if least > most or (rank.left < 0 and rank.limit < most) else FitStatus.tight
 
 
 def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
@@ -225,12 +231,7 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
     ]
     peak_ranks = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
     least, crowded = min(peak_ranks, key=lambda rank: rank.left), _largest_host_deficit(ranks)
-    roomy = all(
-        float(reserved_bytes(rank.pricer.setting, np.array(rank.memory.total))[1])
-        <= physical_limit(rank.pricer.setting)
-        for rank in ranks
-    )
-    verdict = FitStatus.no if least.left < 0 or crowded else FitStatus.fits if roomy else FitStatus.tight
+    verdict = FitStatus.no if crowded else min((_fit_status(plan, rank) for rank in ranks), key=FIT_STATUS_ORDER.index)
     parts = [heterogeneous.pipeline_step_time(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
     seconds = _merge_replica_times(
         [_slowest_rank_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts
@@ -249,9 +250,11 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
         time=seconds,
         tokens_per_second=job.workload.tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * rates),
-        fits=verdict != FitStatus.no,
+        fits=least.left >= 0 and not crowded,
         verdict=verdict,
         limit=least.limit,
+        step_interval=step_interval(least.pricer.setting, plan, seconds.step),
+        memory_interval=memory_interval(least.pricer.setting, plan, least.memory.total),
         offloaded=_offloaded_total(ranks),
         in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,

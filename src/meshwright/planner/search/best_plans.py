@@ -5,7 +5,9 @@ best plan of every family. A family contains the plans that combine the same kin
 ZeRO-1'.
 
 The score of a plan is its step time, raised by RISK_MARGIN for each reason of uncertainty. A plan is uncertain if its
-memory is tight, or if it uses a host link that is not profiled. The host-link rate in the catalog is the rate while
+memory is tight, if it uses a host link that is not profiled, and for each of its features that no published run has
+(planner/cost/uncertainty.py). Without the last reason, the search would prefer plans whose errors nobody has seen: the
+best of many estimates is more often too low than too high. The host-link rate in the catalog is the rate while
 only one device of the node transfers. When all devices transfer, the devices of one switch share the link, both
 directions slow each other down, and all devices share the memory of the host. Each device then has only between a
 quarter and a half of the catalog rate (ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53).
@@ -28,6 +30,7 @@ from pydantic import Field
 
 from meshwright.core.codec import StrictModel, TranslatableText
 from meshwright.planner.cost.plan_grid import Array, PlanGrid
+from meshwright.planner.cost.uncertainty import unmeasured_features
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.enums import MESH_AXES, Offload
 from meshwright.spec.estimate import Estimate, FitStatus
@@ -114,8 +117,12 @@ def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool
 
 
 def count_risks(job: Job, plan: Plan, priced: Estimate) -> int:
-    """Returns the number of reasons (0 to 2) why a plan with the estimate `priced` is uncertain."""
-    return (priced.verdict == FitStatus.tight) + uses_unmeasured_link(job.cluster, plan.offload)
+    """Returns the number of reasons why a plan with the estimate `priced` is uncertain."""
+    return (
+        (priced.verdict == FitStatus.tight)
+        + uses_unmeasured_link(job.cluster, plan.offload)
+        + len(unmeasured_features(job.cluster, plan))
+    )
 
 
 def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:

@@ -42,6 +42,7 @@ from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physic
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import CHOICE_FIELDS, Array, PlanGrid
 from meshwright.planner.cost.step import compile_seconds
+from meshwright.planner.cost.uncertainty import unmeasured_counts
 from meshwright.planner.search.best_plans import (
     RISK_MARGIN,
     SCORE_TOLERANCE,
@@ -126,11 +127,16 @@ class PlanSearch:
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _lower_bound(self, box: PlanGrid) -> Array:
-        """Returns lower bounds of the seconds of the plans of `box`, over axes (o, b, s) of GRID_AXES ([Note: bounds]).
+        """Returns lower bounds of the scores of the plans of `box`, over axes (o, b, s) of GRID_AXES ([Note: bounds]).
         The bound is infinite where no plan is legal."""
-        floor = self.pricer.floor(box)
+        floor = self.pricer.floor(box) * self._margin(box).min(axis=(3, 4, 5))
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
+
+    def _margin(self, box: PlanGrid) -> Array:
+        """Returns the factors by which unmeasured features raise the scores of the plans of `box`, over the axes
+        `obsczf` of GRID_AXES."""
+        return np.asarray((1.0 + RISK_MARGIN) ** unmeasured_counts(self.pricer.setting.job.cluster, box))
 
     def _may_fit(self, group: DegreeGroup) -> bool:
         """Returns whether some plan of the group may fit, by the lower bound of memory."""
@@ -178,13 +184,13 @@ class PlanSearch:
                 )
 
     def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
-        """Computes the seconds of every plan of a grid, and the memory of the plans whose step takes at most `ceiling`
-        seconds."""
+        """Computes the seconds of every plan of a grid, and the memory of the plans whose score may be at most
+        `ceiling`."""
         pricer = self.pricer
         ranks = pricer.ranks(box)
         states = pricer.states(box, ranks)
         step = np.broadcast_to(np.where(box.legal[0], pricer.seconds(box, ranks, states).step[0], np.inf), box.shape)
-        near = step <= ceiling
+        near = step * self._margin(box) <= ceiling
         count = int(np.count_nonzero(near & np.isfinite(step)))
         if not count:
             none = np.broadcast_to(np.inf, box.shape)
@@ -221,9 +227,13 @@ class PlanSearch:
             if not box.compile
             else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         )
-        # The number of reasons for uncertainty depends on the offload choice (axis f).
-        doubts = tight + np.array([int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload])
-        worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
+        cluster = setting.job.cluster
+        links = np.array([int(uses_unmeasured_link(cluster, choice)) for choice in box.offload])  # along axis f
+        worth = (
+            taken
+            if self.objective == SearchObjective.headroom
+            else each * self._margin(box) * (1.0 + RISK_MARGIN) ** (tight + links)
+        )
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count_unfit(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:

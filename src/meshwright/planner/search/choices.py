@@ -11,6 +11,8 @@ from typing import Any
 
 from meshwright.planner.cost.links import link_model
 from meshwright.planner.cost.plan_grid import RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.uncertainty import ZERO_WITH_PIPELINE, is_trusted
+from meshwright.planner.search.best_plans import uses_unmeasured_link
 from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
 from meshwright.spec.constraints import SUPPORTED_VALUES
 from meshwright.spec.enums import (
@@ -123,7 +125,8 @@ def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompu
     always included."""
     selective = attention_core_fraction(job) >= MIN_ATTENTION_CORE_FRACTION or pinned == Recompute.attn
     follows = recomputable_fraction(job) >= MIN_RECOMPUTABLE_FRACTION or pinned == Recompute.sac
-    return [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
+    offered = [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
+    return [kind for kind in offered if is_trusted(job, "recompute", kind)]
 
 
 def max_fewer_last_blocks(job: Job) -> int:
@@ -153,7 +156,8 @@ class PlanChoices:
     def __init__(
         self, job: Job, runnable: bool, offloading: bool, allowed: Mapping[str, Collection[Any]] | None = None
     ) -> None:
-        self.job, self.runnable, self.offloading = job, runnable, offloading
+        self.job, self.runnable = job, runnable
+        self.offloading = offloading and (job.trust == "all" or not uses_unmeasured_link(job.cluster, tuple(Offload)))
         self.allowed = allowed or {}
         self._link_domain = link_model(job.cluster).domain
         self._recompute = offered_recompute(job, self.pins.get("recompute"))
@@ -171,19 +175,22 @@ class PlanChoices:
         return upgrade_offload_fields(self.job.pins)
 
     def select(self, name: str, choices: list[Any]) -> list[Any]:
-        """Returns the elements of `choices` for the field `name` that the pin of this field allows. If `runnable` is
-        set, the runtime must allow them too."""
+        """Returns the elements of `choices` for the field `name` that the pin of this field and the trust of the job
+        allow. If `runnable` is set, the runtime must allow them too."""
+        choices = [choice for choice in choices if is_trusted(self.job, name, choice)]
         if self.runnable and name in SUPPORTED_VALUES:
             choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
         if name in self.allowed and len(choices) > 1:
             choices = [choice for choice in choices if choice in self.allowed[name]]
         return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
 
-    def zero_choices(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
-        """Returns the ZeRO choices of a data-parallel and a context-parallel degree. Results are cached."""
+    def zero_choices(self, dp: int, cp: int, pp: int) -> tuple[ZeroChoice, ...]:
+        """Returns the ZeRO choices of a data-parallel and a context-parallel degree, for `pp` pipeline ranks. Results
+        are cached."""
         if (dp, cp) not in self._shards_of:
             self._shards_of[dp, cp] = tuple(self._list_zero_choices(dp, cp))
-        return self._shards_of[dp, cp]
+        field = ZERO_WITH_PIPELINE if pp > 1 else "zero"
+        return tuple(each for each in self._shards_of[dp, cp] if is_trusted(self.job, field, each.zero))
 
     def _list_zero_choices(self, dp: int, cp: int) -> Iterator[ZeroChoice]:
         """Yields the ZeRO choices of a data-parallel and a context-parallel degree."""

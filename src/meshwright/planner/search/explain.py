@@ -24,6 +24,7 @@ from meshwright.core.codec import StrictModel, TranslatableText, without_place
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, term
 from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.cost.uncertainty import unmeasured_features
 from meshwright.planner.search.best_plans import (
     PlanFamily,
     RankedPlan,
@@ -104,42 +105,30 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
     gain = required_gain(job, chosen, (plan, priced))
     if not gain:
         return []
-    leaning = uses_unmeasured_link(job.cluster, plan.offload) and not uses_unmeasured_link(
-        job.cluster, chosen[0].offload
-    )
-    tight = priced.verdict == FitStatus.tight and chosen[1].verdict != FitStatus.tight
-    values = {"plan": plan.name, "share": chosen[1].time.step / priced.time.step - 1.0, "gain": gain}
-    if not leaning:
-        return [
-            Message(
-                (
-                    "{plan} is {share:percent} faster but {verdict}: a tight plan comes first only when it is more "
-                    "than {gain:percent} faster"
-                ),
-                verdict=fit_message(priced),
-                **values,
-            )
-        ]
-    if not tight:
-        return [
-            Message(
-                (
-                    "{plan} is {share:percent} faster, but its host link is not profiled: such a plan comes first "
-                    "only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)"
-                ),
-                **values,
-            )
-        ]
     return [
         Message(
-            (
-                "{plan} is {share:percent} faster but {verdict}, and its host link is not profiled: such a plan comes "
-                "first only when it is more than {gain:percent} faster (`meshwright probe --save` measures the link)"
-            ),
-            verdict=fit_message(priced),
-            **values,
+            "{plan} is {share:percent} faster, but {reasons}: such a plan comes first only when it is more than "
+            "{gain:percent} faster",
+            plan=plan.name,
+            share=chosen[1].time.step / priced.time.step - 1.0,
+            reasons=_risk_reasons(job, chosen, (plan, priced)),
+            gain=gain,
         )
     ]
+
+
+def _risk_reasons(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> tuple[Message, ...]:
+    """Returns the reasons why `other` is uncertain that do not apply to `chosen`."""
+    (mine, priced_mine), (plan, priced), cluster = chosen, other, job.cluster
+    found = []
+    if priced.verdict == FitStatus.tight and priced_mine.verdict != FitStatus.tight:
+        found.append(Message("it is {verdict}", verdict=fit_message(priced)))
+    if uses_unmeasured_link(cluster, plan.offload) and not uses_unmeasured_link(cluster, mine.offload):
+        found.append(Message("its host link is not profiled (`meshwright probe --save` measures the link)"))
+    known = unmeasured_features(cluster, mine)
+    if features := tuple(each for each in unmeasured_features(cluster, plan) if each not in known):
+        found.append(Message("no published run has {features}", features=features))
+    return tuple(found)
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
@@ -263,9 +252,9 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 class ComparisonOutcome(StrEnum):
     """The outcome of the comparison of a plan with the chosen plan.
 
-    `tight` and `unmeasured` mark a faster plan that ranks lower because its memory is tight or its host link is not
-    profiled. `faster` occurs if the search did not include the plan, or if its objective was not the shortest step.
-    `unfit`: the plan needs too much memory. `illegal`: the plan breaks a rule.
+    `tight` and `unmeasured` mark a faster plan that ranks lower because its memory is tight, or because its host link
+    or a feature has not been measured. `faster` occurs if the search did not include the plan, or if its objective was
+    not the shortest step. `unfit`: the plan needs too much memory. `illegal`: the plan breaks a rule.
     """
 
     chosen = "chosen"
@@ -295,6 +284,9 @@ class PlanComparison(StrictModel):
     estimate: Estimate | None = None
     terms: tuple[TimeDelta, ...] = Field(default=(), description="time differences by kind, largest first")
     faults: tuple[TranslatableText, ...] = ()
+    reasons: tuple[TranslatableText, ...] = Field(
+        default=(), description="with the outcome unmeasured: why the estimate of the plan is uncertain"
+    )
 
     @property
     def gap(self) -> float:
@@ -327,8 +319,18 @@ def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, pri
         if priced.verdict == FitStatus.tight and chosen.estimate.verdict != FitStatus.tight
         else ComparisonOutcome.unmeasured
     )
+    reasons = (
+        _risk_reasons(job, (chosen.plan, chosen.estimate), (plan, priced))
+        if outcome == ComparisonOutcome.unmeasured
+        else ()
+    )
     return PlanComparison(
-        name=name, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced)
+        name=name,
+        outcome=outcome,
+        plan=plan,
+        estimate=priced,
+        terms=time_deltas(chosen.estimate, priced),
+        reasons=reasons,
     )
 
 

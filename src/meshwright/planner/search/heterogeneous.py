@@ -38,6 +38,7 @@ from meshwright.planner.cost.plan_grid import (
     ZeroChoice,
 )
 from meshwright.planner.cost.step import model_flops
+from meshwright.planner.cost.uncertainty import unmeasured_counts
 from meshwright.planner.search import uneven_batches
 from meshwright.planner.search.best_plans import RISK_MARGIN, round_score
 from meshwright.planner.search.branch_and_bound import search_top_plans
@@ -143,6 +144,7 @@ def best_of_placement(
             np.inf,
             np.where(safe > physical_limit(own), np.maximum(score, step * (1 + RISK_MARGIN)), score),
         )
+    score = score * (1 + RISK_MARGIN) ** unmeasured_counts(job.cluster, box)
     at = np.unravel_index(int(score.argmin()), score.shape)
     if np.isfinite(score[at]):
         yield float(score[at]), box.plan(tuple(map(int, at))).but(placement=placement)

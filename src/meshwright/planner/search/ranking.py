@@ -47,7 +47,7 @@ from meshwright.planner.search.infeasible import infeasibility_error
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import is_supported
 from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
-from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.estimate import FIT_STATUS_ORDER, Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.workload_constraints import UpdateProperties
 
@@ -56,8 +56,6 @@ FRACTION_STEP_PERCENT = 5
 differences."""
 
 OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
-
-FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:

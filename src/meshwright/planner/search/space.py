@@ -176,7 +176,7 @@ class PlanSpace:
             for tp in self.choices.select("tp", divisors(devices // pp)):
                 together: dict[tuple[Any, ...], list[ContextSlice]] = {}
                 for cp in self.choices.select("cp", divisors(devices // (pp * tp))):
-                    shards = self.choices.zero_choices(devices // (pp * tp * cp), cp)
+                    shards = self.choices.zero_choices(devices // (pp * tp * cp), cp, pp)
                     for (ep, expert_tp), part in self.choices.expert_choices(tp, cp, shards).items():
                         cell = self._context_slice(RankLayout(tp, pp, ep, expert_tp), cp, tuple(part), orders)
                         if cell is not None:

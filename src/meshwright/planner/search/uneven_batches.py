@@ -55,7 +55,6 @@ from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.choices import divisors, even_split, offered_recompute
 from meshwright.spec.constraints import plan_violations, tensor_parallel_violations
 from meshwright.spec.enums import DEFAULT_SCHEDULE, MESH_AXES, MeshAxis
-from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -170,7 +169,7 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
         if (plan.shares or plan.shard_weights) and not any(plan_violations(job, plan)):
             if plan.shard_weights:
                 priced = estimate(job, plan)
-                seconds = priced.time.step if priced.verdict != FitStatus.no else np.inf
+                seconds = priced.time.step if priced.fits else np.inf
             best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
     scored = [(score, plan) for _, plan in best if (score := _plan_score(job, plan)) < np.inf]
     yield from scored
@@ -184,7 +183,7 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
 
 def _plan_score(job: Job, plan: Plan) -> float:
     """Returns the score of a plan (`risk_adjusted_seconds`), or infinity if the plan does not fit or breaks a rule."""
-    if any(plan_violations(job, plan)) or (priced := estimate(job, plan)).verdict == FitStatus.no:
+    if any(plan_violations(job, plan)) or not (priced := estimate(job, plan)).fits:
         return np.inf
     return risk_adjusted_seconds(job, plan, priced)
 

@@ -245,7 +245,8 @@ def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
         else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
     )
     if pp == 1 and not row.states("micro_batch") and system.name != "Megatron-Core":
-        micro = [batch // dp]
+        # Gradients are accumulated only if the whole batch does not fit.
+        micro = [batch // dp // parts for parts in (1, 2, 4, 8, 16, 32) if batch // dp % parts == 0]
     if (count := row.flags.get("num-virtual-stages-per-pipeline-rank")) is not None:
         return [case_plan(row, system, (dp, pp, tp), (size, int(count), row.text("activation_ckpt"))) for size in micro]
     if (each := row.flags.get("num-layers-per-virtual-pipeline-stage")) is not None:

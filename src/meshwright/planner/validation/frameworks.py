@@ -207,8 +207,10 @@ FRAMEWORKS = (
         r"Megatron-Bridge|NeMo",
         "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, "
         "gradients stored and reduced in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, "
-        "tensor-parallel communication overlapped in chunks",
-        RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
+        "tensor-parallel communication overlapped in chunks; experts with forced balance and one copy of a token per "
+        "node (moe_router_force_load_balancing and moe_flex_dispatcher_backend in NVIDIA-NeMo/Megatron-Bridge, "
+        "src/megatron/bridge/perf_recipes/qwen/h100/qwen3_moe.py)",
+        RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5, node_copies=True),
         FrameworkKernels(),
         learned=True,
         bias=True,
@@ -307,9 +309,10 @@ FRAMEWORKS = (
     Framework(
         "llm.c",
         r"llm\.c",
-        "llm.c: CUDA without a framework, cuDNN attention, fused classifier, gelu recomputed, ZeRO-1 after backward",
+        "llm.c: CUDA without a framework, cuDNN attention, gelu recomputed, ZeRO-1 after backward; one kernel reads "
+        "the logits and writes their gradients in place (karpathy/llm.c llmc/fused_classifier.cuh)",
         RuntimeModel(reduce_hidden=False, launch=0.1),
-        FrameworkKernels(loss=3.0),
+        FrameworkKernels(loss=1.0),
         bias=True,
         learned=True,
         selective="gelu",

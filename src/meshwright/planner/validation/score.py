@@ -49,7 +49,7 @@ from meshwright.planner.cost.links import all_to_all_seconds, collective_rates, 
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.cluster_parser import parse_cluster, parse_link
-from meshwright.planner.search.best_plans import RISK_MARGIN, uses_unmeasured_link
+from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus
@@ -86,8 +86,13 @@ class StepPrediction(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Returns whether the plan is predicted to fit."""
+        """Returns whether the plan is expected to fit."""
         return self.estimate.fits
+
+    @property
+    def refused(self) -> bool:
+        """Returns whether the plan is predicted not to fit, even at the lower end of the interval of its memory."""
+        return self.estimate.verdict == FitStatus.no
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
@@ -132,7 +137,8 @@ class RelativeErrors(NamedTuple):
 
 class FamilyScore(NamedTuple):
     """The scores of one family. A score is None if too few rows have the needed values. `groups` is the number of
-    groups with at least MIN_GROUP_PLANS plans."""
+    groups with at least MIN_GROUP_PLANS plans. `chosen` is the errors of the plan that the planner would rank first in
+    each group: the best of many estimates is more often too low than too high."""
 
     name: str
     rows: int
@@ -142,6 +148,7 @@ class FamilyScore(NamedTuple):
     regret: float | None
     worst_regret: float | None
     groups: int
+    chosen: RelativeErrors | None
 
 
 class MemoryScore(NamedTuple):
@@ -171,9 +178,11 @@ class ValidationReport(NamedTuple):
     left: tuple[tuple[str, str, int], ...]
 
 
-def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
-    """Returns the scores of `rows`, and the reasons why some rows have no prediction."""
-    found, left = predict_rows(rows)
+def validation_report(
+    found: dict[str, list[StepPrediction]], left: Counter[tuple[str, str]] | None = None
+) -> ValidationReport:
+    """Returns the scores of the predictions `found` by family. `left` is the number of rows without a prediction by
+    family and reason (`predict_rows`)."""
     families = tuple(_family_score(name, each) for name, each in sorted(found.items()))
     memory = tuple(_memory_scores(found))
     medians = [family.time.median for family in families if family.time is not None]
@@ -188,7 +197,7 @@ def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
         max(regrets, default=None),
         sum(each.fits for each in oom),
         len(oom),
-        tuple((family, reason, count) for (family, reason), count in sorted(left.items())),
+        tuple((family, reason, count) for (family, reason), count in sorted((left or {}).items())),
     )
 
 
@@ -208,26 +217,27 @@ def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPre
     return found, left
 
 
-def _core_rows(found: Sequence[StepPrediction]) -> list[StepPrediction]:
+def core_rows(found: Iterable[StepPrediction]) -> list[StepPrediction]:
     """Returns the predictions that count for errors: those of successful rows with `core` 1. In a table without this
     column, all successful rows count."""
     return [each for each in found if each.case.row.text("core") in ("1", "") and each.case.ran]
 
 
 def _family_score(name: str, found: Sequence[StepPrediction]) -> FamilyScore:
-    timed = [each.seconds / each.case.seconds - 1.0 for each in _core_rows(found) if each.case.seconds]
-    regrets = _ranking_regrets(found)
+    timed = [each.seconds / each.case.seconds - 1.0 for each in core_rows(found) if each.case.seconds]
+    regrets, picked = _ranking_regrets(found), [_ranked_first(group) for group in _comparable_groups(found)]
     scalings = [abs(scaling) for scaling in _scaling_errors(found)]
     correlations = [_rank_correlation(group) for group in _comparable_groups(found)]
     return FamilyScore(
         name,
-        len(_core_rows(found)),
+        len(core_rows(found)),
         relative_errors(timed) if timed else None,
         float(np.median(scalings)) if scalings else None,
         float(np.median(correlations)) if correlations else None,
         float(np.median(regrets)) if regrets else None,
         max(regrets, default=None),
         len(regrets),
+        relative_errors([each.seconds / (each.case.seconds or 1.0) - 1.0 for each in picked]) if picked else None,
     )
 
 
@@ -246,11 +256,11 @@ def relative_errors(signed: Sequence[float]) -> RelativeErrors:
 
 def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemoryScore]:
     for family, each in sorted(found.items()):
-        rows = [one for one in _core_rows(each) if one.case.memory and one.case.row.text("trust") in ("A", "")]
+        rows = [one for one in core_rows(each) if one.case.memory and one.case.row.text("trust") in ("A", "")]
         for meter in sorted({str(one.case.meter) for one in rows}):
             of_meter = [one for one in rows if str(one.case.meter) == meter]
             found_errors = relative_errors([one.memory / one.case.memory - 1.0 for one in of_meter if one.case.memory])
-            yield MemoryScore(family, meter, found_errors, sum(not one.fits for one in of_meter), len(of_meter))
+            yield MemoryScore(family, meter, found_errors, sum(one.refused for one in of_meter), len(of_meter))
 
 
 def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction]:
@@ -282,19 +292,20 @@ def _comparable_groups(found: Sequence[StepPrediction]) -> list[list[StepPredict
 
 
 def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
-    chosen = []
-    for group in _comparable_groups(found):
-        best = min(each.case.seconds or 0.0 for each in group)
-        pick = min(group, key=_planner_key)
-        chosen.append((pick.case.seconds or 0.0) / best - 1.0)
-    return chosen
+    return [
+        (_ranked_first(group).case.seconds or 0.0) / min(each.case.seconds or 0.0 for each in group) - 1.0
+        for group in _comparable_groups(found)
+    ]
+
+
+def _ranked_first(group: Sequence[StepPrediction]) -> StepPrediction:
+    return min(group, key=_planner_key)
 
 
 def _planner_key(each: StepPrediction) -> tuple[bool, float]:
-    """Returns the sort key of the planner's ranking. Plans that do not fit are last, and RISK_MARGIN raises the time of
-    an uncertain plan (best_plans.py)."""
-    doubts = (each.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(each.case.job.cluster, each.plan.offload)
-    return not each.fits, each.seconds * (1.0 + RISK_MARGIN) ** doubts
+    """Returns the sort key of the planner's ranking. Plans that are not expected to fit are last, and RISK_MARGIN
+    raises the time of an uncertain plan (best_plans.py)."""
+    return not each.fits, risk_adjusted_seconds(each.case.job, each.plan, each.estimate)
 
 
 def _rank_correlation(group: Sequence[StepPrediction]) -> float:
