@@ -129,9 +129,10 @@ def write_megatron(
     *,
     padded: int = 0,
     moments: dict[str, dict[str, torch.Tensor]] | None = None,
+    distributed: bool = True,
 ) -> Path:
-    """A torch_dist checkpoint of the Llama with `weights`. Without `moments`, exp_avg is the weight plus 1, and
-    exp_avg_sq its square."""
+    """A torch_dist checkpoint of the Llama with `weights`, of the distributed optimizer or of the float32 optimizer.
+    Without `moments`, exp_avg is the weight plus 1, and exp_avg_sq its square."""
     target = folder / f"iter_{step:07d}"
     (target).mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
@@ -153,9 +154,12 @@ def write_megatron(
             attention_backend=classes["AttnBackend"](), rotary_interleaved=False,
         )  # fmt: skip
         options = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.999), "step": step, "params": [0]}
+        optimizer: Any = {"optimizer": {"param_groups": [options]}}
+        if not distributed:  # the number of updates is common to all weights
+            optimizer = {"state": {"common_step": step}, "param_groups": [{**options, "step": 1}]}
         torch.save(
             {"args": arguments, "iteration": step, "checkpoint_version": 3.0, "opt_param_scheduler": {"lr": 1.0},
-                "optimizer": {"optimizer": {"param_groups": [options]}}},
+                "optimizer": optimizer},
             target / "common.pt",
         )  # fmt: skip
     return target

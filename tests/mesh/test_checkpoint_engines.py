@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from checkpoint_worlds import same_bits
 from engine_checkpoints import llama_weights, write_megatron, write_zero
 
 from meshwright.checkpoint.formats.detect import import_checkpoint, open_checkpoint
+from meshwright.checkpoint.formats.export import export_checkpoint
+from meshwright.checkpoint.huggingface import hf_template
 from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
@@ -81,9 +86,10 @@ def test_flat_tensors_of_a_universal_checkpoint_get_their_shapes(tmp_path):
     assert source.manifest.state["optimizer"]["scalars"] == {"step": 4.0}
 
 
-def test_a_megatron_checkpoint_is_read_with_the_names_of_llama(tmp_path):
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_megatron_checkpoint_is_read_with_the_names_of_llama(tmp_path, distributed):
     expected = llama_weights()
-    write_megatron(tmp_path, expected, heads=4, groups=2, step=6, padded=3)
+    write_megatron(tmp_path, expected, heads=4, groups=2, step=6, padded=3, distributed=distributed)
     source = open_checkpoint(tmp_path)
     check_tensors(source, expected)
     assert source.form == "megatron" and source.manifest.step == 6 and source.weight_count == len(expected)
@@ -125,6 +131,82 @@ def test_a_run_in_the_layout_of_megatron_goes_on_here_with_equal_losses(tmp_path
     assert other.load(tmp_path)["options"]["weight_decay"][:2] == ("0.1", "0.2")
     found = [trainer.step(batch).loss for batch in batches[trainer.steps :]]
     assert max(abs(a / b - 1) for a, b in zip(found, losses[3:], strict=True)) <= 1e-6
+
+
+def test_a_run_begun_here_is_written_for_megatron_and_goes_on(tmp_path, capsys):
+    sizes = {"kind": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "seq": 16}
+    batches = [{"input_ids": (ids := torch.randint(0, 32, (4, 16))), "labels": ids} for _ in range(5)]
+    make = lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1)
+    trainer = parallelize(build_reference_model(sizes), make, "dp1", precision="fp32")
+    for batch in batches[:3]:
+        trainer.step(batch)
+    trainer.save(tmp_path / "saved")
+    (tmp_path / "config.json").write_text(json.dumps(hf_template(sizes).config))
+    command = ["checkpoint", "export", str(tmp_path / "saved"), "--to", str(tmp_path / "out"), "--form", "megatron"]
+    assert main(command) == 2
+    assert "needs num_hidden_layers of the model: pass the config.json of a Llama" in capsys.readouterr().err
+    assert main([*command, "--config", str(tmp_path / "config.json")]) == 0
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (
+        json.loads((tmp_path / "out" / "iter_0000003" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    )
+    source = open_checkpoint(tmp_path / "out")
+    assert source.form == "megatron" and source.manifest.state["optimizer"]["scalars"] == {"step": 3.0}
+    made = open_checkpoint(tmp_path / "saved")
+    for name in source.manifest.tensors:
+        assert same_bits(read_full_tensor(source, name), read_full_tensor(made, name)), name
+    assert len(source.manifest.tensors) == 3 * len(trainer.full_state_dict())
+    other = parallelize(build_reference_model(sizes), make, "dp1", precision="fp32")
+    assert other.load(tmp_path / "out")["options"] == {}
+    assert [other.step(batch).loss for batch in batches[3:]] == [trainer.step(batch).loss for batch in batches[3:]]
+
+
+def test_a_model_that_is_not_a_llama_is_not_written_for_megatron(tmp_path):
+    write_zero(tmp_path / "zero", 2, 2, weights(), {}, 4)
+    made, _ = import_checkpoint(tmp_path / "zero", tmp_path / "made")
+    sizes = dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"), 4
+    )
+    with pytest.raises(InputError, match=r"a\.\w+ is not a weight of Megatron's Llama"):
+        export_checkpoint(made, tmp_path / "out", "megatron", config=sizes)
+    assert not (tmp_path / "out").exists()
+    llama = {name: one for name, one in llama_weights().items() if "layers.0.mlp.up_proj" not in name}
+    write_zero(tmp_path / "llama", 2, 2, llama, {}, 4)
+    made, _ = import_checkpoint(tmp_path / "llama", tmp_path / "made-llama")
+    sizes |= {"num_hidden_layers": 2, "hidden_size": 16, "num_key_value_heads": 2}
+    with pytest.raises(InputError, match=r"fuses model.layers.0.mlp.gate_proj.weight with .*up_proj.weight, which"):
+        export_checkpoint(made, tmp_path / "out", "megatron", config=sizes)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_core_continues_a_run_begun_here_and_back(tmp_path):
+    sizes = {"kind": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "seq": 16}
+    batches = [{"input_ids": (ids := torch.randint(0, 32, (4, 16))), "labels": ids} for _ in range(7)]
+
+    def make(given: Any) -> torch.optim.Optimizer:
+        own = list(given)
+        groups = [[one for one in own if one.ndim > 1], [one for one in own if one.ndim < 2]]
+        decays = zip(groups, (0.1, 0.0), strict=True)
+        return torch.optim.AdamW([{"params": each, "weight_decay": decay} for each, decay in decays], lr=1e-2)
+
+    trainer = parallelize(build_reference_model(sizes), make, "dp1", precision="fp32")
+    for batch in batches[:3]:
+        trainer.step(batch)
+    trainer.save(tmp_path / "saved")
+    export_checkpoint(
+        tmp_path / "saved" / "step-00000003", tmp_path / "out", "megatron", config=hf_template(sizes).config
+    )
+    torch.save([batch["input_ids"] for batch in batches[3:5]], tmp_path / "batches.pt")
+    script = [sys.executable, str(Path(__file__).with_name("megatron_core_run.py")), str(tmp_path)]
+    run = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = json.loads(run.stdout.splitlines()[-1])
+    assert max(abs(a / trainer.step(b).loss - 1) for a, b in zip(losses, batches[3:5], strict=True)) <= 1e-6
+    other = parallelize(build_reference_model(sizes), make, "dp1", precision="fp32")
+    other.load(tmp_path / "back")
+    assert other.steps == 5
+    for batch in batches[5:]:
+        assert abs(other.step(batch).loss / trainer.step(batch).loss - 1) <= 1e-6
 
 
 def test_every_form_is_imported_by_the_command(tmp_path, capsys):

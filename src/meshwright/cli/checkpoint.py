@@ -112,11 +112,11 @@ def export(
     ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     form: Annotated[
-        Literal["huggingface", "dcp", "deepspeed"],
+        Literal["huggingface", "dcp", "deepspeed", "megatron"],
         Parameter(
             help=(
                 "huggingface: weights for transformers; with optimizer states: dcp (torch.distributed.checkpoint, for "
-                "FSDP2), deepspeed (universal checkpoint)"
+                "FSDP2), deepspeed (universal checkpoint), megatron (torch_dist, for Llama models)"
             )
         ),
     ] = "huggingface",
@@ -141,11 +141,11 @@ def export(
 
     one = newest_at(path)
     if form != "huggingface":
-        if config is not None or dtype is not None or adapter:
+        if (config is not None and form != "megatron") or dtype is not None or adapter:
             raise InputError(
                 Message("--config, --dtype and --adapter belong to --form huggingface, not to {form}", form=form)
             )
-        return _export_form(one, to, form, weights_only, json)
+        return _export_form(one, to, form, weights_only, config, json)
     files = _export_huggingface(one, to, config, dtype, adapter)
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
@@ -156,7 +156,6 @@ def export(
 
 def _export_huggingface(one: Path, to: Path, config: Path | None, dtype: str | None, adapter: bool) -> list[Path]:
     from meshwright.checkpoint import huggingface
-    from meshwright.core.codec import parse_text, read_text_file
     from meshwright.core.errors import InputError
 
     launch = launch_of_checkpoint(one)
@@ -166,7 +165,7 @@ def _export_huggingface(one: Path, to: Path, config: Path | None, dtype: str | N
     if adapter and lora is not None and launch is not None:
         return huggingface.export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
     template = run_template(one)
-    text = parse_text(read_text_file(config, "config"), str(config)) if config else template and template.config
+    text = _model_config(one, config)
     files = huggingface.export_weights(
         one,
         to,
@@ -185,10 +184,19 @@ def _export_huggingface(one: Path, to: Path, config: Path | None, dtype: str | N
     return files
 
 
-def _export_form(one: Path, to: Path, form: str, weights_only: bool, json: bool) -> int:
+def _model_config(one: Path, config: Path | None) -> dict[str, Any] | None:
+    """Returns the content of the file `config`, otherwise the config.json of the run's model, None if it is unknown."""
+    from meshwright.core.codec import parse_text, read_text_file
+
+    template = run_template(one)
+    found = parse_text(read_text_file(config, "config"), str(config)) if config else template and template.config
+    return found or None
+
+
+def _export_form(one: Path, to: Path, form: str, weights_only: bool, config: Path | None, json: bool) -> int:
     from meshwright.checkpoint.formats.export import export_checkpoint
 
-    content = export_checkpoint(one, to, form, weights_only)
+    content = export_checkpoint(one, to, form, weights_only, _model_config(one, config))
     if json:
         print_json({"checkpoint": str(one), "folder": str(to), "form": form, "step": content.step})
         return 0

@@ -7,32 +7,20 @@ form. The metadata is read by `inert_pickle`, and each chunk by torch.load with 
 
 [Note: keys] The weights are the tensors below the key 'model', or at the top level (torchtitan). Optimizer states are
 named as torch.distributed.checkpoint.state_dict names them: OPTIMIZER.state.PARAMETER.KIND.
-
-`write_dcp` writes with torch's own `FileSystemWriter`: {"model": weights, "optimizer": {"state", "param_groups"}}. The
-planner reads each tensor when it is written, so only one tensor is in memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import math
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from meshwright.checkpoint.formats.inert_pickle import PickledRecord, load_tensors, read_inert_pickle
 from meshwright.checkpoint.formats.source import (
@@ -43,8 +31,6 @@ from meshwright.checkpoint.formats.source import (
     check_dtype,
     full_range,
 )
-from meshwright.checkpoint.formats.torch_state import LazyTensor, TorchState
-from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
@@ -60,6 +46,8 @@ METADATA_CLASSES = frozenset(
         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )]
     + ["torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"]
+    + [f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")]
+    + [f"torch.distributed.checkpoint.planner.{name}" for name in ("WriteItem", "WriteItemType", "TensorWriteData")]
     + [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
     + [f"torch.{name}" for name in _DTYPES]
 )  # fmt: skip
@@ -399,70 +387,3 @@ def _optimizer_states(
                 )
             )  # fmt: skip
     return optimizer, steps
-
-
-class _StreamingPlanner(DefaultSavePlanner):
-    """Plans a save of meta tensors. The real tensor of a key is read when it is written."""
-
-    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        super().__init__()
-        self.read = read
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns the object to write for `index`."""
-        return self.read[index.fqn]() if index.fqn in self.read else super().lookup_object(index)
-
-
-class _StreamingWriter(FileSystemWriter):
-    """Writes several files in order. torch's writer retains all tensors of a file until the file is complete, so a file
-    has at most the bytes of the largest tensor."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the items of `plan`. Returns the place of each item."""
-        sizes = {id(item): _item_bytes(item) for item in plan.items}
-        room = largest = max(sizes.values(), default=0)
-        files: list[list[WriteItem]] = [[]]
-        for item in plan.items:
-            if sizes[id(item)] > room:
-                files.append([])
-                room = largest
-            files[-1].append(item)
-            room -= sizes[id(item)]
-        results: list[WriteResult] = []
-        for at, items in enumerate(files):
-            prefix = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{at}_")
-            results += super().write_data(dataclasses.replace(plan, items=items, storage_data=prefix), planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _item_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    return math.prod(item.tensor_data.size) * item.tensor_data.properties.dtype.itemsize
-
-
-def write_dcp(content: TorchState, folder: Path) -> None:
-    """Writes `content` as a DCP checkpoint into the new folder `folder`, with the keys 'model' and 'optimizer'."""
-    read: dict[str, Callable[[], torch.Tensor]] = {}
-
-    def meta(key: str, tensor: LazyTensor) -> torch.Tensor:
-        read[key] = tensor.read
-        return torch.empty(tensor.shape, dtype=DTYPE_BY_NAME[tensor.dtype], device="meta")
-
-    state: dict[str, Any] = {"model": {name: meta(f"model.{name}", one) for name, one in content.weights.items()}}
-    if content.states:
-        states = {
-            name: {kind: meta(f"optimizer.state.{name}.{kind}", one) for kind, one in kinds.items()}
-            | {key: torch.tensor(value) for key, value in content.scalars[name].items()}
-            for name, kinds in content.states.items()
-        }
-        state["optimizer"] = {"state": states, "param_groups": content.groups}
-    writer = _StreamingWriter(folder, overwrite=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that a single process saves
-        try:
-            dcp.save(state, storage_writer=writer, planner=_StreamingPlanner(read), no_dist=True)
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None

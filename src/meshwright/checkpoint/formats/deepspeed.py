@@ -19,7 +19,6 @@ Sources: deepspeedai/DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.
 from __future__ import annotations
 
 import math
-import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ from meshwright.checkpoint.formats.source import (
     check_dtype,
     full_range,
 )
-from meshwright.checkpoint.formats.torch_state import TorchState
+from meshwright.checkpoint.formats.torch_state import TorchState, save_durably
 from meshwright.checkpoint.safetensors_writer import dtype_name
 from meshwright.core import storage
 from meshwright.core.errors import InputError
@@ -334,16 +333,16 @@ def write_deepspeed(content: TorchState, folder: Path) -> None:
     target = folder / f"global_step{content.step}_universal"
     for name, tensor in content.weights.items():
         if name not in content.buffers:
-            _save(target / "zero" / name / "fp32.pt", {"param": tensor.read().float()})
+            save_durably(target / "zero" / name / "fp32.pt", {"param": tensor.read().float()})
     for name, kinds in content.states.items():
         for kind, tensor in kinds.items():
-            _save(target / "zero" / name / f"{kind}.pt", {"param": tensor.read()})
-        _save(target / "zero" / name / f"{STEP_KEY}.pt", torch.tensor(float(step)))  # as torch.optim stores it
+            save_durably(target / "zero" / name / f"{kind}.pt", {"param": tensor.read()})
+        save_durably(target / "zero" / name / f"{STEP_KEY}.pt", torch.tensor(float(step)))  # as torch.optim stores it
     groups = [{**group, "params": [at], STEP_KEY: step} for at, group in enumerate(content.groups)]
     updates = {at: {STEP_KEY: torch.tensor(float(step))} for at in range(max(1, len(groups)))}
     base = {"state": updates, "param_groups": groups}
     common = {"param_groups": groups, "optimizer_state_dict": base, "ds_version": VERSION}
-    _save(target / "zero" / "optimizer_state.pt", common)
+    save_durably(target / "zero" / "optimizer_state.pt", common)
     model = {
         "module": {name: content.weights[name].read() for name in sorted(content.buffers)},
         "buffer_names": sorted(content.buffers),
@@ -361,13 +360,5 @@ def write_deepspeed(content: TorchState, folder: Path) -> None:
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        _save(target / name, model)
+        save_durably(target / name, model)
     storage.write_file(folder / "latest_universal", [target.name.encode()])
-
-
-def _save(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as stream:
-        torch.save(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())

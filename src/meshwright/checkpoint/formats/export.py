@@ -10,9 +10,11 @@ import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from meshwright.checkpoint.formats.dcp import write_dcp
+from meshwright.checkpoint.formats.dcp_write import write_dcp
 from meshwright.checkpoint.formats.deepspeed import write_deepspeed
+from meshwright.checkpoint.formats.megatron_write import write_megatron
 from meshwright.checkpoint.formats.torch_state import TorchState, read_torch_state
 from meshwright.checkpoint.huggingface import export_error
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
@@ -22,14 +24,16 @@ from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 
 WRITERS: Mapping[str, Callable[[TorchState, Path], None]] = MappingProxyType(
-    {"dcp": write_dcp, "deepspeed": write_deepspeed}
+    {"dcp": write_dcp, "deepspeed": write_deepspeed, "megatron": write_megatron}
 )
 """For each form, the function that writes the content of a checkpoint into a new folder."""
 
 
-def export_checkpoint(path: Path, folder: Path, form: str, weights_only: bool = False) -> TorchState:
+def export_checkpoint(
+    path: Path, folder: Path, form: str, weights_only: bool = False, config: Mapping[str, Any] | None = None
+) -> TorchState:
     """Writes the checkpoint of Meshwright at `path` as `folder` in the form `form` (a key of WRITERS). Returns its
-    content.
+    content. `config` is the config.json of the model, which the form megatron needs.
 
     Raises:
         InputError: `folder` exists, or the form cannot express the optimizer states of the checkpoint.
@@ -37,7 +41,7 @@ def export_checkpoint(path: Path, folder: Path, form: str, weights_only: bool = 
     """
     if storage.path_exists(folder):
         raise InputError(Message("folder {folder!r} already exists; name a new one", folder=str(folder)))
-    content = read_torch_state(path, weights_only)
+    content = read_torch_state(path, weights_only)._replace(config=config)
     lazy = [*content.weights.values(), *(one for kinds in content.states.values() for one in kinds.values())]
     needs = sum(one.numel * DTYPE_BY_NAME[one.dtype].itemsize for one in lazy)
     temporary = folder.with_name(f".{folder.name}.tmp")

@@ -7,6 +7,7 @@ states are named `optimizer.state.KIND.WEIGHT`; the kind `fp32_param` is the mai
 --dist-ckpt-optim-fully-reshardable, or the older form `fully_sharded_model_space`.
 
 The numbers of heads are in the arguments of the run, which are in the file common.pt or in the item `args`.
+megatron_write.py writes this form.
 
 Sources: NVIDIA/Megatron-LM d98e8a64, core/transformer/attention.py (`get_query_key_value_tensors`),
 core/transformer/transformer_block.py (`sharded_state_dict`), core/optimizer/distrib_optimizer.py
@@ -39,12 +40,12 @@ _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 MAIN_WEIGHT_KIND = "fp32_param"
 
-_OUTER = MappingProxyType({
+OUTER_NAMES = MappingProxyType({
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
 })  # fmt: skip
-_INNER = MappingProxyType({
+INNER_NAMES = MappingProxyType({
     "input_layernorm.weight": (("input_layernorm.weight", ""),),
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight", ""),),
     "self_attention.linear_qkv.weight": tuple((f"self_attn.{one}_proj.weight", one) for one in "qkv"),
@@ -166,8 +167,11 @@ def _updates(common: Mapping[str, Any], step: int) -> tuple[float, list[dict[str
     state = common.get("optimizer")
     while isinstance(state, dict) and "param_groups" not in state and "optimizer" in state:
         state = state["optimizer"]
-    groups = state.get("param_groups", []) if isinstance(state, dict) else []
-    return float(next((group["step"] for group in groups if "step" in group), step)), groups
+    if not isinstance(state, dict):
+        return float(step), []
+    groups = state.get("param_groups", [])
+    usual = next((group["step"] for group in groups if "step" in group), step)
+    return float((state.get("state") or {}).get("common_step", usual)), groups
 
 
 def _translated(folder: DcpFolder, key: str, name: str, sizes: AttentionSizes) -> Iterator[tuple[str, ForeignTensor]]:
@@ -175,13 +179,13 @@ def _translated(folder: DcpFolder, key: str, name: str, sizes: AttentionSizes) -
     shape, dtype, _ = folder.tensors[key]
     check_dtype(folder.path, key, dtype)
     folder.check_covered(key)
-    if name in _OUTER:
+    if name in OUTER_NAMES:
         rows = sizes.vocabulary if len(shape) == 2 and 0 < sizes.vocabulary < shape[0] else shape[0]
         read = partial(_cut, folder, key, rows)  # the vocabulary is padded
-        yield _OUTER[name], ForeignTensor((rows, *shape[1:]), dtype, full_range((rows, *shape[1:]), read))
+        yield OUTER_NAMES[name], ForeignTensor((rows, *shape[1:]), dtype, full_range((rows, *shape[1:]), read))
         return
     layer = _LAYER.fullmatch(name)
-    if layer is None or layer[2] not in _INNER:
+    if layer is None or layer[2] not in INNER_NAMES:
         raise InputError(
             Message(
                 "{path}: {key} is not a tensor of Megatron's Llama (RMSNorm, gated feed-forward, rotary positions)",
@@ -191,7 +195,7 @@ def _translated(folder: DcpFolder, key: str, name: str, sizes: AttentionSizes) -
     for number in [int(layer[1])] if layer[1] else range(shape[0]):
         row = None if layer[1] else number
         inner = shape if layer[1] else shape[1:]
-        for target, part in _INNER[layer[2]]:
+        for target, part in INNER_NAMES[layer[2]]:
             choose = partial(_part, part=part, sizes=sizes)
             with torch.device("meta"):
                 found = tuple(choose(torch.empty(inner)).shape)

@@ -7,6 +7,7 @@ A tensor is described by its shape and dtype and is read when it is written, so 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,8 @@ class TorchState(NamedTuple):
 
     `weights` also contains the buffers and every name of shared tensors. `states` has the elementwise optimizer states
     by parameter and kind, `scalars` the scalar states by parameter, and `groups` the parameter groups: options, and
-    parameter names under 'params'. `buffers` are the names of those weights that are buffers.
+    parameter names under 'params'. `buffers` are the names of those weights that are buffers, `config` is the
+    config.json of the model if it is known, and `samples` the number of sequences that the run has read.
     """
 
     step: int
@@ -49,6 +51,8 @@ class TorchState(NamedTuple):
     scalars: Mapping[str, Mapping[str, float]]
     groups: list[dict[str, Any]]
     buffers: frozenset[str] = frozenset()
+    config: Mapping[str, Any] | None = None
+    samples: int = 0
 
 
 def read_torch_state(path: Path, weights_only: bool = False) -> TorchState:
@@ -85,7 +89,17 @@ def read_torch_state(path: Path, weights_only: bool = False) -> TorchState:
         name.removeprefix(BUFFER_PREFIX) for name in reader.manifest.tensors if name.startswith(BUFFER_PREFIX)
     )
     groups = _param_groups(path, optimizer, states, members)
-    return TorchState(reader.manifest.step, weights, states, scalars, groups, buffers)
+    samples = int(state.get("run", {}).get("samples", 0))
+    return TorchState(reader.manifest.step, weights, states, scalars, groups, buffers, samples=samples)
+
+
+def save_durably(file: Path, content: Any) -> None:
+    """Writes a file of `torch.save`, and waits until it is durable."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as stream:
+        torch.save(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _check_elementwise(
