@@ -283,3 +283,78 @@ def test_equal_code_for_many_rows_and_one_micro_batch_train(ranks: Any, kind: st
     expected = by_rows(kind, None)
     for losses in ranks.run(1 if plan.startswith("dp1") else 2, by_rows, kind, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+# --- branches on a value of all rows ------------------------------------------------------------------------------
+
+MARK = WORDS - 1
+
+
+class Branching(Net):
+    """Takes another branch, or another factor (`kind`), if a row begins with MARK. With `kind` "rows", each row takes
+    its own branch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("", False)
+        self.kind = kind
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        marked = input_ids[:, 0] == MARK
+        if self.kind == "rows":
+            found = marked.nonzero().flatten()
+            x = x.index_add(0, found, x[found]) if len(found) else x + 0.0
+        elif self.kind == "factor":
+            x = x * (1.5 if bool(marked.any()) else 1.2)
+        else:
+            x = torch.tanh(x) if bool(marked.any()) else torch.sigmoid(x)
+        return self.head(x)
+
+
+def marked_batch(step: int) -> dict[str, Any]:
+    """All rows begin with MARK in step 2, no row in other steps, and the last row from the step LATE on."""
+    batch = batch_of(step)
+    batch["input_ids"][:, 0] = MARK if step == 1 else 0
+    if step >= LATE:
+        batch["input_ids"][-1, 0] = MARK
+    return batch
+
+
+def branching(kind: str, plan: str | None, prove: Any = "never") -> list[Any]:
+    model, losses = Branching(kind).double(), list[Any]()
+    try:
+        if plan is not None:
+            trainer = parallelize(model, adamw, plan, precision="fp64", example=marked_batch(0), prove=prove)
+        optimizer = adamw(model.parameters())
+        for step in range(STEPS):
+            batch = marked_batch(step)
+            if plan is not None:
+                losses.append(trainer.step(batch).loss)
+                continue
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    except InputError as error:
+        losses.append(str(error))
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb4", "dp2.mb8", "dp2.mb2", "dp2.z3.mb8", "pp2.mb4"])
+@pytest.mark.parametrize("kind", ["branch", "factor"])
+@pytest.mark.covering(2)
+def test_paths_that_meet_late_in_one_step_are_compared(ranks: Any, kind: str, plan: str) -> None:
+    expected = branching(kind, None)
+    for *losses, line in ranks.run(1 if plan.startswith("dp1") else 2, branching, kind, plan):
+        assert losses == pytest.approx(expected[:LATE], rel=1e-10) and len(losses) == LATE
+        assert "reads a value of all rows" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("plan", "prove"), [("dp1.mb4", "never"), ("dp2.mb8", "start"), ("dp2.z3.mb8", "never")])
+def test_rows_that_take_their_own_branch_train(ranks: Any, plan: str, prove: str) -> None:
+    expected = branching("rows", None)
+    for losses in ranks.run(1 if plan.startswith("dp1") else 2, branching, "rows", plan, prove):
+        assert losses == pytest.approx(expected, rel=1e-10)

@@ -125,6 +125,10 @@ class PassRecorder(Protocol):
     def learning(self) -> AbstractContextManager[None]:
         """Marks the forwards inside the context as forwards of a check."""
 
+    def taken(self, batches: Sequence[Any]) -> dict[tuple[int, int, int], int]:
+        """Maps the stage, and checksums of each set of call sites of this step and of its numbers, to the index in
+        `batches` of a micro-batch that has them."""
+
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
         """Finds a forward of this step whose set of call sites no check has run. Returns one of the call sites, and the
         index of the forward's micro-batch in `batches`. Returns ('', -1) if all sets are known."""
@@ -173,6 +177,10 @@ class StepChecks(Protocol):
 
     def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
         """Returns the losses of one forward of `rows` rows and of forwards of micro-batches, if they differ."""
+
+    def compare_micro_batches(self, engine: Engine, batches: Sequence[Batch], pieces: int) -> None:
+        """Compares a forward of all rows of `batches` with separate forwards. `pieces`: the number of micro-batches of
+        the step on all ranks. Raises PlanRefused if they differ."""
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """Repeats the checks for a step that took unchecked code paths. Called after its last backward and before its

@@ -114,11 +114,8 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     if pieces == 1:
         return
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
-    if not counts and any(gather_objects(engine.preflight.paths.asks)):
-        sizes = [value.numel() for value in batches[0].values() if isinstance(value, torch.Tensor)]
-        most = min(max(MAX_JOINED_ELEMENTS // max(sizes, default=1), 2), MAX_COMPARED_MICRO_BATCHES)
-        joined, *parts = join_and_split(batches, min(rows, num_rows(batches[0]) * most))
-        _check_rows_independent(engine, [joined], pieces, counts, backward=False, parts=parts)
+    if any(gather_objects(engine.preflight.paths.asks)):
+        check_joined_separable(engine, batches, rows, pieces)
     _check_rows_independent(
         engine,
         [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole],
@@ -126,6 +123,23 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
         counts,
         backward=False,
     )
+
+
+def check_joined_separable(engine: Engine, batches: Sequence[Batch], rows: int, pieces: int) -> None:
+    """Checks that a forward of several micro-batches has the loss of separate forwards. `batches` are micro-batches,
+    of which `rows` rows are compared at most; they are repeated if they have fewer. `pieces` is the number of
+    micro-batches of a step on all ranks. Every rank calls this function.
+
+    Raises:
+        PlanRefused: rows affect each other. Every rank raises it.
+    """
+    counts = engine.anatomy.unsupported.get("rows", "")
+    if counts:
+        return
+    sizes = [value.numel() for value in batches[0].values() if isinstance(value, torch.Tensor)]
+    most = min(max(MAX_JOINED_ELEMENTS // max(sizes, default=1), 2), MAX_COMPARED_MICRO_BATCHES)
+    joined, *parts = join_and_split(batches, min(rows, num_rows(batches[0]) * most))
+    _check_rows_independent(engine, [joined], pieces, counts, backward=False, parts=parts)
 
 
 def check_evaluation_separable(engine: Engine, batches: Sequence[Batch]) -> bool:

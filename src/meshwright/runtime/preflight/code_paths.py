@@ -18,7 +18,8 @@ forward costs some microseconds. Passes of compiled blocks are not recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, NamedTuple
@@ -42,6 +43,10 @@ class CallSite(NamedTuple):
 
 
 Path = frozenset[CallSite]
+StagePath = tuple[int, int, int]
+"""A stage, and checksums of a path and of the numbers that it computes with, which are equal on all ranks."""
+ARITHMETIC = frozenset({"mul", "add", "sub", "rsub", "div", "rdiv", "truediv", "pow", "rpow", "lerp", "where", "clamp"})
+"""Functions whose plain numbers are recorded, besides those with two underscores."""
 
 
 class CodePaths:
@@ -59,13 +64,16 @@ class CodePaths:
         """Call sites that a check has reached."""
         self._taken: list[tuple[int, int, Path]] = []
         """For each pass of this step: the `id` of the micro-batch, the stage, and the set of call sites."""
+        self._numbers: list[frozenset[Any]] = []
+        """For each pass of this step: the plain numbers that it computes with, by call site."""
         self._codes: dict[int, tuple[CodeType, int]] = {}
         """Maps the `id` of each code object to the object and its owner (USERS, LAYERS or OURS)."""
+        self._checksums: dict[Path, int] = {}
 
     def begin_step(self) -> None:
         """Discards the recorded passes of the previous step, except during a check or a proof."""
         if not self.learns:  # during a proof, the passes of the training step must stay recorded
-            self._taken = []
+            self._taken, self._numbers = [], []
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -97,6 +105,23 @@ class CodePaths:
                 self.places |= path
             else:
                 self._taken.append((id(batch), stage, path))
+                self._numbers.append(frozenset(recorder.numbers))
+
+    def taken(self, batches: Sequence[Any]) -> dict[StagePath, int]:
+        """Maps each path of this step to the index in `batches` of a micro-batch that took it. It is empty if the
+        user's code reads no tensor values."""
+        index = {id(batch): at for at, batch in enumerate(batches)}
+        found: dict[StagePath, int] = {}
+        for (batch, stage, path), numbers in zip(self._taken, self._numbers, strict=True) if self.asks else ():
+            if path not in self._checksums:
+                self._checksums[path] = self._checksum(path)
+            found.setdefault((stage, self._checksums[path], self._checksum(numbers)), index.get(batch, 0))
+        return found
+
+    def _checksum(self, places: Iterable[Any]) -> int:
+        """Returns a checksum of tuples that begin with the `id` of a code object and a position in it."""
+        codes = [(self._codes[code][0], rest) for code, *rest in places]
+        return zlib.crc32(repr(sorted((code.co_filename, code.co_firstlineno, rest) for code, rest in codes)).encode())
 
     def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
         """Finds a pass of this step whose set of call sites no checked pass of the same stage had. Returns one of its
@@ -137,6 +162,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
         super().__init__()
         self.codes, self.places, self.asks = codes, set[CallSite](), False
+        self.numbers = set[tuple[int, int, tuple[float, ...]]]()
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -147,9 +173,10 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         if owner == USERS:
             given = (*args, *kwargs.values()) if kwargs else args
-            self.places.add(
-                CallSite(id(frame.f_code), frame.f_lasti, tuple(not each for each in given if type(each) in NUMBERS))
-            )
+            numbers = tuple(each for each in given if type(each) in NUMBERS)
+            self.places.add(CallSite(id(frame.f_code), frame.f_lasti, tuple(not each for each in numbers)))
+            if numbers and name.strip("_") in ARITHMETIC:
+                self.numbers.add((id(frame.f_code), frame.f_lasti, numbers))
             self.asks |= name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1)
         return function(*args, **(kwargs or {}))
 

@@ -54,12 +54,13 @@ from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.error_propagation import gather_objects
-from meshwright.runtime.loss import Batch
+from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, StageCursor
 from meshwright.runtime.preflight.batch_separability import (
     check_batch_separable,
     check_evaluation_separable,
+    check_joined_separable,
     find_row_count_difference,
 )
 from meshwright.runtime.preflight.code_paths import CodePaths
@@ -468,6 +469,16 @@ class Preflight:
         engine.zero.reshard_all()
         engine.forget()
         return found
+
+    def compare_micro_batches(self, engine: Engine, batches: Sequence[Batch], pieces: int) -> None:
+        """Compares a forward of all rows of `batches` with separate forwards. `pieces`: the number of micro-batches of
+        the step on all ranks. Every rank calls this method, after the passes of a step. Raises PlanRefused if they
+        differ."""
+        engine.open_ungated()
+        with self.paths.learning():
+            check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
+        engine.zero.reshard_all()
+        engine.forget()
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """Runs the checks that follow the micro-batches of a training step (`trains`) or of an evaluation."""

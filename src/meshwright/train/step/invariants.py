@@ -8,6 +8,7 @@ all-reduce of loss and gradient norm also adds up the values of the invariants, 
 | weights | checksums of the weights on ranks that store equal weights | a drifting replica, a flipped bit |
 | gradients | checksums of the reduced gradients on ranks that store equal ones | a scaled shard, a partial reduction |
 | divisors | the numbers by which the user's loss divides in all micro-batches | a mean over unequal numbers of labels |
+| code paths | the paths that micro-batches take in one step | rows that depend on each other through a branch |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
 
 Checksums add the bits of elements as integers. If n ranks store equal tensors, the checksum of the first rank is
@@ -43,6 +44,7 @@ from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.record import ProofResult
 from meshwright.train.step.guards import Outside, SizeRanges, StepGuards
 from meshwright.train.step.inputs import LocalBatch
+from meshwright.train.step.path_mixtures import PathMixtures
 from meshwright.train.step.state import TrainState
 
 MAX_STEP_FRACTION = 5e-4
@@ -53,8 +55,6 @@ millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
 """A window of a parameter group has at least this number of elements. A group has at most this number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-REDUCED_VALUES = 7
-"""The number of values that the invariants add to the all-reduce of a step."""
 ResultT = TypeVar("ResultT")
 CHECKSUM_MODULUS = 2**31 - 1
 """The modulus of checksums. With this modulus, float64 can add the checksums of 1,000 parameter groups on 2,000 ranks
@@ -113,14 +113,14 @@ class StepInvariants:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, prover: StepProver) -> None:
         self.guards, self.prover = StepGuards(optimizer), prover
         self._mine = torch.zeros(2, 2)
-        self._outside = Outside()
+        self._outside, self._mixtures = Outside(), PathMixtures()
         self._elements = sum(shape.numel() for shape in engine.shapes.values())
         self.guards.untrained(engine)
         self.guards.check_hooks(engine)
 
     def sums(self, state: TrainState, batches: Sequence[Batch], labels: int) -> torch.Tensor:
-        """Returns this rank's values for the all-reduce, float64 of shape (REDUCED_VALUES,). In order: valid labels,
-        surplus forward passes, checksums of weights and gradients, and three flags.
+        """Returns this rank's values for the all-reduce, float64 of shape (n,). In order: valid labels, surplus forward
+        passes, checksums of weights and gradients, three flags, and checksums of code paths.
 
         It is called when the gradients of the step are reduced. `batches`: this rank's micro-batches. `labels`: the
         number of valid labels in the global batch.
@@ -132,8 +132,9 @@ class StepInvariants:
         surplus = engine.run.passes - engine.preflight.began - len(batches) * stages
         self._outside = self.guards.outside(engine, batches, self.prover.sizes)
         written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
-        flags = (bool(self._outside.trained), self._outside.is_any, written)
-        found = torch.tensor([counted, surplus, 0, 0, *flags], dtype=torch.float64)
+        paths = self._mixtures.sums(state, batches)
+        flags = (bool(self._outside.trained), self._outside.is_any or self._mixtures.is_new, written)
+        found = torch.tensor([counted, surplus, 0, 0, *flags, *paths], dtype=torch.float64)
         found = found.to(state.mesh.device)
         self._mine = _replica_checksums(state, labels, self._elements)
         found[2:4] = self._mine[:, 0]
@@ -151,7 +152,7 @@ class StepInvariants:
         number of labels of the step. `given`: the batch that the user passed. On all ranks it raises InvariantViolated
         if an invariant is violated, and PlanRefused if a check or proof of a changed step fails."""
         loss, norm, tokens = made
-        labels, passes, weights, gradients, trained, changed, written = sums
+        labels, passes, weights, gradients, trained, changed, written, *paths = sums
         if written:
             state.engine.zero.external_writes.apply(state.engine)
         step = f"step {state.steps + 1}"
@@ -194,6 +195,8 @@ class StepInvariants:
             raise InvariantViolated(
                 Message("{step}: the loss is {loss}, but the gradient is finite: {end}", step=step, loss=loss, end=end)
             )
+        if trained or changed or self._mixtures.differ(paths, state.plan.world):
+            self._mixtures.check(state, batches, bool(changed))
         if trained or changed:
             self._check_outside(state, batches, given)
         elif state.engine.preflight.checked == state.engine.preflight.steps:

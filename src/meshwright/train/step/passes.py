@@ -30,7 +30,7 @@ from meshwright.train.step.inputs import (
     pad_batch,
     split_micro_batches,
 )
-from meshwright.train.step.invariants import REDUCED_VALUES, StepInvariants
+from meshwright.train.step.invariants import StepInvariants
 from meshwright.train.step.row_counts import RowCounts
 from meshwright.train.step.state import TrainState
 
@@ -91,12 +91,12 @@ class StepPasses:
         square = engine.zero.squared_norm()
         squares = square.view(1) if outer is None else outer.scatter_by_replica(square)
         if self.invariants is None:
-            own_sums = torch.zeros(REDUCED_VALUES, dtype=torch.float64, device=mesh.device)
+            own_sums = torch.zeros(0, dtype=torch.float64, device=mesh.device)
         else:
             own_sums = self.invariants.sums(state, batches, every)
         sums = torch.cat([torch.stack([total / plan.tp, balanced]), squares, pairs, engine.zero.seen_grads(), own_sums])
         all_reduce(sums, mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(engine.zero.unused), REDUCED_VALUES])
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(engine.zero.unused), len(own_sums)])
         engine.zero.sync_unused(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self.balance_loss = None if balance is None else balanced_by / max(every, 1)
