@@ -83,7 +83,8 @@ def is_legal(job: Job, name: str) -> bool:
         or ("values" in against and (plan.tp > 1 or plan.stages > 1 or plan.cp > 1))
         or ("tensor" in against and plan.tp > 1)
         or ("stages" in against and plan.stages > 1)
-        or ("writes" in against and (plan.zero == 3 or plan.world > 1))
+        or ("writes" in against and (plan.zero == 3 or plan.world > 1 or plan.recompute != "none"))
+        or (plan.recompute == "attn" and job.one("body") not in ("attention", "parallel"))
         or (plan.cp > 1 and job.one("body") not in ("attention", "parallel"))
         or (plan.cp > 1 and (job.own_loss or job.one("batch") in ("odd-last", "lengths", "longer", "longer-late")))
         or (job.one("batch") == "odd-last" and job.own_loss)
@@ -312,9 +313,17 @@ def hunt(seeds: Sequence[int], file: Path, minimise: bool = True, **options: Any
     pool.close()
 
 
+def entries_of(file: Path) -> list[dict[str, Any]]:
+    """The lines of a table, with what is legal now."""
+    found = [json.loads(line) for line in file.open()]
+    for entry in found:
+        entry["legal"] = is_legal(Job(entry["seed"], tuple(entry["features"])), entry["plan"])
+    return found
+
+
 def count(file: Path) -> str:
     """Shares of outcomes in a table, and the lines by which legal jobs were refused."""
-    entries = [json.loads(line) for line in file.open()]
+    entries = entries_of(file)
     outcomes = Counter(entry["outcome"] for entry in entries)
     legal = [entry for entry in entries if entry["legal"] and entry["outcome"] != VOID]
     refused = [entry for entry in legal if entry["outcome"] == REFUSED]
@@ -393,7 +402,7 @@ def main() -> None:
     if given.count:
         print(count(given.count))
         if given.write:
-            write_table([json.loads(line) for line in given.count.open()], keep=False, how=BY_HAND)
+            write_table(entries_of(given.count), keep=False, how=BY_HAND)
     elif given.features is not None:
         pool, job = Pool(), Job(given.seed, tuple(sorted(filter(None, given.features.split(",")))))
         for plan in given.plan.split(","):
