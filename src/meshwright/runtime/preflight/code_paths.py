@@ -46,7 +46,7 @@ Path = frozenset[CallSite]
 StagePath = tuple[int, int, int]
 """A stage, and checksums of a path and of the numbers that it computes with, which are equal on all ranks."""
 ARITHMETIC = frozenset({"mul", "add", "sub", "rsub", "div", "rdiv", "truediv", "pow", "rpow", "lerp", "where", "clamp"})
-"""Functions whose plain numbers are recorded, besides those with two underscores."""
+"""Functions whose plain numbers are recorded, also the operators with these names between underscores."""
 
 
 class CodePaths:

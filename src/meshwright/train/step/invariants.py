@@ -195,8 +195,7 @@ class StepInvariants:
             raise InvariantViolated(
                 Message("{step}: the loss is {loss}, but the gradient is finite: {end}", step=step, loss=loss, end=end)
             )
-        if trained or changed or self._mixtures.differ(paths, state.plan.world):
-            self._mixtures.check(state, batches, bool(changed))
+        self._mixtures.check(state, batches, paths, bool(trained or changed))
         if trained or changed:
             self._check_outside(state, batches, given)
         elif state.engine.preflight.checked == state.engine.preflight.steps:

@@ -60,21 +60,19 @@ class PathMixtures:
         """Returns whether this rank's micro-batches took two paths that were not compared."""
         return bool(_pairs(self._taken) - self._compared)
 
-    @staticmethod
-    def differ(sums: Sequence[float], ranks: int) -> bool:
-        """Returns whether ranks with equal stages took different paths. `sums`: the all-reduced values of `sums`.
-        `ranks`: the number of all ranks."""
-        count = ranks // (len(sums) // 2)
-        return any(count * int(square) != int(one) ** 2 for one, square in zip(sums[::2], sums[1::2], strict=True))
-
-    def check(self, state: TrainState, batches: Sequence[Batch], is_new: bool) -> None:
-        """Compares micro-batches whose paths occur in one step for the first time. `is_new`: whether a rank knows that
-        some do. Every rank calls this method, with an equal `is_new`.
+    def check(self, state: TrainState, batches: Sequence[Batch], sums: Sequence[float], is_new: bool) -> None:
+        """Compares micro-batches whose paths occur in one step for the first time. `sums`: the all-reduced values of
+        the method `sums`. `is_new`: whether a rank knows of such paths. Every rank calls this method, with an equal
+        `is_new`.
 
         Raises:
             PlanRefused: rows depend on each other through the value that selects the path. Every rank raises it.
         """
-        self._quiet_calls += 1
+        count = state.plan.dp * state.plan.cp * state.plan.tp
+        differ = any(count * int(square) != int(one) ** 2 for one, square in zip(sums[::2], sums[1::2], strict=True))
+        self._quiet_calls += differ or is_new
+        if not (differ or is_new):
+            return
         if not is_new and self._quiet_calls > QUIET_CALLS and self._quiet_calls % CALL_INTERVAL:
             return
         owners: dict[StagePath, tuple[int, int]] = {}
