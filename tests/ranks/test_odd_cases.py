@@ -44,6 +44,7 @@ REFUSALS = {
     "a counter that two stages increment": ("between:counter", "pp2.mb8.zbv | pp2.mb8"),
     "a teacher whose weights are freed between the layers": ("block:moving-teacher", "dp2.z3.mb4.off-parameters"),
     "a maximum over the rows that moves the loss by 2e-9": ("back:item block:detach", "dp2.tp2.z3.mb4"),
+    "a backward hook of blocks": ("hook:block-backward", "pp2.mb4.zbv | pp2.mb8"),
     "a capacity of tokens in front of the blocks": ("front:capacity head:first", "dp2.z3"),
 }
 PROVEN = {

@@ -19,6 +19,7 @@ from meshwright.analysis.dataflow import DataflowRecord, WeightUses, is_within
 from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.guarded_values import HOOK_ATTRIBUTES
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
@@ -261,14 +262,14 @@ def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
     """Checks that hooks of the user have the same effect under the plan as on one device.
 
     Raises:
-        InputError: The plan has several stages, which do not call hooks of blocks, and a block has a forward hook. Or
+        InputError: The plan has several stages, which do not call hooks of blocks, and a block has a hook. Or
             tensor ranks shard a parameter that has a gradient hook. Or the plan has several tensor ranks, context ranks
             or stages, which may each compute a part of a gradient, and a gradient hook is not linear or fails with a
             random gradient.
     """
     for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
         block = model.get_submodule(graph.block(index))
-        if block._forward_hooks or block._forward_pre_hooks:
+        if any(getattr(block, hooks) for hooks in HOOK_ATTRIBUTES):
             raise InputError(
                 Message(
                     "plan {plan}: {block} has a hook, but pipeline stages do not call the hooks of blocks: register "
