@@ -11,6 +11,7 @@ import copy
 import os
 import sys
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, Unpack
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from meshwright.analysis.profile.model_spec import describe
 from meshwright.core.codec import parse_text, validate_data
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
 from meshwright.planner.inputs.cluster_parser import read_cluster
@@ -66,6 +67,8 @@ def parallelize(
     Raises:
         InputError: The world size differs from that of the plan, or a dimension is not divisible as the plan requires.
     """
+    if dist.is_torchelastic_launched():
+        _print_errors_once()
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise InputError(
@@ -86,6 +89,25 @@ def parallelize(
     trainer = parallelize_as_planned(model, optimizer, chosen, precision=precision, clip=clip, seed=seed, **options)
     trainer.has_open_micro_batch = isinstance(plan, str) and "micro_batch" not in chosen.model_fields_set
     return trainer
+
+
+def _print_errors_once() -> None:
+    """Makes the interpreter print an error of Meshwright that ends the script as one line, on rank 0 only, and end
+    with its exit code. Every rank raises such an error. Other errors are printed as before, and all tracebacks if
+    MESHWRIGHT_TRACEBACK is 1."""
+    before = sys.excepthook
+    if getattr(before, "prints_once", False) or os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        if not isinstance(error, MeshwrightError):
+            return before(kind, error, place)
+        if os.environ.get("RANK", "0") == "0":
+            _say(Message("meshwright: {line}", line=str(error)))
+        raise SystemExit(error.exit_code)
+
+    hook.prints_once = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def _choose_together(model: nn.Module, example: Any, precision: str | Recipe, world: int) -> Plan:

@@ -176,3 +176,18 @@ def test_the_model_of_the_models_page_trains_and_a_run_that_learned_nothing_fail
     assert "2 of 2 steps changed no weight, because their gradient was not finite (step 1 was the first" in out
     code, out = command(tmp_path, "--model", "mine:Net", "--steps", "2", "--run", "two")
     assert code == 0 and "trained      2 of 2 steps" in out
+
+
+def test_a_refusal_under_torchrun_is_one_line_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(InputError) as refused:
+            mw.parallelize(made(), adamw, "dp2")
+        with pytest.raises(SystemExit) as ended:
+            sys.excepthook(InputError, refused.value, refused.tb)
+        line = "meshwright: plan dp2: pp(1) * dp(2) * cp(1) * tp(1) = 2 ranks, but 1 were started\n"
+        assert (ended.value.code, capsys.readouterr().err) == (2, line if rank == "0" else "")

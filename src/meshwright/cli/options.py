@@ -148,9 +148,29 @@ class JobOptions:
         """Returns the job file at `path`, with these options applied and with the traced description of the model if it
         needs one. If `path` is None, the defaults apply."""
         from meshwright.cli.trace_model import trace_job_model
+        from meshwright.core.errors import InputError
         from meshwright.planner.inputs.job import read_job
 
-        return trace_job_model(read_job(path, self.set, self.overrides()))
+        try:
+            job = read_job(path, self.set, self.overrides())
+        except InputError:
+            _refuse_foreign_file(path)
+            raise
+        return trace_job_model(job)
+
+
+def _refuse_foreign_file(path: Path | None) -> None:
+    """Raises InputError if the job file `path` is the configuration of another system."""
+    from meshwright.core.errors import InputError
+    from meshwright.interop.importing import recognize_file
+
+    system = recognize_file(path) if path is not None and path.is_file() else None
+    if system is not None:
+        raise InputError(
+            Message(
+                "{path} is a configuration of {system}: `meshwright import {path}` reads it", path=path, system=system
+            )
+        )
 
 
 def announce_defaults(file: JobFile, workload: Workload, language: str, options: tuple[str, ...] = DEFAULTS) -> None:

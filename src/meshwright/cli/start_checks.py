@@ -27,6 +27,15 @@ def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool
     if question is not None and not allow_cpu:
         _check_devices(question)
     _check_packages(launch)
+    _check_tokenizer(launch)
+    begin = launch.run.resume_from
+    if begin and not Path(begin).exists():
+        raise InputError(
+            Message(
+                "checkpoint {folder!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do",
+                folder=begin,
+            )
+        )
     if IMAGES_SOURCE not in launch.data.sources:
         _check_data(launch.data.sources)
 
@@ -74,6 +83,33 @@ def _check_packages(launch: LaunchSpec) -> None:
                     extra=extra,
                 )
             )
+
+
+def _check_tokenizer(launch: LaunchSpec) -> None:
+    """Raises InputError if pretrained weights would be trained on the token ids of a new tokenizer."""
+    from meshwright.data.corpus import ARRAY_SUFFIXES
+
+    folder, sources = Path(launch.model.folder or "."), launch.data.sources
+    has_ids = all(source == IMAGES_SOURCE or source.endswith(ARRAY_SUFFIXES) for source in sources)
+    if not launch.model.folder or launch.data.tokenizer != "auto" or has_ids or not any(folder.glob("*.safetensors")):
+        return
+    other = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()), "")
+    raise InputError(
+        Message(
+            "model folder {folder!r} has pretrained weights, but {what}, so their token ids are unknown: {remedy}",
+            folder=str(folder),
+            what=Message("of its tokenizer only {other}", other=other) if other else Message("no tokenizer.json"),
+            remedy=Message(
+                "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(F).save_pretrained(F), or name "
+                "another folder with --set data.tokenizer=FOLDER"
+            )
+            if other
+            else Message(
+                "copy tokenizer.json from where the weights are from, or name its folder with --set "
+                "data.tokenizer=FOLDER; data.tokenizer=bytes trains on bytes all the same"
+            ),
+        )
+    )
 
 
 def _check_data(sources: tuple[str, ...]) -> None:

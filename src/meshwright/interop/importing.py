@@ -142,6 +142,15 @@ def _check_repeated(file: ConfigFile, keys: Mapping[str, Any]) -> None:
             )
 
 
+def recognize_file(path: str | Path) -> str | None:
+    """Returns the name of the system whose configuration the file `path` is, or None if it is of no known system."""
+    try:
+        keys = read_config(path).keys
+        return _recognize(keys, [path]).name if len(keys) > 1 else None
+    except InputError:
+        return None
+
+
 def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
     """Returns the system whose table has the most of `keys`; keys of older versions count too."""
     counts = {name: len(keys.keys() & (system.own_keys | system.renamed.keys())) for name, system in SYSTEMS.items()}
