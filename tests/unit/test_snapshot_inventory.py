@@ -302,7 +302,7 @@ def test_what_a_node_retains_is_closed_in_time_when_no_leader_reads_it(
     assert node.turn() is None and not stored.is_open and not node.holdings
     node.end((1, ""))
     late = store(1, r0=[(0, 3)])
-    node, leader = made(RetainedSnapshots({"ab": late}, "job", now[0] - 1.0))
+    node, _ = made(RetainedSnapshots({"ab": late}, "job", now[0] - 1.0))
     assert not late.is_open and not node.holdings, "nothing is offered to a leader that would be gone when it reads it"
     node.end((1, ""))
 
