@@ -8,6 +8,7 @@ unless a plan with less memory has replaced it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import Plan
 
 TRAIN_MODULE, WRITER_MODULE = "meshwright.train.loop", "meshwright.train.memory_checkpointer"
+
+
+def library_modules(launch: LaunchSpec) -> tuple[str, ...]:
+    """Returns the modules of other libraries that every rank of `launch` imports. The fork server imports them once, so
+    that neither a start nor a recovery waits for them."""
+    reads_tokens = launch.data.tokenizer != "bytes" and importlib.util.find_spec("tokenizers") is not None
+    hugging_face = ("transformers.modeling_utils",) if launch.model.folder else ()
+    return (*hugging_face, *(("tokenizers",) if reads_tokens else ()))
 
 
 @dataclass
@@ -37,7 +46,7 @@ class Replanner:
         advance."""
         from meshwright.elastic.attempt import RankJob
 
-        warm = (TRAIN_MODULE, WRITER_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
+        warm = (TRAIN_MODULE, WRITER_MODULE, *library_modules(launch))
         payload, world, name = launch.model_dump(mode="json"), launch.plan.world, launch.plan.name
         return RankJob(
             f"{TRAIN_MODULE}:train", world, payload, self.folder, warm, plan=name, scribe=f"{WRITER_MODULE}:write"

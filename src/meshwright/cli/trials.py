@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.joint_stop import stop_together
 from meshwright.cli.options import print_note
+from meshwright.cli.replanning import library_modules
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
@@ -76,11 +77,7 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
 
     payload = {"job": question.model_dump(mode="json"), "launch": launch.model_dump(mode="json"), "most": most}
     with tempfile.TemporaryDirectory(prefix="meshwright-trials-") as folder:
-        warm = (
-            "meshwright.train.measured_runs",
-            TRIALS_MODULE,
-            *(("transformers.modeling_utils",) if launch.model.folder else ()),
-        )
+        warm = ("meshwright.train.measured_runs", TRIALS_MODULE, *library_modules(launch))
         Supervisor(
             RankJob(f"{TRIALS_MODULE}:rank", launch.plan.world, payload, Path(folder), warm),
             hear,

@@ -7,10 +7,13 @@ from torch import nn
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.layer_rules.rule import registered_rules
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.deferred_init import check_unchanged_after_recording, deferred_init_of
 from meshwright.runtime.tensor_parallel.layers import with_full_logits
 from meshwright.spec.plan import Plan
+
+registered_rules()  # imports the rules of layers once, where the fork server imports this module, not in every rank
 
 
 @build_pass(reads=("model", "base", "hints"), writes=("deferred", "example", "graph"))
