@@ -46,6 +46,26 @@ def test_only_the_backends_compare_device_types() -> None:
     assert found == EXCEPTIONS.keys()
 
 
+def pinning(tree: ast.AST) -> Iterator[str]:
+    """Pinned memory, and random states of which only those of the host are restored."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func).endswith(("pin_memory", "fork_rng")) and "backend" not in ast.unparse(node.func):
+                yield ast.unparse(node.func)
+            yield from (word.arg for word in node.keywords if word.arg == "pin_memory")
+
+
+def test_only_the_backends_pin_memory_and_restore_random_states() -> None:
+    found = {
+        f"{path.relative_to(SOURCE).as_posix()}: {text}"
+        for package in ("runtime", "train", "data", "checkpoint")
+        for path in sorted((SOURCE / package).rglob("*.py"))
+        for text in pinning(ast.parse(path.read_text(encoding="utf-8")))
+        if path != Path(backends.__file__)
+    }
+    assert found == set()
+
+
 @pytest.mark.parametrize(
     "text", ["device.type == 'cuda'", "'cpu' != kind", "x.is_cuda", "torch.cuda.synchronize()", "set(k) <= {'cpu'}"]
 )

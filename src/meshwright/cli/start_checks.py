@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli.device_checks import check_devices
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
@@ -20,12 +21,13 @@ IMAGES_SOURCE = "shapes"
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 
 
-def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool) -> None:
+def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool, ranks: int) -> None:
     """Raises InputError if this machine lacks the devices of the cluster, a file of the data or a package. Ranks that
     another launcher has started check the same, each on its own machine. `question`: the job, None if its model has no
-    estimate. `allow_cpu`: whether a cluster with GPUs may be trained on CPUs."""
-    if question is not None and not allow_cpu:
-        _check_devices(question)
+    estimate. `allow_cpu`: whether a cluster with GPUs may be trained on CPUs. `ranks`: the number of ranks that this
+    command starts on this machine, 0 if another launcher starts them."""
+    if not allow_cpu:
+        check_devices(question, ranks)
     _check_packages(launch)
     _check_tokenizer(launch)
     begin = launch.run.resume_from
@@ -42,21 +44,6 @@ def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool
 
 def _has_only_cpus(question: Job) -> bool:
     return all(group.device.name.lower().startswith("cpu") for group in question.cluster.groups)
-
-
-def _check_devices(question: Job) -> None:
-    from meshwright.planner.inputs.cluster_parser import cuda_device_names
-
-    if _has_only_cpus(question) or cuda_device_names():
-        return
-    raise InputError(
-        Message(
-            "cluster {cluster!r} has {devices}, but this machine has no GPU: use --cluster local, or train on "
-            "CPUs with --allow-cpu, where the predicted times and memory do not apply",
-            cluster=question.cluster.name,
-            devices=" and ".join(dict.fromkeys(group.device.name for group in question.cluster.groups)),
-        )
-    )
 
 
 def _check_packages(launch: LaunchSpec) -> None:

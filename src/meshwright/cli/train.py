@@ -325,7 +325,7 @@ def _prepared_run(
     folder = run_folder_of(file, source)
     choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
     launch = build_launch(file, source, folder, choice)
-    check_before_ranks(launch, choice.question, wanted.allow_cpu)
+    check_before_ranks(launch, choice.question, wanted.allow_cpu, launch.plan.world if world is None else 0)
     try:
         make_folder(folder)
     except OSError as error:

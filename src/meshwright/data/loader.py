@@ -229,14 +229,20 @@ class BatchLoader:
         return {**batch, "labels": labels}
 
     def prefetch(
-        self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
+        self,
+        ranges: Sequence[SampleRange],
+        first: int,
+        stop: int,
+        depth: int = 2,
+        pin: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Prefetcher[list[TensorBatch]]:
         """Returns an iterator over steps from `first` to `stop` - 1. For each step it yields a list: one batch for
         every (first, count) in `ranges`. At most `depth` steps are read ahead, or one per reading thread if that is
         more. If the data of a step cannot be read, the iterator raises InputError.
 
-        For an accelerator, several threads read into pinned memory, so that copies to the device overlap with
-        computation. For CPU ranks one thread reads, since more threads would take cores from the computation.
+        For an accelerator, `pin` copies a tensor to pinned memory, so that copies to the device overlap with
+        computation. Several threads read and call `pin`. Without `pin`, for CPU ranks, one thread reads, since more
+        threads would take cores from the computation.
         """
 
         def read(step: int) -> list[TensorBatch]:
@@ -254,10 +260,8 @@ class BatchLoader:
                     )
                 ) from error
             return (
-                batches
-                if device == "cpu"
-                else [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+                batches if pin is None else [{name: pin(value) for name, value in batch.items()} for batch in batches]
             )
 
-        readers = 1 if device == "cpu" else ACCELERATOR_READER_THREADS
+        readers = 1 if pin is None else ACCELERATOR_READER_THREADS
         return Prefetcher(read, first, stop, max(depth, readers), readers)

@@ -1,9 +1,9 @@
 """The accelerator backends, one class for each type of device.
 
 All code in `runtime/` and `train/` that depends on the type of a device uses its `Backend`. Only this file compares
-device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support another accelerator, define one subclass of
-`Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device with
-separate memory and without streams, for example `meta`.
+device types, calls `torch.cuda` or pins memory (tests/mesh/test_backend.py). To support another accelerator, define one
+subclass of `Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device
+with separate memory and without streams, for example `meta`.
 
 `init_local_device` selects the device of this rank. `host_id` identifies the host of this rank.
 
@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,16 @@ class DeviceStream(Protocol):
 
     def record_event(self) -> DeviceEvent:
         """Returns an event at the point that this stream has reached."""
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """The product name of a device, its bytes of memory (0 if it uses host memory), and the compute capability of a
+    CUDA device."""
+
+    name: str
+    memory: float = 0.0
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,9 @@ class Backend:
         return None
 
     def select(self, device: torch.device) -> None:
-        """Makes `device` the current device of this process. Must be called before the first kernel or collective."""
+        """Makes `device` the current device of the calling thread. Every thread that uses the device, its streams, its
+        events or pinned memory must call it first. The current device of a new thread is device 0: without this call,
+        the threads of all ranks of a host would start a driver context on device 0."""
 
     def is_initialized(self) -> bool:
         """Returns whether this process has started the driver. Once it has, a forked child cannot use the devices."""
@@ -153,6 +165,12 @@ class Backend:
         during a wait for an event that records no time. Raises NotImplementedError if the device has no streams."""
         raise NotImplementedError(f"devices of type {self.device_type} have no events")
 
+    def host_buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns uninitialised host memory for copies to and from the device. The memory is pinned if the device has
+        streams."""
+        shape = (shape,) if isinstance(shape, int) else shape
+        return torch.empty(shape, dtype=dtype, pin_memory=self.has_streams)
+
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Returns the random state of `device`, by default the current device. Returns None if the device has no
         generator."""
@@ -174,13 +192,9 @@ class Backend:
         Empty if the device has no counters."""
         return {}
 
-    def name_and_memory(self, device: torch.device) -> tuple[str, float]:
-        """Returns the product name and the memory bytes of `device`. The bytes are 0 if the device uses host memory."""
-        return device.type, 0.0
-
-    def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
-        """Returns the compute capability of a CUDA device, None for devices of other types."""
-        return None
+    def properties(self, device: torch.device) -> DeviceProperties:
+        """Returns the properties of `device`."""
+        return DeviceProperties(device.type)
 
     def supports_flash_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
@@ -300,13 +314,9 @@ class CudaBackend(Backend):
         return peak
 
     @override
-    def name_and_memory(self, device: torch.device) -> tuple[str, float]:
-        properties = torch.cuda.get_device_properties(device)
-        return properties.name, float(properties.total_memory)
-
-    @override
-    def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
-        return torch.cuda.get_device_capability(device)
+    def properties(self, device: torch.device) -> DeviceProperties:
+        found = torch.cuda.get_device_properties(device)
+        return DeviceProperties(found.name, float(found.total_memory), (found.major, found.minor))
 
     @override
     def supports_flash_attention(
@@ -338,6 +348,18 @@ def backend_of(device: torch.device | str) -> Backend:
     (True, True, False)
     """
     return Backend.by_type.get(device if isinstance(device, str) else device.type, OTHER_DEVICES)
+
+
+def pin_function(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Returns a function that copies a host tensor to pinned memory, for asynchronous copies to `device`. Any thread
+    may call it. Returns None if the device has no streams."""
+    backend = backend_of(device)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        backend.select(device)
+        return backend.host_buffer(tensor.shape, tensor.dtype).copy_(tensor)
+
+    return pin if backend.has_streams else None
 
 
 def accelerators() -> Iterator[Backend]:

@@ -45,7 +45,7 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
         least = MIN_COMPUTE_CAPABILITY.get(kind)
         if least is None:
             continue
-        found = backend_of(device).compute_capability(device)
+        found = backend_of(device).properties(device).capability
         if found is None or found < least:
             here = (
                 f"this CUDA device has compute capability {found[0]}.{found[1]}"

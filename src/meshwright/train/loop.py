@@ -21,7 +21,7 @@ from meshwright.core.errors import Interrupted
 from meshwright.core.ipc import Heartbeat, HeartbeatField, IpcMessage, RankPhase
 from meshwright.data.loader import TensorBatch
 from meshwright.data.sampler import batch_index
-from meshwright.runtime.backend import backend_of
+from meshwright.runtime.backend import backend_of, pin_function
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.compile import first_step_message
 from meshwright.runtime.profiler.links import find_slow_links
@@ -204,7 +204,7 @@ class TrainLoop:
         plan, rule, rows = self.trainer.plan, self.launch.workload.optimizer, self.launch.workload.batch
         every = 0 if self.trainer.engine.outer is not None else self.launch.run.replica_check_every
         ranges = micro_batch_rows(plan, rows, self.trainer.mesh.replica)
-        with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
+        with self.loader.prefetch(ranges, began, self.steps, pin=pin_function(self.device)) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))

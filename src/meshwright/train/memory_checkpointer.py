@@ -84,7 +84,7 @@ class D2HStaging:
         stream = self.backend.stream(device)
         assert stream is not None, f"{device.type} has no streams"
         self.stream = stream
-        self.chunks = [torch.empty(PINNED_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.chunks = [self.backend.host_buffer(PINNED_CHUNK_BYTES) for _ in range(2)]
         self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
 
     def begin(self) -> None:
@@ -230,6 +230,8 @@ class MemoryCheckpointer:
     def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes) -> None:
         began = time.thread_time()
         try:
+            device = self.trainer.mesh.device
+            backend_of(device).select(device)  # this may be a new thread
             parts = single_chunk if self._lift is None else self._lift.parts
             self.memory.write(step, layout, local, state, parts, self._history)
             self.pulse.write(HeartbeatField.snapshot_step, step)

@@ -348,8 +348,9 @@ class ProcessGroups:
 
 def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> ProcessGroups:
     """Joins the default process group (NCCL for CUDA devices, gloo for CPU ranks) and returns it with a gloo group for
-    host tensors. If `world` is 1, no groups are made. `timeout`: the timeout of collectives in seconds. Raises
-    InputError if MASTER_PORT is in use.
+    host tensors. If `world` is 1, no groups are made. `timeout`: the timeout of collectives in seconds.
+
+    Raises: InputError if MASTER_PORT is in use, or if torch lacks the library for collectives of the devices.
 
     Unless OMP_NUM_THREADS is set, it also sets torch's number of threads to the number of this machine's cores divided
     by the number of its ranks.
@@ -365,9 +366,18 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
-    backend = backend_of(init_local_device()).process_group_backend
+    device = backend_of(init_local_device())
+    backend = device.process_group_backend
     if world == 1:
         return ProcessGroups(rank, world)
+    if not dist.is_backend_available(device.collective_library):
+        raise InputError(
+            Message(
+                "torch sees {type} devices but has no {library}: install a torch built with {library}",
+                type=device.device_type,
+                library=device.collective_library,
+            )
+        )
     limit = timedelta(seconds=timeout)
     if STORE_PREFIX_VARIABLE in os.environ:
         raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)

@@ -393,9 +393,10 @@ class CudaDevice(NamedTuple):
     uuid: str = ""
 
 
-def cuda_device_names() -> list[str]:
-    """Returns the names of the visible CUDA devices, in the order of the driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def cuda_device_names(all_devices: bool = False) -> list[str]:
+    """Returns the names of the visible CUDA devices, in the order of the driver. `all_devices`: those that
+    CUDA_VISIBLE_DEVICES hides too."""
+    visible = None if all_devices else os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return []
     cards = _devices_from_driver()

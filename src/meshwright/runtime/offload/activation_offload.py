@@ -205,11 +205,7 @@ class OffloadedTensor:
         """Returns a copy of `here` in host memory. On an accelerator the copy is in pinned memory, and is filled while
         the device computes."""
         rank, depot = self.rank, self.depot
-        self._host = (
-            torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
-            if depot is None
-            else depot.new_buffer(self.size)
-        )
+        self._host = backend_of(rank.device).host_buffer(self.size) if depot is None else depot.new_buffer(self.size)
         rank.ferry.wait_for_compute()
         self._landing = rank.ferry.copy(self._host, here)
         return self._host

@@ -101,7 +101,7 @@ class CpuShard:
 
     def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
         self.swapper, self.dtype = swapper, values.dtype
-        self._values = torch.empty(values.shape, dtype=self.dtype, pin_memory=swapper.pinned).copy_(values)
+        self._values = swapper.backend.host_buffer(values.shape, self.dtype).copy_(values)
         self._on_device: torch.Tensor | None = None
         self._copy = COPY_DONE
 
@@ -192,7 +192,7 @@ class CpuGradBuffer:
 
     def __init__(self, swapper: StateSwapper, numel: int, dtype: torch.dtype) -> None:
         self.swapper = swapper
-        self.values = torch.zeros(numel, dtype=dtype, pin_memory=swapper.pinned)
+        self.values = swapper.backend.host_buffer(numel, dtype).zero_()
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:

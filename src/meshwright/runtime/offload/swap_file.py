@@ -241,12 +241,13 @@ class ActivationStore:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
         """`wait_timer` measures the time for which the rank waits for transfers."""
-        self.pinned = backend_of(device).has_streams
+        self.backend = backend_of(device)
+        self.pinned = self.backend.has_streams
         self._allocator = ExtentAllocator()
         self._freed: deque[tuple[int, int]] = deque()
         """Freed extents that are not merged yet. `allocator` merges them, because the garbage collector may call `free`
         in any thread at any time."""
-        self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
+        self._pool = ThreadPoolExecutor(IO_THREADS, "activations", self.backend.select, (device,))
         self._thread_local = threading.local()
 
     @property
@@ -279,7 +280,7 @@ class ActivationStore:
         """Returns `size` bytes of page-aligned host memory. No other tensor uses the rest of the last page, so callers
         may read and write whole pages."""
         if self.pinned:
-            return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
+            return self.backend.host_buffer(round_up_to_pages(size))[:size]
         # The buffer comes from torch's allocator, which counts and reuses its memory.
         storage = torch.empty(round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8)
         first = -storage.data_ptr() % PAGE_BYTES

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from meshwright.runtime.backend import backend_of
+from meshwright.runtime.backend import Backend, backend_of
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer, round_up_to_pages
@@ -46,8 +46,9 @@ class SwapBuffer:
     """Memory for one chunk. The memory of each kind of state, such as momentum, is allocated on first use. Pages that
     are never written use no memory."""
 
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, backend: Backend | None = None) -> None:
+        """`backend`: the backend of the device, if the memory must be pinned."""
+        self.backend = backend
         self._kinds: dict[str, torch.Tensor] = {}
         self._touched: dict[str, int] = {}
         self._storing: Future[None] | None = None
@@ -58,9 +59,7 @@ class SwapBuffer:
         if memory is None or memory.numel() < size:
             capacity = max(size, CHUNK_ELEMENTS * 8)
             memory = self._kinds[kind] = (
-                torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-                if self.pinned
-                else page_aligned_buffer(capacity)
+                page_aligned_buffer(capacity) if self.backend is None else self.backend.host_buffer(capacity)
             )
         self._touched[kind] = max(size, self._touched.get(kind, 0))
         return memory
@@ -123,18 +122,17 @@ class StateSwapper:
         self.device, self.optimizer = device, optimizer
         self.state_file = None if optimizer not in DISK_OFFLOADS else self.swap_file
         """The file for states. None if states are in memory."""
-        self.pinned = backend_of(device).has_streams
-        """Whether host memory is pinned."""
-        self.has_device_memory = not backend_of(device).memory_is_host
+        self.backend = backend_of(device)
+        self.has_device_memory = not self.backend.memory_is_host
         """Whether the device has separate memory. If so, updates on the host need copies."""
         self.copy_streams = CopyStreams(device)
-        self.buffers = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
+        self.buffers = [SwapBuffer(self.backend if self.backend.has_streams else None) for _ in range(SWAP_BUFFERS)]
         self.num_chunks = 0
         self.wait_timer = WaitTimer.of(device)
         """Measures the time for which this rank waits for transfers."""
         self._idle: list[tuple[torch.Tensor, CopyEvent]] = []
         self._acquired_bytes = self._peak_bytes = 0
-        self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
+        self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload", self.backend.select, (device,))
 
     def split(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
         """Returns the parts, resident and offloaded, of a shard of `numel` elements. `frozen`: whether the shard is not
@@ -154,7 +152,7 @@ class StateSwapper:
         self._rotated += not resident
         if not resident:
             return self.num_chunks - 1, self.buffers[self._rotated % SWAP_BUFFERS]
-        self._resident_buffers.append(SwapBuffer(False))
+        self._resident_buffers.append(SwapBuffer())
         return self.num_chunks - 1, self._resident_buffers[-1]
 
     def store(self, chunk: SwapChunk) -> None:
@@ -220,9 +218,7 @@ class StateSwapper:
         for _, copy in self._idle:
             self.timed_wait(copy.wait)
         self._idle.clear()  # groups of equal size follow each other, so idle buffers of other sizes are not needed soon
-        return (
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
-        )
+        return self.backend.host_buffer(size) if self.backend.has_streams else page_aligned_buffer(size)[:size]
 
     def release(self, pages: torch.Tensor, copy: CopyEvent = COPY_DONE) -> None:
         """Makes the buffer `pages` available again, once the copy `copy` out of it is complete."""

@@ -52,6 +52,7 @@ from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, num_rows
@@ -336,7 +337,7 @@ def _try_stage(
     """Runs one stage. Returns the reason why the stage cannot run ('' if it can), and the shapes and dtypes of its
     output. Does not catch OOM errors and lost connections, because the stage does not cause them."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), backend_of(mesh.device).fork_rng(mesh.device):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
     except (MemoryError, torch.OutOfMemoryError, ConnectionError):
         raise

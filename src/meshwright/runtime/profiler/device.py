@@ -52,7 +52,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
     including this rank. All ranks call this function at the same time, so that each is measured while the others are
     busy."""
     on_cpu = backend_of(device).memory_is_host
-    name, memory = backend_of(device).name_and_memory(device)
+    properties = backend_of(device).properties(device)
     share, own = 1.0, 1.0
     if on_cpu:
         share = measure_cpu_share()
@@ -60,7 +60,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
     return DeviceProfile(
         rank=rank,
         host=host_id(),
-        name=name,
+        name=properties.name,
         products=tuple(measure_matmuls(device)),
         trained=measure_layer_training(device),
         bandwidth=measure_stream_bandwidth(device),
@@ -68,7 +68,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
         launch=measure_launch_overhead() if on_cpu else 0.0,
         share=share,
         own=own,
-        memory=memory,
+        memory=properties.memory,
         host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         storage=measure_storage_bandwidth(),
         host_bandwidth=measure_host_bandwidth(device),
@@ -199,7 +199,7 @@ def measure_host_bandwidth(device: torch.device) -> float:
     """Returns the bytes/s of a copy from host memory to the device. For a CPU, the copy is within host memory."""
     size = backend_of(device).profiling.stream_bytes
     if not backend_of(device).memory_is_host:
-        far = torch.empty(size // 16, dtype=torch.uint8).pin_memory()
+        far = backend_of(device).host_buffer(size // 16)
         near = torch.empty_like(far, device=device)
         return far.numel() / time_action(lambda: near.copy_(far, non_blocking=True), device)
     source = torch.ones(size // 4)

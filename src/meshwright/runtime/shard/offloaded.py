@@ -282,7 +282,7 @@ class OffloadedPart:
         elif self.swapper.state_file is not None:
             self.extents[kind] = FileExtent(self.swapper.state_file.extend(self.numel * dtype.itemsize), dtype)
         else:
-            self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
+            self.in_memory[kind] = self.swapper.backend.host_buffer(self.numel, dtype).zero_()
 
     def full(self, kind: str) -> list[torch.Tensor]:
         """Returns a list with one tensor, which stores all values of `kind` (writes to the tensor change the stored
