@@ -195,6 +195,8 @@ class Protocol(Cluster):
 
     def _bury(self) -> None:
         """The memory of the leader's process, its connections and its lease are gone."""
+        if self.supervisor is not None:
+            self.supervisor._journal._lines._drop()
         fleet, self.supervisor, self.generation, self.begun, self.ranks = self.leader, None, -1, -1, {}
         fleet._snapshots.server.close()
         for held in fleet._snapshots.shared.values():

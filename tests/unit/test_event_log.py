@@ -3,12 +3,14 @@ lost."""
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.event_log import EventLog, record_event
 from meshwright.report.faults import compute_goodput, read_events
 from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord
 
@@ -116,3 +118,15 @@ def test_a_save_before_a_fault_is_no_part_of_the_interrupted_step(timed: Timed) 
     terms = timed.terms()
     assert (terms["saves"], terms["recovery"]) == (2.0, 3.5)
     assert sum(value for name, value in terms.items() if name != "share") == timed.now - 100.0
+
+
+def test_one_event_leaves_neither_a_file_nor_a_thread_open(tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        return sorted(os.readlink(each) for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each))
+
+    record_event(tmp_path, print, kind="run_extended", step=1, cause="longer")  # what it imports stays open
+    before = [name for name in opened() if str(tmp_path) in name], threading.active_count()
+    record_event(tmp_path, print, kind="run_extended", step=2, cause="longer")
+    assert [event.step for event in read_events(tmp_path / EVENTS_FILE_NAME)] == [1, 2]
+    assert before[0] == [name for name in opened() if str(tmp_path) in name] == []
+    assert threading.active_count() <= before[1]

@@ -428,7 +428,7 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         launch.json.
     """
     from meshwright.core.errors import InputError
-    from meshwright.elastic.event_log import EventLog
+    from meshwright.elastic.event_log import record_event
     from meshwright.report.run import read_records
 
     longer = ""
@@ -442,14 +442,13 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
                 folder=str(folder),
             )
         )
-    nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
-    for name, noun in nouns.items():
-        if noun is not None:
+    written = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
+    for name, content in written.items():
+        if content is not None:
             with storage.failures_as_one_line(folder / f"{name}.json"):
-                storage.replace_file(folder / f"{name}.json", noun.to_json() + "\n")
+                storage.replace_file(folder / f"{name}.json", content.to_json() + "\n")
     if longer:
         done = read_records(folder / "records.jsonl")[0]
-        EventLog(folder, lambda _: None).write(
-            kind="run_extended", step=max((record.step for record in done), default=0), cause=longer
-        )
+        step = max((record.step for record in done), default=0)
+        record_event(folder, lambda _: None, kind="run_extended", step=step, cause=longer)
     return longer

@@ -63,13 +63,15 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
     """Writes this node to RUN/leader while the block runs, and records the loss of a previous leader in the event log.
     Yields the id of the run: the id that a killed leader left, otherwise a new one. On one machine (`place` is None)
     nothing is written and the id is empty. The caller must have the lock of the run folder."""
-    from meshwright.elastic.event_log import EventLog
+    from meshwright.elastic.event_log import record_event
 
     if place is None:
         yield ""
         return
     if place.after is not None:
-        EventLog(folder, note).write(
+        record_event(
+            folder,
+            note,
             kind="node_lost",
             node=str(place.after),
             cause=Message("it was the leader"),

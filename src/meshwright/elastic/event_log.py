@@ -7,6 +7,7 @@ An event is reported to the user before it is written.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,13 @@ NODE_EVENT_TEXTS = {
     "refusal": "{line}",
     "notice": "{line}",
 }
+
+
+def record_event(folder: Path, note: Callable[[str], None], **fields: Any) -> None:
+    """Records one event in the run folder `folder`, in a process that has no event log open. `fields`: those of
+    RunEvent. `note` receives a line if the event cannot be written."""
+    with contextlib.closing(EventLog(folder, note)) as log:
+        log.write(**fields)
 
 
 @dataclass
