@@ -589,6 +589,9 @@ def tensor_parallel_by_hand(folder: str, setting: Setting) -> None:
         layer.inner = SplitDropout(setting.inner, 0 if fault == "equal masks" else rank)
     torch.manual_seed(7)
     optimizer = optimizer_of(setting, model)
+    norm = model.layers[1].norm2
+    for parameter in norm.parameters() if fault == "reduced after every micro-batch" else ():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
     shards = None if setting.kind == "attributes" else TENSOR_SHARDS
     with recording(folder, model, steps=STEPS, shards=shards, group=dist.group.WORLD) as recorder:
         for step in range(STEPS):
@@ -601,7 +604,8 @@ def tensor_parallel_by_hand(folder: str, setting: Setting) -> None:
             if sequence:
                 for name, parameter in model.named_parameters():
                     cut = any(each in name for each in ("norm", "embedding", "positions", "out.bias", "down.bias"))
-                    if cut and not (fault == "norm not reduced" and name.startswith("layers.1.norm2")):
+                    own = fault in ("norm not reduced", "reduced after every micro-batch")
+                    if cut and not (own and name.startswith("layers.1.norm2")):
                         dist.all_reduce(parameter.grad)
             optimizer.step()
 

@@ -107,6 +107,13 @@ FAULTS = [
         "layers.1.norm2",
         "missing gradient all-reduce",
     ),
+    Case(
+        tensor_parallel_by_hand,
+        2,
+        SEQUENCE._replace(fault="reduced after every micro-batch"),
+        "layers.1.norm2",
+        "repeated all-reduce",
+    ),
     Case(tensor_parallel_by_hand, 2, PLAIN._replace(fault="wrong shard"), "layers.0.up", "wrong shard"),
     Case(
         tensor_parallel_by_hand,

@@ -59,7 +59,12 @@ def test_an_engine_equals_one_device_unless_a_fault_is_planted(
 
 @pytest.mark.parametrize(
     ("family", "mode", "cause"),
-    [("phi3", "TP", ""), ("mixtral", "TP+EP", ""), ("distilbert", "DDP", "mean of means")],
+    [
+        ("phi3", "TP", ""),
+        ("mixtral", "TP+EP", ""),
+        ("gemma3", "DDP", ""),
+        ("distilbert", "DDP", "mean of means"),
+    ],
 )
 def test_a_recording_of_a_mode_of_transformers_agrees_with_plain_autograd(
     tmp_path: Path, family: str, mode: str, cause: str

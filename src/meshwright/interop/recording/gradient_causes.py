@@ -372,6 +372,14 @@ def _explain_factors(case: GradientCase, wrong: WrongGradient, factors: Mapping[
         first = missing[0]
         why = Message("micro-batch {micro} of rank {rank} is not in it", micro=first.micro + 1, rank=first.rank)
         return Cause("skipped micro-batch", why), ""
+    size, last = len(case.topology.peers(wrong.rank)), max(source.micro for source in factors)
+    if size > 1 and last and all(abs(f / size ** (last - source.micro) - 1) < 0.01 for source, f in factors.items()):
+        why = Message(
+            "it is all-reduced over {count} ranks after every micro-batch, so that the sum of the earlier ones is "
+            "multiplied again: reduce it once for each step",
+            count=size,
+        )
+        return Cause("repeated all-reduce", why), wrong.name
     shown = ", ".join(f"{factor:.3g}" for factor in list(factors.values())[:8])
     return Cause(
         "weighted micro-batches", Message("its micro-batches have the factors {shown} instead of 1", shown=shown)

@@ -18,7 +18,7 @@ from meshwright.interop.recording.layout import local_shape, region_key
 from meshwright.interop.recording.optimizer import clip_factor, named_options
 from meshwright.interop.recording.output_check import OutputCheck
 from meshwright.interop.recording.reference import StepReference
-from meshwright.interop.recording.step_values import StepValues
+from meshwright.interop.recording.step_values import DRIFT_FACTOR, StepValues
 from meshwright.interop.recording.tolerance import Rounding, flipped
 from meshwright.interop.recording.topology import Source
 from meshwright.interop.recording.trace_format import RecordedPiece
@@ -150,7 +150,8 @@ class StepJudge(StepValues):
 
     def check_gradients(self) -> list[Finding]:
         """Compares the gradients before clipping."""
-        case = GradientCase(self.topology, self.step, self.truth, self.other, self.floors)
+        floor = self.floors.gradient + DRIFT_FACTOR * max(self.drift.values(), default=0.0)
+        case = GradientCase(self.topology, self.step, self.truth, self.other, self.floors._replace(gradient=floor))
         failing = case.compare(self.compared)
         return explain_gradients(case, failing) if failing else []
 

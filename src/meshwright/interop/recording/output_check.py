@@ -9,7 +9,7 @@ from meshwright.interop.recording import causes
 from meshwright.interop.recording.digest import Digest, add_digests, distance
 from meshwright.interop.recording.findings import Finding
 from meshwright.interop.recording.stale import WrongOutput, find_stale_weight
-from meshwright.interop.recording.step_values import StepValues
+from meshwright.interop.recording.step_values import DRIFT_FACTOR, StepValues
 from meshwright.interop.recording.tolerance import Rounding
 from meshwright.interop.recording.topology import Source
 from meshwright.interop.recording.trace_format import RecordedOutput
@@ -46,7 +46,9 @@ class OutputCheck:
             if found.outputs and key in self.judge.other.outputs and self.judge.other.outputs[key].outputs
         ]
         rounding = Rounding(pairs)
+        self.drift = 0.0
         for call in self.judge.truth.order:
+            self.drift = max([self.drift, *(off for name, off in self.judge.drift.items() if _reads(call[0], name))])
             mismatches = [
                 found for each in recorded[call] if (found := self._output_mismatch(*each, rounding)) is not None
             ]
@@ -65,7 +67,8 @@ class OutputCheck:
         for at, each in enumerate(truth.outputs):
             noise = other.outputs[at].digest if other is not None and at < len(other.outputs) else None
             norm = max(float(each.digest[-1]), 1e-300)
-            limit = rounding.limit(each.digest, noise, self.judge.floors.output) / norm
+            floor = self.judge.floors.output + DRIFT_FACTOR * self.drift
+            limit = rounding.limit(each.digest, noise, floor) / norm
             off = distance(mine, each.digest) / norm
             if best is None or off / max(limit, 1e-300) < best[0] / max(best[1], 1e-300):
                 best = (off, limit)
@@ -171,3 +174,9 @@ class OutputCheck:
                     if distance(mine, truth) <= max(4 * found.limit, 1e-3) * float(truth[-1]):
                         return rank
         return None
+
+
+def _reads(path: str, name: str) -> bool:
+    """Returns whether the output of a module may depend on a parameter of the module or of one that contains it."""
+    owner = name.rpartition(".")[0]
+    return not owner or path == owner or path.startswith(f"{owner}.")

@@ -194,7 +194,8 @@ class StepRecorder:
             return {**entry, "dtype": ""}
         if part.stored:
             entry["stored"] = self.writer.store(f"weights/0/{at}", data)
-        same = bool((data == data.reshape(-1)[:1]).all()) if data.numel() else True
+        dims = [dim for dim, size in enumerate(data.shape) if size > 1]
+        same = not dims or any(bool((data == data.narrow(dim, 0, 1)).all()) for dim in dims)
         return {
             **entry,
             "dtype": str(data.dtype).removeprefix("torch."),

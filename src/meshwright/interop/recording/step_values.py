@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import cached_property
+
 from meshwright.interop.recording import causes
-from meshwright.interop.recording.digest import Digest
+from meshwright.interop.recording.digest import Digest, distance
 from meshwright.interop.recording.findings import Finding, StepComparison
+from meshwright.interop.recording.layout import region_key
 from meshwright.interop.recording.reference import OneDevice, StepReference
 from meshwright.interop.recording.tolerance import Floors
 from meshwright.interop.recording.topology import Source
+
+DRIFT_FACTOR = 4.0
+MAX_DRIFT = 1e-3
+"""Outputs and gradients of a step may differ by DRIFT_FACTOR times the relative difference of the weights before it, of
+which at most MAX_DRIFT counts. Adam turns gradients that consist of rounding errors into full steps of few elements, so
+that two correct runs differ by more than the rounding of one."""
 
 
 class StepValues:
@@ -23,6 +33,20 @@ class StepValues:
         self.compared = StepComparison(
             step + 1, truth.loss, values, round(truth.labels), labels, len(truth.losses), norm=truth.norm
         )
+
+    @cached_property
+    def drift(self) -> dict[str, float]:
+        """Returns, for each parameter, the relative difference of the recorded weights before this step from those of
+        one device, at most MAX_DRIFT."""
+        found: dict[str, float] = defaultdict(float)
+        for trace in self.topology.traces if self.step else ():
+            for piece, row in zip(trace.header.pieces, trace.header.steps[self.step - 1].after, strict=True):
+                name = self.topology.canonical[piece.name]
+                truth = self.truth.before[name, region_key(piece.region)]
+                if row >= 0 and float(truth[-1]):
+                    off = distance(trace.digests[row], truth) / float(truth[-1])
+                    found[name] = max(found[name], min(off, MAX_DRIFT))
+        return found
 
     def digest(self, rank: int, row: int) -> Digest:
         """Returns a recorded digest."""

@@ -117,7 +117,8 @@ class RecordedStep(StrictModel):
 
 
 class RecordedPiece(StrictModel):
-    """The part of a parameter that a rank stores. `before`: the row of the first weights."""
+    """The part of a parameter that a rank stores. `before`: the row of the first weights. `constant`: whether they are
+    constant along a dimension, so that different shards may be equal."""
 
     name: str
     region: TensorRegion
