@@ -157,6 +157,32 @@ def test_prompt_and_completion_need_no_template_and_learn_the_end(tmp_path: Path
     assert dataset.digest == open_dataset(DataConfig(source=str(tmp_path / "sums.jsonl"), tokenizer="bytes"), 16).digest  # type: ignore[union-attr]
 
 
+def test_records_of_sharegpt_and_alpaca_are_the_conversations_that_they_mean(tmp_path: Path) -> None:
+    rows = [conversation(number) for number in range(12)]
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    other = [
+        {"conversations": [{"from": speakers[each["role"]], "value": each["content"]} for each in row["messages"]]}
+        for row in rows
+    ]
+    ours, theirs = (
+        opened(data).training(np.arange(2), np.arange(2), 1)["input_ids"]
+        for data in (written(tmp_path, rows), written(tmp_path, other))
+    )
+    assert ours.equal(theirs)
+    with pytest.raises(InputError, match=r"chat\.jsonl:1: turn 1 needs 'from' and 'value'"):
+        opened(written(tmp_path, [{"conversations": [{"from": "human"}]}]))
+    alpaca = [{"instruction": f"Add 1 to {number}.", "input": "", "output": str(number + 1)} for number in range(20)]
+    (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in alpaca))
+    dataset = open_dataset(DataConfig(source=str(tmp_path / "alpaca.jsonl"), tokenizer="bytes"), 256)
+    batch = dataset.training(np.arange(1), np.arange(1), 1)
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    answer = bytes(label for label in labels if 0 <= label < 256).decode()
+    text = bytes(each for each in ids if each < 256).decode()
+    assert (
+        text.startswith("Below is an instruction") and f"Add 1 to {int(answer) - 1}.\n\n### Response:{answer}" in text
+    )
+
+
 def test_a_folder_that_datasets_saved_is_read_as_its_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     folder = tmp_path / "saved" / "train"

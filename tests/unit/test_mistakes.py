@@ -11,8 +11,11 @@ import pytest
 import yaml
 
 from meshwright.cli import start_checks
+from meshwright.cli.launch_plan import build_model_source
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
+from meshwright.data.corpus import find_files
+from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import Plan
 
@@ -46,6 +49,25 @@ def test_the_table_has_102_mistakes_and_every_named_test_exists() -> None:
         if "shown" in row:
             path, _, name = row["shown"].partition("::")
             assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), row["shown"]
+
+
+def test_names_of_the_hub_are_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for kind in ("models", "datasets"):
+        snapshot = tmp_path / f"{kind}--some--thing" / "snapshots" / "0f1e"
+        (snapshot / "data").mkdir(parents=True)
+        (tmp_path / f"{kind}--some--thing" / "refs").mkdir()
+        (tmp_path / f"{kind}--some--thing" / "refs" / "main").write_text("0f1e")
+        (snapshot / "README.md").write_text("x")
+    (snapshot / "data" / "train-0.jsonl").write_text("{}")
+    (snapshot / "data" / "test-0.jsonl").write_text("{}")
+    llama = next(row["files"]["net/config.json"] for row in RUN if "net/config.json" in row.get("files", {}))
+    (tmp_path / "models--some--thing" / "snapshots" / "0f1e" / "config.json").write_text(llama)
+    job = read_job(None, (), {"model.name": "some/thing", "cluster.name": "1x2:cpu"})
+    assert resolve_job(job).model.name == "some/thing" and resolve_job(job).model.blocks == 2
+    assert build_model_source(job).name == "thing"
+    assert [path.name for path in find_files(("some/thing",))] == ["train-0.jsonl"]
 
 
 def test_a_missing_package_is_one_line_with_the_extra_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.cli.options import JobOptions
 from meshwright.core import storage
 from meshwright.core.errors import InputError
+from meshwright.core.hub_cache import snapshot_name
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def build_model_source(file: JobFile) -> ModelSource:
     if file.model.module or (is_user_code(name) and not path.exists()):
         return ModelSource(name=name, module=name, rules=file.model.rules)
     if path.is_dir():
-        return ModelSource(name=path.resolve().name, folder=str(path.resolve()), rules=file.model.rules)
+        title = snapshot_name(str(path.resolve())).rpartition("/")[2]
+        return ModelSource(name=title, folder=str(path.resolve()), rules=file.model.rules)
     sizes = {key: value for key, value in resolve_sizes(file.model).model_dump().items() if value is not None}
     return ModelSource(name=path.stem if path.is_file() else name, sizes=sizes)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.hub_cache import hub_snapshot, is_hub_name
 from meshwright.core.messages import Message
 from meshwright.data.records import (
     ARROW_SUFFIXES,
@@ -39,6 +40,7 @@ from meshwright.data.records import (
 
 TABLE_SUFFIXES = (".parquet",)
 ARRAY_SUFFIXES = (".npy", ".bin")
+RECORD_SUFFIXES = (*TABLE_SUFFIXES, ARROW_SUFFIXES, *JSON_LINES_SUFFIXES)
 STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
@@ -101,10 +103,28 @@ def _source_files(source: str, path: Path) -> list[Path]:
         return _nonempty_files(
             sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file())
         )
+    if is_hub_name(source) and path.suffix.lower() not in (*RECORD_SUFFIXES, *ARRAY_SUFFIXES, ".txt", ".csv", ".md"):
+        return _hub_files(source)
     near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(
         Message("data source {source!r} does not exist{hint}", source=source, hint=did_you_mean(path.name, near))
     )
+
+
+def _hub_files(name: str) -> list[Path]:
+    """Returns the files of records of a data set of the Hugging Face hub in the local cache: those of its training
+    split, if their paths name one. Raises InputError if it was not downloaded or has no such files."""
+    snapshot = hub_snapshot(name, "datasets")
+    if snapshot is None:
+        raise InputError(
+            Message(
+                "data source {name!r} is neither a file nor a data set in the local cache of the Hugging Face hub: "
+                "download it with `hf download --repo-type dataset {name}`",
+                name=name,
+            )
+        )
+    files = [path for path in sorted(_visible_files(snapshot)) if path.suffix.lower() in RECORD_SUFFIXES]
+    return _nonempty_files([path for path in files if "train" in str(path.relative_to(snapshot))] or files)
 
 
 def _nonempty_files(files: list[Path]) -> list[Path]:

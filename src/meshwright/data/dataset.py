@@ -36,7 +36,13 @@ from meshwright.data import packing
 from meshwright.data.cache import cached_folder
 from meshwright.data.corpus import ARRAY_SUFFIXES, STDLIB_SOURCE, DocumentChunk, find_files, iter_document_chunks
 from meshwright.data.images import ShapeImages
-from meshwright.data.instructions import IGNORED_LABEL, InstructionDataset, open_instructions, record_format
+from meshwright.data.instructions import (
+    CONVERSATION_FORMS,
+    IGNORED_LABEL,
+    InstructionDataset,
+    open_instructions,
+    record_format,
+)
 from meshwright.data.records import first_record
 from meshwright.data.sampler import derive_key, random_uniform, random_words
 from meshwright.data.token_arrays import (
@@ -318,7 +324,7 @@ def _open_instruction_dataset(
                 objective=objective,
             )
         )
-    if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
+    if form in CONVERSATION_FORMS and data.tokenizer in ("auto", "bytes", "bpe"):
         raise InputError(
             Message(
                 "data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer "
@@ -326,8 +332,8 @@ def _open_instruction_dataset(
                 name=name,
             )
         )
-    signatures = _file_signatures(files)
-    tokenizer = _choose_tokenizer(data.but(field="completion"), files, signatures, vocabulary, name, say)
+    signatures, answer = _file_signatures(files), "output" if form == "instruction" else "completion"
+    tokenizer = _choose_tokenizer(data.but(field=answer), files, signatures, vocabulary, name, say)
     _check_vocabulary(tokenizer, vocabulary)
     folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(signatures))
     return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)

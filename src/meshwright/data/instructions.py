@@ -1,12 +1,13 @@
 """Reads instruction data for `open_dataset`: conversations as tokens, with loss only on the tokens of the assistant,
 packed into rows.
 
-A record has one of two forms: `messages`, or `prompt` and `completion`. Messages are rendered by the chat template of
-the tokenizer (jinja, run by transformers in its sandbox). Prompt and completion are concatenated and followed by the
-end-of-text token. A template that marks the assistant's text ({% generation %}) is used directly. For any other
-template, the assistant's text is the difference between two renderings: the conversation before the answer with the
-generation prompt, and the conversation with the answer. If the template changes earlier turns, the first rendering is
-not a prefix of the second. Then the labels are unknown, and the record is refused.
+A record has one of two forms: `messages`, or `prompt` and `completion`. Records of ShareGPT (`conversations`) and of
+Alpaca (`instruction`, `input`, `output`) are converted to these (`usual_record`). Messages are rendered by the chat
+template of the tokenizer (jinja, run by transformers in its sandbox). Prompt and completion are concatenated and
+followed by the end-of-text token. A template that marks the assistant's text ({% generation %}) is used directly. For
+any other template, the assistant's text is the difference between two renderings: the conversation before the answer
+with the generation prompt, and the conversation with the answer. If the template changes earlier turns, the first
+rendering is not a prefix of the second. Then the labels are unknown, and the record is refused.
 
 [Note: packed rows] Conversations are packed by best fit, longest first. No conversation is split. `position_ids`
 restart with each conversation, which prevents attention across conversations in transformers' models. If a model does
@@ -37,6 +38,8 @@ from meshwright.data.packing import count_validation_rows
 from meshwright.data.records import SourceRecord, iter_records
 from meshwright.data.tokens import Tokenizer
 
+CONVERSATION_FORMS = ("messages", "conversations")
+"""Forms of records that a chat template renders."""
 GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -47,11 +50,58 @@ class TokenizedConversation(NamedTuple):
     learned: NDArray[np.bool_]
 
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "function": "tool"}
+"""Names of speakers in ShareGPT records, with the role of a message. Other names are roles already."""
+ALPACA_PROMPTS = {
+    True: "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:",
+    False: "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n### Response:",
+}
+"""The prompts of Alpaca with and without an input. Source: train.py of tatsu-lab/stanford_alpaca, PROMPT_DICT."""
+
+
 def record_format(fields: dict[str, Any], field: str) -> str:
-    """Returns 'messages' or 'prompt', the form of a record of instructions, or '' for text in `field`."""
-    if isinstance(fields.get("messages"), list) and (field == "messages" or field not in fields):
-        return "messages"
+    """Returns the form of a record of instructions by its first field: 'messages', 'conversations' (ShareGPT),
+    'instruction' (Alpaca) or 'prompt'. Returns '' for text in `field`.
+
+    >>> record_format({"instruction": "Add.", "input": "", "output": "3"}, "text")
+    'instruction'
+    """
+    for name in ("messages", "conversations"):
+        if isinstance(fields.get(name), list) and (field == name or field not in fields):
+            return name
+    if field not in fields and fields.keys() >= {"instruction", "output"}:
+        return "instruction"
     return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
+
+
+def usual_record(record: SourceRecord, form: str) -> SourceRecord:
+    """Returns a record of the form 'conversations' or 'instruction' with the fields of the form 'messages' or 'prompt'.
+    Raises InputError if a turn of a ShareGPT record has no speaker or no text."""
+    fields = record.fields
+    if form == "instruction":
+        given = {name: str(fields.get(name) or "") for name in ("instruction", "input")}
+        prompt = ALPACA_PROMPTS[bool(given["input"].strip())].format(**given)
+        return record._replace(fields={"prompt": prompt, "completion": fields["output"]})
+    if form != "conversations" or not isinstance(fields[form], list):
+        return record
+    messages = []
+    for number, turn in enumerate(fields[form], 1):
+        speaker, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(speaker, str) or not isinstance(text, str):
+            raise InputError(
+                Message(
+                    "{place}: turn {number} needs 'from' and 'value', such as {{'from': 'human', 'value': 'Hello'}}",
+                    place=record.place,
+                    number=number,
+                )
+            )
+        messages.append({"role": SHAREGPT_ROLES.get(speaker.lower(), speaker.lower()), "content": text})
+    if isinstance(fields.get("system"), str) and fields["system"]:
+        messages.insert(0, {"role": "system", "content": fields["system"]})
+    return record._replace(fields={"messages": messages, **({"tools": fields["tools"]} if fields.get("tools") else {})})
 
 
 class ChatTemplate:
@@ -342,13 +392,13 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, signature: str) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
-    `form` is `messages` or `prompt`. `place` is the folder of the tokenizer. `signature` is a text that changes
+    `form` is a result of `record_format`. `place` is the folder of the tokenizer. `signature` is a text that changes
     whenever a file changes.
 
     Raises:
         InputError: a record does not have the form `form`, or cannot be encoded.
     """
-    template = ChatTemplate(place) if form == "messages" else None
+    template = ChatTemplate(place) if form in CONVERSATION_FORMS else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (
         template.encode if template else lambda record: encode_completion(record, tokenizer)
     )
@@ -367,7 +417,7 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
                         form=form,
                     )
                 )
-            encoded = encode(record)
+            encoded = encode(usual_record(record, form))
             ids.append(encoded.ids)
             learned.append(encoded.learned)
             digests.append(xxhash.xxh3_64_intdigest(encoded.ids.tobytes()))

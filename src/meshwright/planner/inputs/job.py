@@ -23,6 +23,7 @@ from pydantic.json_schema import SkipJsonSchema
 from meshwright.catalog import read as catalog
 from meshwright.core.codec import OneLine, StrictModel, parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.hub_cache import hub_snapshot, is_hub_name
 from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes
 from meshwright.planner.inputs.architecture import model_spec
@@ -67,8 +68,10 @@ class ModelChoice(StrictModel):
 
     @property
     def source(self) -> str:
-        """Returns the value of `--model` for this model. The default is llama-tiny."""
-        return self.name or self.path or self.module or "llama-tiny"
+        """Returns the value of `--model` for this model, or for a name of the Hugging Face hub the folder in the local
+        cache. The default is llama-tiny."""
+        snapshot = hub_snapshot(self.name, "models") if is_hub_name(self.name) else None
+        return str(snapshot) if snapshot else self.name or self.path or self.module or "llama-tiny"
 
 
 class ClusterChoice(StrictModel):

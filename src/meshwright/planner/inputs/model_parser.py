@@ -31,6 +31,7 @@ from meshwright.catalog import read as catalog
 from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
+from meshwright.core.hub_cache import is_hub_name, snapshot_name
 from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.planner.inputs.architecture import model_spec
@@ -85,6 +86,15 @@ def read_sizes(name: str) -> ArchitectureSizes:
         return sizes_for_parameters(parameters)
     known = catalog.all_names(rows)
     hint = did_you_mean(name.lower(), known) or Message("; `meshwright catalog models` lists the known ones")
+    if is_hub_name(name):
+        raise InputError(
+            Message(
+                "model {name!r} is neither in the catalog nor in the local cache of the Hugging Face hub: download it "
+                "with `hf download {name}`{hint}",
+                name=name,
+                hint=did_you_mean(name.lower(), known),
+            )
+        )
     raise InputError(
         Message(
             "model {name!r} is neither in the catalog nor a folder with config.json nor a file{hint}",
@@ -207,6 +217,7 @@ def model_title(name: str) -> str:
     >>> model_title("200b"), model_title("gpt3")
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')
     """
+    name = snapshot_name(name)
     parameters = parse_model_size(name)
     if (
         parameters is None
