@@ -6,6 +6,7 @@ correct loop has none.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -362,6 +363,7 @@ def expert_parallel(folder: str, setting: Setting) -> None:
 
 def tensor_parallel(folder: str, setting: Setting) -> None:
     """Trains with DTensor. Kinds: 'sequence' is sequence parallelism of norms, '2d' is FSDP2 over it."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing here writes to the logits
     world = dist.get_world_size()
     shape, names = ((2, world // 2), ("dp", "tp")) if "2d" in setting.kind else ((1, world), ("dp", "tp"))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
