@@ -10,6 +10,7 @@
 #   make bench-cluster  regret on emulated clusters (Linux, root)
 #   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
+#   make release     build sdist and wheel in dist/, check and try them with both ends of the range of torch; publishes nothing
 #
 # PYTHON=python3.12 chooses the interpreter. Which registry or mirror pip asks is pip's own configuration.
 
@@ -19,6 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 TORCH  ?= 2.13.0
 ARGS   ?=
+# Both ends of the range of torch that is supported (pyproject.toml).
+TORCH_RANGE ?= 2.11.0 $(TORCH)
 
 LOCK   := requirements/development.txt
 BIN    := .venv/bin
@@ -32,7 +35,7 @@ SIDES  := -n auto --dist loadfile
 QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py \
          unit/test_cost_in_flight.py mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
-.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock setup clean
+.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock release setup clean
 .SILENT:
 
 train: $(READY)
@@ -109,6 +112,19 @@ lock:
 	for file in "$$tool"/files/*.whl; do \
 	  printf '%s \\\n    %s\n' "$$(basename "$$file" | cut -d- -f1,2 | sed s/-/==/)" "$$("$$tool/bin/python" -m pip hash "$$file" | grep -o -- '--hash=.*')" >> $(LOCK); \
 	done
+
+# Each wheel is tried as a user installs it: in an environment of its own, from an empty folder, without this source tree.
+release:
+	tool=$$(mktemp -d) && trap 'rm -rf "$$tool"' EXIT && rm -rf dist && $(PYTHON) -m venv "$$tool/build" && \
+	"$$tool/build/bin/python" -m pip -qq install build twine && "$$tool/build/bin/python" -m build --outdir dist . > "$$tool/log" || \
+	{ cat "$$tool/log" >&2; exit 1; }; \
+	"$$tool/build/bin/python" -m twine check --strict dist/* && mkdir "$$tool/empty" && \
+	for torch in $(TORCH_RANGE); do \
+	  echo "torch $$torch" && rm -rf "$$tool/user" && $(PYTHON) -m venv "$$tool/user" && \
+	  "$$tool/user/bin/python" -m pip -qq install torch==$$torch dist/*.whl && "$$tool/user/bin/python" -m pip -qq check && \
+	  (cd "$$tool/empty" && rm -rf runs && "$$tool/user/bin/meshwright" --version && \
+	   "$$tool/user/bin/meshwright" train --steps 3 --cluster local:2 --plan dp2 > "$$tool/log" 2>&1 || { cat "$$tool/log" >&2; exit 1; }) || exit 1; \
+	done && ls -l dist
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
