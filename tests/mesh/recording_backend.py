@@ -53,6 +53,7 @@ class RecordingBackend(CpuBackend):
 
     memory_is_host = False
     has_streams = True
+    make_deterministic = Backend.make_deterministic
 
     def __init__(self) -> None:
         self.local = threading.local()

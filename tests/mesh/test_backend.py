@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from equality import anatomy_of, make_model, make_optimizer
+from recording_backend import recording_device
 
 import meshwright.runtime.backend as backends
 from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, ProfilingSizes, backend_of, local_device
 from meshwright.runtime.profiler.device import tensor_factory
+from meshwright.train.silent_corruption import SdcRecompute
+from meshwright.train.trainer import parallelize
 
 SOURCE = Path(backends.__file__).parents[1]
 DEVICE_TYPES = {"mps", "xpu", "nccl", *Backend.by_type}
@@ -109,3 +115,45 @@ def test_a_new_backend_needs_one_class(new_backend: type[Backend], monkeypatch: 
 
 def test_no_backend_of_this_machine_has_started_a_driver_by_import() -> None:
     assert torch.cuda.is_available() or backends.initialized_accelerators() == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_of_an_accelerator_are_deterministic_if_the_job_says_so(deterministic: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        with recording_device():
+            parallelize(
+                make_model("llama"), make_optimizer, "dp1", anatomy=anatomy_of("llama"), deterministic=deterministic
+            ).close()
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "errors", "said"),
+    [
+        (True, (0.0, 1e-4), 0),  # another order of additions
+        (True, (0.0, 8.0, 0.0), 1),  # a flipped bit
+        (True, (float("nan"), float("nan")), 0),
+        (False, (0.0, 1e-4, 0.0), 1),
+        (False, (0.0, 1e-4, 2e-4), 1),
+    ],
+)
+def test_recomputed_gradients_have_a_tolerance_where_kernels_are_not_deterministic(
+    accelerator: bool, errors: tuple[float, ...], said: int
+) -> None:
+    with recording_device() if accelerator else nullcontext():
+        made = parallelize(make_model("llama"), make_optimizer, "dp1", anatomy=anatomy_of("llama"))
+        shards = [unit.gradients.shard for unit in made.engine.zero.trainable]
+        lines, left = list[str](), [*errors]
+
+        def compute() -> Any:
+            for shard in shards:
+                shard.copy_(torch.linspace(-1, 1, len(shard)))
+            shards[0][7] += left.pop(0) * len(shards[0])
+            return 0.0, 0.0, [1.0]
+
+        SdcRecompute(1, lambda step, line: lines.append(line)).settled(made, compute)
+        made.close()
+    assert (len(lines), left) == (said, [])

@@ -22,7 +22,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.messages import translate
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.runtime.backend import init_local_device
+from meshwright.runtime.backend import ALLOCATOR_VARIABLES, init_local_device
 from meshwright.runtime.build.passes.prepare_model import move_buffers
 from meshwright.runtime.comm import compression
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
@@ -77,6 +77,18 @@ def test_products_that_repeat_themselves_are_asked_for_before_cublas_starts(monk
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     init_local_device()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "somebody chose"
+
+
+@pytest.mark.parametrize("chosen", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", ""])
+def test_device_memory_grows_in_segments_unless_somebody_chose(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(chosen or "PYTORCH_ALLOC_CONF", "backend:native")
+    if not chosen:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    init_local_device()
+    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    assert found == ({chosen: "backend:native"} if chosen else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.record import EVENTS_FILE_NAME
 from meshwright.spec.scaled_down import MAX_SCALED_DOWN_RANKS, scale_down_plan
 from meshwright.spec.workload import Workload
+from meshwright.train.forkserver import aborted_by_watchdog
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
 NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."
@@ -55,6 +56,34 @@ NCCL = "NCCL error: remote process exited or there was a network error, NCCL ver
 
 def logs(rank: int) -> Path:
     return Path("run/logs") / f"rank-{rank}.log"
+
+
+WATCHDOG = (
+    "[rank2]:[E810 ProcessGroupNCCL.cpp:758] [Rank 2] To avoid data inconsistency, we are taking the entire process "
+    "down.\n[PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminated with exception: {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "aborted"),
+    [
+        (WATCHDOG.format("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, ...)"), True),
+        (WATCHDOG.format("NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"), True),
+        (WATCHDOG.format("CUDA error: an illegal memory access was encountered"), False),
+        ("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n", False),
+    ],
+)
+def test_a_rank_that_the_watchdog_of_nccl_aborts_is_not_the_culprit(said: str, aborted: bool, tmp_path: Path) -> None:
+    """The watchdog aborts ranks that wait for a hung or dead rank. Without this, the first of them was to blame."""
+    (tmp_path / "rank-2.log").write_text("step 7\n" + said)
+    assert aborted_by_watchdog(tmp_path / "rank-2.log") == aborted
+    attempt = Attempt(RankJob("", 3, {}, tmp_path), 1, lambda *_: None, dict.fromkeys(range(3), 1))
+    for rank, status in ((2, -6), (1, -9)):
+        event = {"event": "ended", "rank": rank, "generation": 1, "status": status}
+        attempt.heed(event | ({"watchdog": True} if aborted and rank == 2 else {}))
+    assert find_culprit([*attempt.failures.values()]).rank == (1 if aborted else 2)
+    if aborted:
+        assert "NCCL's watchdog aborted the process" in failure_cause(attempt.failures[2])
 
 
 @pytest.mark.parametrize("words", [LOST, NCCL, "Connection reset by peer", "[Errno 32] Broken pipe"])

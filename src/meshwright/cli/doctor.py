@@ -260,8 +260,6 @@ def machine_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
             )
     if facts["shared_memory"] < 64 * 2**20:
         yield Remedy(Message("/dev/shm has less than 64 MiB: start the container with a larger --shm-size"))
-    if facts["cuda_cards"] and "PYTORCH_ALLOC_CONF" not in environment:
-        yield Remedy(Message("PYTORCH_ALLOC_CONF=expandable_segments:True wastes less device memory"))
 
 
 def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> str:

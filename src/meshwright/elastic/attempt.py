@@ -21,7 +21,9 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
 """The process that measures an excluded device sends messages under this rank number."""
-KILL_SECONDS = 5.0  # the supervisor waits at most this long for killed ranks to end
+KILL_SECONDS = 60.0
+"""The supervisor waits at most this long for killed ranks to end. The driver of an accelerator unpins the memory of a
+killed rank page by page, 100 GB of it for a rank with offloaded states."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,10 @@ class Attempt:
                 # For a rank on another machine, the event has the OOM kill count of that machine.
                 kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills
                 words, oom = event.get("words", ""), event.get("oom", False)
-                self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom))
+                peer = event.get("watchdog", False)
+                self.failures.setdefault(
+                    rank, RankExit(rank, now, event["status"], words=words, kills=kills, oom=oom, watchdog=peer)
+                )
 
     def tell(self, agent: LocalAgent, message: IpcMessage) -> None:
         """Sends `message` to every living rank."""

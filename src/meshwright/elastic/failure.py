@@ -70,14 +70,16 @@ class RankExit:
     """The number of OOM kills in the rank's cgroup from the start of its generation to its exit."""
     oom: bool = False
     """Whether `words` describes an OOM kill that the rank's node has detected."""
+    watchdog: bool = False
+    """Whether NCCL's watchdog has aborted the process, because a collective timed out or another rank was gone."""
     raised_by: int | None = None
     """The rank that raised the error, if this rank has only received the error from that rank; otherwise None."""
 
     @property
     def innocent(self) -> bool:
-        """Returns whether the rank ended because of another rank: it lost a connection, or received the other rank's
-        error."""
-        if self.raised_by is not None:
+        """Returns whether the rank ended because of another rank: it lost a connection, received the other rank's
+        error, or was aborted by NCCL's watchdog."""
+        if self.raised_by is not None or self.watchdog:
             return True
         return not (self.known or self.words) and self.status >= 0 and bool(_PEER_LOST_PATTERN.search(self.message))
 
@@ -117,6 +119,11 @@ def failure_cause(failure: RankExit) -> str:
     """
     if failure.words:
         return failure.words
+    if failure.watchdog:
+        return Message(
+            "killed by SIGABRT: NCCL's watchdog aborted the process, because a collective did not end in time or "
+            "another rank was gone"
+        )
     if failure.status < 0:
         name = (
             signal.Signals(-failure.status).name

@@ -40,6 +40,11 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Environment variable and value. With a workspace of fixed size, cuBLAS adds in the same order each time. cuBLAS reads
 the variable when it starts. Without the variable, torch refuses deterministic matrix products."""
 
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+ALLOCATOR_SETTING = "expandable_segments:True"
+"""The setting of torch's allocator of device memory, unless the environment has one. Buffers that come and go (ZeRO 3)
+then leave no gaps. The allocator reads the variable at the first allocation."""
+
 
 class DeviceEvent(Protocol):
     """An event of a device stream, with the methods of `torch.cuda.Event`."""
@@ -389,6 +394,8 @@ def init_local_device() -> torch.device:
     accelerator without a `Backend`.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTING
     device = local_device()
     backend_of(device).select(device)
     if backend_of(device).memory_is_host and (

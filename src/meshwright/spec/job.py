@@ -114,6 +114,13 @@ class RunConfig(StrictModel):
             "if gradients are suspicious"
         ),
     )
+    deterministic: bool = Field(
+        default=False,
+        description=(
+            "use deterministic kernels on accelerators, so that repeated computations are bit-identical; attention "
+            "backward is slower (on CPUs this is always so)"
+        ),
+    )
     prove: ProofMode = Field(
         default="auto",
         description=(

@@ -43,6 +43,7 @@ import errno
 import gc
 import importlib
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -60,6 +61,7 @@ from meshwright.core.messages import Message
 from meshwright.core.rendezvous_store import RendezvousStore, store_key_prefix
 from meshwright.core.secure_channel import collective_environment
 from meshwright.core.signals import STOP_SIGNALS
+from meshwright.core.storage_deadline import read_tail
 from meshwright.train.rank_main import become_rank, die_with_parent, local_address, retain_heap
 
 LISTEN_BACKLOG = 4096
@@ -67,6 +69,11 @@ LISTEN_BACKLOG = 4096
 
 CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
 """A process that has initialized CUDA has this file open. A process that only queried device names does not."""
+
+WATCHDOG_END = "watchdog thread terminated with exception:"
+PEER_LOST_PATTERN = re.compile(r"collective operation timeout|remote process exited|ncclRemoteError", re.IGNORECASE)
+LOG_TAIL_BYTES = 1 << 18
+"""The search for a message of NCCL's watchdog reads only this number of bytes at the end of a log."""
 
 
 def preload_modules(modules: list[str]) -> None:
@@ -124,16 +131,29 @@ def open_file_paths() -> list[str]:
     return found
 
 
+def aborted_by_watchdog(log: Path) -> bool:
+    """Returns whether NCCL's watchdog has aborted the rank that wrote `log` because of other ranks: a collective timed
+    out, or another rank was gone. The watchdog also aborts a rank whose own device has failed; then the result is
+    False."""
+    try:
+        said = read_tail(log, LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return False
+    reason = said.rpartition(WATCHDOG_END)[2] if WATCHDOG_END in said else ""
+    return "CUDA error" not in reason and bool(PEER_LOST_PATTERN.search(reason))
+
+
 @dataclass
 class ForkedRank:
     """A running rank. `inbox` reads its messages to the supervisor. `outbox`: the file descriptor for messages to the
-    rank."""
+    rank. `log`: its log file."""
 
     rank: int
     generation: int
     pid: int
     inbox: MessageReader
     outbox: int
+    log: Path
 
 
 class ForkServer:
@@ -234,7 +254,9 @@ class ForkServer:
             become_rank(message, parent, store, theirs_in, theirs_out)
         for handle in (theirs_in, theirs_out):
             os.close(handle)
-        child = ForkedRank(message["rank"], message["generation"], pid, MessageReader(ours_in), ours_out)
+        child = ForkedRank(
+            message["rank"], message["generation"], pid, MessageReader(ours_in), ours_out, Path(message["log"])
+        )
         self.children[child.rank] = child
         self.waiting.register(ours_in, selectors.EVENT_READ, lambda: self._relay(child))
         write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
@@ -296,9 +318,10 @@ class ForkServer:
             os.close(child.outbox)
             del self.children[child.rank]
             status = os.waitstatus_to_exitcode(status)
-            write_message(
-                self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status}
-            )
+            event = {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status}
+            if status == -signal.SIGABRT and aborted_by_watchdog(child.log):
+                event["watchdog"] = True
+            write_message(self.events, event)
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:

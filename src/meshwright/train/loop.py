@@ -2,7 +2,8 @@
 rate, records, validation loss and checkpoints.
 
 Guarantees: the batch and the learning rate of a step depend only on the step's index, not on restarts. So if a run is
-killed and restarted under an unchanged plan, its final weights are bit-identical to those of an uninterrupted run.
+killed and restarted under an unchanged plan, its final weights are bit-identical to those of an uninterrupted run. On
+accelerators this needs `run.deterministic`.
 After a request to stop, all ranks end the current step, save a checkpoint and stop.
 """
 
@@ -34,8 +35,8 @@ from meshwright.train.metrics import (
     account_batches,
     agree_on_step,
     combine_accounts,
-    configured_proof_mode,
     launch_notes,
+    launch_options,
     record_proofs,
 )
 from meshwright.train.model import build_loader, build_model, model_objective, open_training_data
@@ -46,7 +47,7 @@ from meshwright.train.sample import sample_of_run
 from meshwright.train.silent_corruption import SdcRecompute, repair_replicas
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
-from meshwright.train.trainer import ParallelizeOptions, parallelize
+from meshwright.train.trainer import parallelize
 
 VALIDATION_BATCH_ROWS = 64
 MEMORY_TRACE_STEP = 2  # number of steps before the traced step; if fewer steps are left, the last one is traced
@@ -86,11 +87,7 @@ class TrainLoop:
         self.dataset = open_training_data(launch, model, self.objective, self._note, report)
         self.loader = build_loader(self.dataset, self.objective, model, work)
         rule, kind = work.optimizer, precision_recipe(launch.workload, launch.plan)
-        extra = ParallelizeOptions(
-            offload_to=launch.run.offload_to or self.folder,
-            predicted=launch.predicted,
-            prove=configured_proof_mode(launch),
-        )
+        extra = launch_options(launch, self.folder)
         self.trainer = parallelize(
             model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **extra
         )

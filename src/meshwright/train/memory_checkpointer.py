@@ -3,7 +3,7 @@ in a separate process. The memory outlives the rank, so that a restarted rank ca
 
 Guarantees: whenever ranks die, every rank has a complete, intact checkpoint of a common step. On a CPU this is at least
 the last reported step. On an accelerator it may be the step before, so that the last reported step is repeated. A run
-that continues from this checkpoint is bit-identical to a run that never stopped.
+that continues from this checkpoint is bit-identical to a run that never stopped, if kernels are deterministic.
 
 A copy is the transfer of a rank's state to this memory. On a CPU, a copy that overlaps with the next step would take
 cores from it. So the copy runs at the end of the step that it saves, before the ranks agree on the record of this step.

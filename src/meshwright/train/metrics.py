@@ -46,7 +46,6 @@ from meshwright.spec.record import (
     DIGEST_MODULUS,
     RECORD_TAIL_BYTES,
     RECORDS_FILE_NAME,
-    ProofMode,
     RecordedProof,
     SampleDigest,
     StepRecord,
@@ -55,7 +54,7 @@ from meshwright.spec.record import (
 )
 from meshwright.train.silent_corruption import recompute_obstacle
 from meshwright.train.straggler import PhaseSeconds
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import ParallelizeOptions, Trainer
 
 HALF_WORD = 2**32
 
@@ -135,10 +134,15 @@ def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: i
 PROOFS_FILE = "proofs.jsonl"
 
 
-def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
-    """Returns `run.prove` of the job, or None for "auto". With None, the environment variable MESHWRIGHT_PROVE sets the
-    mode, and without this variable it is "auto"."""
-    return None if launch.run.prove == "auto" else launch.run.prove
+def launch_options(launch: LaunchSpec, folder: Path) -> ParallelizeOptions:
+    """Returns the options of `parallelize` for a job that runs in `folder`. If `run.prove` is "auto", the environment
+    variable MESHWRIGHT_PROVE sets the mode, and without this variable it is "auto"."""
+    return ParallelizeOptions(
+        offload_to=launch.run.offload_to or folder,
+        predicted=launch.predicted,
+        prove=None if launch.run.prove == "auto" else launch.run.prove,
+        deterministic=launch.run.deterministic,
+    )
 
 
 def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:

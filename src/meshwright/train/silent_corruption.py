@@ -9,13 +9,18 @@ saved while the replicas agreed. A state that only one rank stores cannot be che
 
 `SdcRecompute`. A gradient is suspicious if it is not finite, or if its norm exceeds SUSPICIOUS_NORM_RATIO times the
 median of recent norms. Before the update, a suspicious gradient is computed a second time from the same rows and random
-states. The gradient of every step whose index is a multiple of `every` is also computed twice. The computation is
-deterministic, so without corruption both gradients are bit-identical. If they differ, the gradient is computed a third
-time, and the result that occurs twice is used.
+states. The gradient of every step whose index is a multiple of `every` is also computed twice. On CPUs, and on
+accelerators with `run.deterministic`, the computation is deterministic, so without corruption both gradients are
+bit-identical. If they differ, the gradient is computed a third time, and the result that occurs twice is used.
 
-In a step that is computed twice, every bit flip that changes the gradient is detected. In other steps, a flip is
-detected only if it makes the gradient large. Errors that a device repeats in each computation are not detected. Only
-one gradient is in memory at a time; of the earlier gradients of the step, only digests are stored.
+Without `run.deterministic`, kernels of accelerators may add in another order each time, for example the backward of
+FlashAttention-2, which adds atomically. Then two gradients count as equal if the norms of all shards differ by at most
+RECOMPUTE_TOLERANCE.
+
+In a step that is computed twice and compared bit by bit, every bit flip that changes the gradient is detected. In other
+steps, a flip is detected only if it makes the gradient large. Errors that a device repeats in each computation are not
+detected. Only one gradient is in memory at a time; of the earlier gradients of the step, only digests or norms are
+stored.
 
 Sources: Dixit et al., Silent Data Corruptions at Scale, 2021. On recomputing suspicious gradients: He et al.,
 Understanding and Mitigating Hardware Failures in Deep Learning Training Systems, ISCA 2023. In that study, most lasting
@@ -186,6 +191,10 @@ NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
 """The median covers the last NORM_HISTORY_STEPS finite norms. It is used only if there are at least
 MIN_NORM_HISTORY_STEPS norms."""
 
+RECOMPUTE_TOLERANCE = 1e-2
+"""Maximum relative difference of the norms of one shard in two computations, if kernels are not deterministic. The
+order of additions changes a norm in bfloat16 by less. A flip of a high exponent bit changes it by more."""
+
 
 class SdcRecompute:
     """Recomputes suspicious gradients on one rank. The norm is equal on all ranks, so all ranks make the same decision.
@@ -209,11 +218,11 @@ class SdcRecompute:
         found = compute()
         step, norm = state.steps + 1, _gradient_norm(found, state)
         if self._asks(step, norm, state.scale.dynamic):
-            tries = [_gradient_digest(state)]
+            tries: list[str | torch.Tensor] = [_gradient_fingerprint(state)]
             for _ in range(2):
                 _restore_random_states(state, random)
                 found = compute()
-                tries.append(_gradient_digest(state))
+                tries.append(_gradient_fingerprint(state))
                 if _matches_earlier(tries, state):
                     break
             else:
@@ -272,14 +281,26 @@ def _gradient_norm(found: GradientSums, state: TrainState) -> float:
     return math.sqrt(sum(found[2])) / state.scale.factor
 
 
-def _gradient_digest(state: TrainState) -> str:
-    return tensors_digest([unit.gradients.shard for unit in state.engine.zero.trainable])
+def _gradient_fingerprint(state: TrainState) -> str | torch.Tensor:
+    """Returns the digest of this rank's gradient, or the norms of its shards if kernels may add in another order each
+    time."""
+    shards = [unit.gradients.shard for unit in state.engine.zero.trainable]
+    if backend_of(state.mesh.device).memory_is_host or torch.are_deterministic_algorithms_enabled():
+        return tensors_digest(shards)
+    return torch.stack([torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards])
 
 
-def _matches_earlier(tries: list[str], state: TrainState) -> bool:
-    """Returns whether an earlier result has the digest of the last result, on every rank. All ranks call it. `tries`:
-    this rank's digests."""
-    differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=state.mesh.device)
+def _is_same(one: str | torch.Tensor, other: str | torch.Tensor) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return torch.allclose(one, other, rtol=RECOMPUTE_TOLERANCE, atol=0.0, equal_nan=True)
+
+
+def _matches_earlier(tries: list[str | torch.Tensor], state: TrainState) -> bool:
+    """Returns whether an earlier result equals the last result, on every rank. All ranks call it. `tries`: this rank's
+    fingerprints."""
+    same = [_is_same(tries[-1], earlier) for earlier in tries[:-1]]
+    differs = torch.tensor([float(not each) for each in same], device=state.mesh.device)
     all_reduce(differs, state.mesh.world).wait()
     return bool((differs == 0).any())
 

@@ -23,7 +23,7 @@ from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
-from meshwright.runtime.backend import init_local_device, malloc_trim
+from meshwright.runtime.backend import backend_of, init_local_device, malloc_trim
 from meshwright.runtime.build.parallelize import make_parallel_context, parallelize_model
 from meshwright.runtime.build.passes.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
@@ -67,6 +67,9 @@ class ParallelizeOptions(ModelHints, total=False):
     predicted: Sequence[MemoryBreakdown]
     """The planner's memory estimate of each pipeline rank, in order. An OOM error reports which category of memory
     exceeds its estimate."""
+    deterministic: bool
+    """Whether kernels of an accelerator return bitwise equal results for equal inputs. The backward of attention is
+    then slower. On CPUs this is always so."""
 
 
 def parallelize(
@@ -102,6 +105,8 @@ def parallelize(
     calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
         device = init_local_device()
+        if options.get("deterministic") and not backend_of(device).memory_is_host:
+            backend_of(device).make_deterministic()
         prove = resolve_proof_mode(options.get("prove"))
         example = check_example(model, options.get("example"), options.get("loss") is not None)
         plan = parse_plan(plan) if isinstance(plan, str) else plan
