@@ -120,6 +120,36 @@ class Lazy(Net):
         self.head = nn.LazyLinear(WORDS)
 
 
+# --- blocks that write into what all of them are given
+
+
+class StoringBlock(Block):
+    def forward(self, x: torch.Tensor, store: Any) -> torch.Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        if isinstance(store, dict):
+            store["sum"] = store.get("sum", 0.0) + 0.1 * x
+            return x + store["sum"]
+        if isinstance(store, list):
+            store[0] += 1
+            return x * (1.0 + 0.1 * store[0])
+        store.sum = store.sum + 0.1 * x
+        return x + store.sum  # type: ignore[no-any-return]
+
+
+class Storing(Net):
+    """`make`: makes the object that a forward gives to all blocks."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(StoringBlock)
+        self.make = make
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, store = self.words(input_ids), self.make()
+        for layer in self.layers:
+            x = layer(x, store)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 # --- branches on values
 
 
@@ -340,6 +370,15 @@ CASES = {
     ),
     "dropout in a recurrent layer, rows that meet in training": Case(
         Recurrent, "", "dp2.mb2", "rows of a batch depend", ("never",)
+    ),
+    "dict that blocks change": Case(
+        lambda: Storing(dict), "tp2.mb16 dp2.mb4", "pp2.mb16 pp2.mb4.zbv", "changes an argument of layers", ("never",)
+    ),
+    "list that blocks change": Case(
+        lambda: Storing(lambda: [0]), "tp2.mb16", "pp2.mb16", "changes an argument of layers", ("never",)
+    ),
+    "object that blocks change": Case(
+        lambda: Storing(lambda: SimpleNamespace(sum=0.0)), "dp2.mb4", "pp2.mb16", "comes from block", ("never",)
     ),
     "branch on a value of all rows": Case(
         BranchesOnValue, "dp1.mb16", "dp1.mb2 dp1.mb4 dp2.mb4 pp2.mb4", "reads a value of all rows", ("never",)

@@ -94,6 +94,11 @@ class ContainerSnapshot:
                     inner = entries.values() if isinstance(entries, dict) else entries
                     waiting += [(each, depth + 1) for each in inner]
 
+    @property
+    def is_changed(self) -> bool:
+        """Returns whether an element or an attribute is another object than before."""
+        return any([*map(id, _flat(one))] != [*map(id, _flat(before))] for one, before in self._elements)
+
     def restore(self) -> None:
         """Restores the elements and the attributes."""
         for container, elements in self._elements:

@@ -279,7 +279,11 @@ class StageDataflow:
         return self.stage.start <= block < self.stage.stop
 
     def _op(self, op: TracedOp) -> None:
-        if op.block >= 0 and not self._is_here(op.block):
+        if op.block >= 0 and not self._is_here(
+            op.block
+        ):  # a cache that depends on no parameter is made where it is read
+            made = {storage: self.stand_in << op.block for storage in op.writes if self.record.made_from.get(storage)}
+            self.sources.update(made)
             return
         found = 0
         for storage in op.reads:

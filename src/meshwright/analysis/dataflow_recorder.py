@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.analysis.block_lists import hidden_of
+from meshwright.analysis.code_state import CONTAINER_TYPES, ContainerSnapshot
 from meshwright.analysis.dataflow import (
     VALUE_EXTRACTING_OPS,
     BlockEntry,
@@ -55,7 +56,7 @@ from meshwright.analysis.expert_modules import pass_through_experts
 from meshwright.analysis.propagation import FIRST_INPUT_OPS, tensors_of
 from meshwright.analysis.recompute_tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
-from meshwright.analysis.value_changes import ValueChangeRecorder
+from meshwright.analysis.value_changes import ValueChange, ValueChangeRecorder
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
@@ -108,6 +109,8 @@ class DataflowRecorder(TorchFunctionMode):
         self.is_random = False
         self.hooks_before = active_saved_tensor_hooks()
         self.values: ValueChangeRecorder | None = None
+        self.given: dict[int, ContainerSnapshot] = {}
+        """The containers that each running block was given."""
         self.buffers: list[tuple[str, dict[str, torch.Tensor | None], str]] = []
         """The buffers outside of the blocks: name, and where the module stores it."""
         self.stored_buffers: dict[str, torch.Tensor | None] = {}
@@ -219,7 +222,7 @@ class DataflowRecorder(TorchFunctionMode):
                 handles.append(module.register_forward_pre_hook(self._enter(path)))
             if path in numbers:
                 handles.append(module.register_forward_pre_hook(self._begin(numbers[path]), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._end(numbers[path])))
+                handles.append(module.register_forward_hook(self._end(numbers[path], path)))
             if path:
                 handles.append(module.register_forward_hook(lambda *_: self.paths.pop() and None))
         return handles
@@ -273,12 +276,18 @@ class DataflowRecorder(TorchFunctionMode):
             self.begun += 1
             self.last_block = block
             self.running_blocks.append(block)
-            return tree_unflatten(values, form)
+            args, kwargs = tree_unflatten(values, form)
+            given = [each for each in (*args, *kwargs.values()) if type(each) in CONTAINER_TYPES]
+            self.given[block] = ContainerSnapshot(given, set())
+            return args, kwargs
 
         return begin
 
-    def _end(self, block: int) -> Any:
+    def _end(self, block: int, path: str) -> Any:
         def end(module: nn.Module, args: Any, output: Any) -> None:
+            assert self.values is not None
+            if self.given.pop(block).is_changed:
+                self.values.found.add(ValueChange(f"an argument of {path}", block, True))
             with torch._C.DisableTorchFunction():
                 writes = tuple(self.storage_id(tensor) for tensor in tensors_of(output))
             self._compare_values()
