@@ -70,23 +70,27 @@ WORDS = {
 CODES = (0, 1, 2, 3, 4, 75)
 
 
-def help_of(*tokens: str) -> str:
+def help_of(language: str, *tokens: str) -> str:
     """What the command prints, as lines without trailing blanks."""
     caught = io.StringIO()
     with contextlib.redirect_stdout(caught):
-        main([*tokens, "--help"])
+        main([*tokens, "--help", "--lang", language])
     return "\n".join(line.rstrip() for line in caught.getvalue().strip().splitlines())
 
 
 def page(language: str) -> str:
     words = WORDS[language]
-    parts = [words["title"], words["made"], words["intro"], f"```text\n{help_of()}\n```", words["codes"]]
+    parts = [words["title"], words["made"], words["intro"], f"```text\n{help_of(language)}\n```", words["codes"]]
     parts.append("\n".join([words["head"], *(f"| {code} | {words[code]} |" for code in CODES)]))
     for name, line in command_lines().items():
-        parts += [f"## {name}", words.get(name, line[:1].upper() + line[1:] + "."), f"```text\n{help_of(name)}\n```"]
+        parts += [
+            f"## {name}",
+            words.get(name, line[:1].upper() + line[1:] + "."),
+            f"```text\n{help_of(language, name)}\n```",
+        ]
         inside = [word for word in build_application([name])[name] if not word.startswith("-")]
         for word in inside:
-            parts += [f"### {name} {word}", f"```text\n{help_of(name, word)}\n```"]
+            parts += [f"### {name} {word}", f"```text\n{help_of(language, name, word)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -9,13 +9,16 @@ import re
 import string
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.cli.application import HELP_TEXT, build_application, command_lines
 from meshwright.cli.main import main
 from meshwright.cli.verify import _finding_text, _lossy_notes
 from meshwright.core.errors import InputError
@@ -109,6 +112,30 @@ def test_every_message_has_a_chinese_entry_and_no_entry_is_unused() -> None:
 def test_every_chinese_entry_has_the_fields_of_its_message() -> None:
     entries = {msgid: text for (_, msgid), text in read_catalogue("zh").entries.items() if msgid}
     assert {msgid: text for msgid, text in entries.items() if fields(msgid) != fields(text)} == {}
+
+
+def help_paragraphs(app: App) -> Iterator[str]:
+    """The texts of `--help` of a command and of the commands in it, without examples."""
+    yield from app.help.split("\n\n")
+    if app.default_command is not None:
+        arguments = app.assemble_argument_collection(parse_docstring=True)
+        yield from (argument.parameter.help or "" for argument in arguments if argument.parse and argument.show)
+    for name in app:
+        if not name.startswith("-"):
+            yield from help_paragraphs(app[name])
+
+
+def test_every_help_text_has_a_chinese_entry_and_no_entry_is_unused(capsys: pytest.CaptureFixture[str]) -> None:
+    found = set(command_lines().values()) | set(HELP_TEXT.split("\n\n"))
+    for name in command_lines():
+        found |= set(help_paragraphs(build_application([name])[name]))
+    found = {" ".join(text.split()) for text in found if not text.strip().startswith(("Try: ", "Or: "))}
+    entries = {msgid for _, msgid in read_catalogue("zh help").entries if msgid}
+    assert entries - found == {"Display this message and exit.", "Display application version."}
+    assert found - entries <= {""}
+    assert main(["plan", "--help", "--lang", "zh"]) == 0
+    out = capsys.readouterr().out
+    assert "用法：meshwright plan [选项] [参数]" in out and "每个优化器步的序列数，所有设备合计" in out
 
 
 def test_numbers_carry_their_unit_and_nouns_their_plural() -> None:

@@ -9,14 +9,17 @@ Guarantees: no command file is imported before the command runs.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from keyword import iskeyword
 from pathlib import Path
 
 from cyclopts import App
 
+from meshwright.core.language import choose_language
 from meshwright.core.version import __version__
 
 HELP_TEXT = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
@@ -56,20 +59,35 @@ def is_command(name: str) -> bool:
     return file is not None and file.exists() and _command_line(file) is not None
 
 
+def requested_language(tokens: Sequence[str]) -> str | None:
+    """Returns the value of --lang in `tokens`, None if there is none.
+
+    >>> requested_language(["plan", "--lang=zh"]), requested_language(["plan", "--lang", "en"]), requested_language([])
+    ('zh', 'en', None)
+    """
+    words = [word for token in tokens for word in token.split("=", 1)]
+    return next((word for before, word in pairwise(words) if before == "--lang"), None)
+
+
 def build_application(tokens: Sequence[str]) -> App:
     """Builds the application. It has only the command `tokens[0]` if that is a command, otherwise all commands. No
     command file is imported."""
-    console = None
+    console = formatter = None
     if not tokens or "--help" in tokens or "-h" in tokens:
         from rich.console import Console
 
         console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
+        if choose_language(requested_language(tokens), os.environ) == "zh":
+            from meshwright.cli.help_text import ChineseFormatter
+
+            formatter = ChineseFormatter()
     app = App(
         "meshwright",
         help=HELP_TEXT,
         help_format="plaintext",
         version=__version__,
         console=console,
+        help_formatter=formatter,
         suppress_keyboard_interrupt=False,
     )
     if tokens and is_command(tokens[0]):

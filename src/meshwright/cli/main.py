@@ -12,11 +12,10 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 
 from cyclopts import CycloptsError, UnknownCommandError
 
-from meshwright.cli.application import build_application, command_lines
+from meshwright.cli.application import build_application, command_lines, requested_language
 from meshwright.cli.options import join_negative_values, print_note
 from meshwright.cli.slow_disk import report_slow_disk
 from meshwright.cli.usage_errors import usage_error
@@ -58,16 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _localized_error(line: str, tokens: list[str]) -> str:
     """Returns an error line in the language of --lang or the locale."""
 
-    requested = next(
-        (
-            word
-            for before, word in pairwise(word for token in tokens for word in token.split("=", 1))
-            if before == "--lang"
-        ),
-        None,
-    )
     try:
-        return translate(line, choose_language(requested, os.environ))
+        return translate(line, choose_language(requested_language(tokens), os.environ))
     except InputError:
         return line
 

@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-CATALOGUE_FILES = {"zh": "zh_CN.po"}
-"""The catalogue file of each language except English."""
+CATALOGUE_FILES = {"zh": "zh_CN.po", "zh help": "help_zh_CN.po"}
+"""The catalogue file of each language except English, and that of `--help` in this language."""
 
 
 class PoTranslations(gettext.NullTranslations):
