@@ -8,7 +8,16 @@ from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
-from meshwright.planner.search.trials import MIN_TRIAL_GAIN, Trial, best_trial, next_trial, refit_job, scale_cluster
+from meshwright.planner.search.trials import (
+    MIN_TRIAL_GAIN,
+    Trial,
+    best_trial,
+    is_pathological,
+    largest_expected_gain,
+    next_trial,
+    refit_job,
+    scale_cluster,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -57,6 +66,17 @@ def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
         second.plan.pp,
         second.plan.cp,
     )
+
+
+def test_neighbours_of_a_plan_that_is_far_slower_than_expected_are_tried_last() -> None:
+    """tp8 takes five times as long as expected; of plans with equal estimates, the one next to it is not chosen."""
+    ran = [(Plan(tp=8), 1.0, 5.0), (Plan(dp_replicate=8), 1.3, 1.3)]
+    close, far = Plan(tp=8, micro_batch=2), Plan(pp=2, dp_replicate=4)
+    assert largest_expected_gain([(close, 1.0), (far, 1.0)], ran) == 1
+    slow, plain = (Trial(plan=plan, predicted=expected, measured=seconds) for plan, expected, seconds in ran)
+    assert is_pathological(slow, [slow, plain]) and not is_pathological(plain, [slow, plain])
+    question = job()
+    assert refit_job(question, [slow.but(plan=Plan(dp_replicate=8)), plain]) == refit_job(question, [plain])
 
 
 def test_a_plan_that_could_not_run_is_not_tried_again_and_moves_nothing() -> None:

@@ -46,8 +46,12 @@ def core() -> ValidationReport:
 
 @lru_cache(maxsize=1)
 def every_prediction() -> list[StepPrediction]:
-    found, _ = predict_rows(read_measurements())
-    return [each for part in found.values() for each in part]
+    return [each for part in by_family().values() for each in part]
+
+
+@lru_cache(maxsize=1)
+def by_family() -> dict[str, list[StepPrediction]]:
+    return predict_rows(read_measurements())[0]
 
 
 def now() -> dict[str, float]:
@@ -103,6 +107,14 @@ def test_fewer_than_one_in_a_hundred_plans_that_ran_are_refused() -> None:
 def test_most_plans_that_did_not_fit_are_refused() -> None:
     failed = [each for each in every_prediction() if each.case.row.text("status") in ("oom", "crash_or_oom")]
     assert len(failed) > 500 and sum(each.refused for each in failed) > 0.6 * len(failed)
+
+
+def test_five_trials_by_expected_gain_leave_little_regret_in_most_groups() -> None:
+    groups = [group for part in by_family().values() for group in score._comparable_groups(part)]
+    left = sorted(score._regret_after_trials(group) for group in groups)
+    first = sorted(score._ranking_regrets([each for group in groups for each in group]))
+    assert len(groups) >= 28 and left[len(left) // 2] <= 0.01 and sum(each <= 0.15 for each in left) >= 26
+    assert sum(each > 0.15 for each in first) > 3 * sum(each > 0.15 for each in left)
 
 
 def test_intervals_cover_nine_of_ten_rows_of_families_that_they_have_not_seen() -> None:

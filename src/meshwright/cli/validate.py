@@ -66,7 +66,21 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     """Returns the report as text."""
     from meshwright.report.text import align_columns
 
-    times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst", "chosen"]]
+    times = [
+        [
+            "family",
+            "rows",
+            "time: median",
+            "p90",
+            "signed",
+            "scaling",
+            "rank corr.",
+            "regret",
+            "worst",
+            "5 trials",
+            "chosen",
+        ]
+    ]
     for family in found.families:
         each = family.time
         shown = (
@@ -79,6 +93,7 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
             format_figure(family.correlation),
             format_percent(family.regret),
             format_percent(family.worst_regret),
+            format_percent(family.after_trials),
             format_percent(family.chosen.signed, True) if family.chosen else "-",
         ]
         times.append([family.name, str(each.rows if each else 0), *shown, *others])

@@ -5,9 +5,16 @@
   measured)^2 over the trials, plus RIDGE_WEIGHT log(factor)^2 for each factor. Because of the second term, a factor
   stays near 1 if the step times do not depend on this factor.
 - Next trial: the first trial is the best plan. The second trial is the best plan whose degrees differ from those of the
-  first, because its time depends in other proportions on devices and links. Each further trial is the best plan without
-  a trial, ranked on the refitted cluster. Trials continue as long as the predicted gain over the best measured plan is
-  at least MIN_TRIAL_GAIN.
+  first, because its time depends in other proportions on devices and links. Each further trial is the plan with the
+  largest expected gain over the best measured plan. Trials end if no expected gain is at least MIN_TRIAL_GAIN and the
+  estimates of all trials were right to RELIABLE_ERROR.
+- Expected gain: let e be log(measured / predicted) of a plan. Plans with similar degrees have similar e, so a plan that
+  is many times slower than its estimate makes its neighbours less likely, too. e is a Gaussian process with the mean 0,
+  the size of the errors so far (at least MIN_ERROR), and the correlation exp(-d^2 / 2). d^2 is the sum of the squared
+  differences of log2 of tp, pp, dp, cp and the micro-batch size, and of the ZeRO stage. The expected gain is the mean
+  of max(0, log(best measured) - log(step)) (Jones, Schonlau, Welch, Efficient Global Optimization, 1998, section 4.1).
+- A trial that takes more than PATHOLOGY_FACTOR times as long as its estimate, relative to the trial with the smallest
+  such ratio, does not count for the refit: no speed of devices and links explains it.
 
 The refitted cluster is an ordinary `Cluster`. The search runs on this cluster, and the cluster is saved for the next
 job.
@@ -17,8 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import log
+from math import erf, log, log2, pi, sqrt
 
+import numpy as np
 from pydantic import Field
 
 from meshwright.core.codec import StrictModel, TranslatableText
@@ -30,7 +38,14 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 MIN_TRIAL_GAIN = 0.01
-"""Minimum predicted gain for a further trial, as a fraction of the best measured step time."""
+"""Minimum expected gain for a further trial, as a fraction of the best measured step time."""
+
+RELIABLE_ERROR, MIN_ERROR, MEASUREMENT_NOISE = 0.1, 0.02, 0.02
+"""Sizes of log(measured / predicted): up to which estimates count as right, the least that is assumed for plans without
+a trial, and the noise of a measurement."""
+
+PATHOLOGY_FACTOR = 2.0
+"""How many times as long as expected a step may take if only the speed of devices and links is unknown."""
 
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
@@ -65,13 +80,40 @@ def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, floa
     entries = [
         entry for entry in search_plans(again, MAX_TRIAL_CANDIDATES, runnable=True).plans if entry.plan not in tried
     ]
-    measured = [trial.measured for trial in trials if trial.measured]
+    measured = [trial for trial in trials if trial.measured]
     if trials and len(measured) == 1:
-        degrees = {_plan_degrees(trial.plan) for trial in trials}
-        entries = [entry for entry in entries if _plan_degrees(entry.plan) not in degrees] or entries
-    elif measured:
-        entries = [entry for entry in entries if entry.estimate.time.step < (1.0 - MIN_TRIAL_GAIN) * min(measured)]
+        degrees = {plan_degrees(trial.plan) for trial in trials}
+        entries = [entry for entry in entries if plan_degrees(entry.plan) not in degrees] or entries
+    elif measured and entries:
+        ran = [(trial.plan, estimate(again, trial.plan).time.step, trial.measured or 0.0) for trial in measured]
+        at = largest_expected_gain([(entry.plan, entry.estimate.time.step) for entry in entries], ran)
+        return None if at is None else (entries[at].plan, entries[at].estimate.time.step)
     return (entries[0].plan, entries[0].estimate.time.step) if entries else None
+
+
+def largest_expected_gain(
+    candidates: Sequence[tuple[Plan, float]], ran: Sequence[tuple[Plan, float, float]]
+) -> int | None:
+    """Returns the index of the candidate with the largest expected gain, or None if trials should end. A candidate is
+    (plan, predicted seconds of a step), an item of `ran` (plan, predicted seconds, measured seconds)."""
+    errors = np.array([log(measured / predicted) for _, predicted, measured in ran])
+    size = max(float(np.sqrt(np.mean(errors**2))), MIN_ERROR)
+    tried, new = (np.array([_plan_position(plan) for plan, *_ in rows]) for rows in (ran, candidates))
+    between = lambda left, right: size**2 * np.exp(-((left[:, None] - right[None]) ** 2).sum(axis=2) / 2.0)
+    known = between(tried, tried) + MEASUREMENT_NOISE**2 * np.eye(len(tried))
+    weights = np.linalg.solve(known, between(tried, new)).T
+    mean = np.log([predicted for _, predicted in candidates]) + weights @ errors
+    spread = np.sqrt(np.maximum(size**2 - (weights * between(new, tried)).sum(axis=1), 1e-12))
+    ahead = log(min(measured for *_, measured in ran)) - mean
+    below = np.array([0.5 * (1.0 + erf(each / sqrt(2.0))) for each in ahead / spread])
+    gains = ahead * below + spread * np.exp(-((ahead / spread) ** 2) / 2.0) / sqrt(2.0 * pi)
+    best = int(gains.argmax())
+    return None if gains[best] < MIN_TRIAL_GAIN and np.abs(errors).max() <= RELIABLE_ERROR else best
+
+
+def _plan_position(plan: Plan) -> tuple[float, ...]:
+    degrees = (plan.tp, plan.pp, plan.dp, plan.cp, plan.micro_batch)
+    return (*map(log2, degrees), float(plan.zero))
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:
@@ -80,9 +122,18 @@ def best_trial(trials: Sequence[Trial]) -> Trial | None:
     return min(ran, key=lambda trial: trial.measured or 0.0, default=None)
 
 
+def is_pathological(trial: Trial, trials: Sequence[Trial]) -> bool:
+    """Returns whether `trial` took more than PATHOLOGY_FACTOR times as long as its estimate and the other trials let
+    expect."""
+    ratios = [each.measured / each.predicted for each in trials if each.measured and each.predicted]
+    return bool(
+        trial.measured and trial.predicted and trial.measured / trial.predicted > PATHOLOGY_FACTOR * min(ratios)
+    )
+
+
 def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
     """Returns `job` on the refitted cluster, whose estimates are nearest to the measured times of `trials`."""
-    ran = [trial for trial in trials if trial.measured]
+    ran = [trial for trial in trials if trial.measured and not is_pathological(trial, trials)]
     compute = links = 1.0
     for _ in range(REFIT_ROUNDS if ran else 0):
         parts = [(_step_parts(job, trial.plan, compute, links), trial.measured or 1.0) for trial in ran]
@@ -154,5 +205,6 @@ def scale_cluster(cluster: Cluster, compute: float, links: float) -> Cluster:
     return cluster.but(groups=tuple(map(group, cluster.groups)), network=link(cluster.network))
 
 
-def _plan_degrees(plan: Plan) -> tuple[int, ...]:
+def plan_degrees(plan: Plan) -> tuple[int, ...]:
+    """Returns the degrees of parallelism of a plan."""
     return plan.dp, plan.tp, plan.pp, plan.cp, plan.ep

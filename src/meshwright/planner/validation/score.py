@@ -50,6 +50,7 @@ from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.cluster_parser import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
+from meshwright.planner.search.trials import largest_expected_gain, plan_degrees
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus
@@ -121,6 +122,9 @@ def predict_case(case: BenchmarkCase) -> StepPrediction | str:
     )
 
 
+TRIALS = 5
+"""Number of trials after which the regret is scored."""
+
 MIN_GROUP_PLANS = 5
 """Minimum number of plans of a group. The ranking of fewer plans is not meaningful."""
 
@@ -137,7 +141,8 @@ class RelativeErrors(NamedTuple):
 
 class FamilyScore(NamedTuple):
     """The scores of one family. A score is None if too few rows have the needed values. `groups` is the number of
-    groups with at least MIN_GROUP_PLANS plans. `chosen` is the errors of the plan that the planner would rank first in
+    groups with at least MIN_GROUP_PLANS plans. `after_trials` is the largest regret of a group after TRIALS trials of
+    `plan --trials`. `chosen` is the errors of the plan that the planner would rank first in
     each group: the best of many estimates is more often too low than too high."""
 
     name: str
@@ -148,6 +153,7 @@ class FamilyScore(NamedTuple):
     regret: float | None
     worst_regret: float | None
     groups: int
+    after_trials: float | None
     chosen: RelativeErrors | None
 
 
@@ -237,6 +243,7 @@ def _family_score(name: str, found: Sequence[StepPrediction]) -> FamilyScore:
         float(np.median(regrets)) if regrets else None,
         max(regrets, default=None),
         len(regrets),
+        max((_regret_after_trials(group) for group in _comparable_groups(found)), default=None),
         relative_errors([each.seconds / (each.case.seconds or 1.0) - 1.0 for each in picked]) if picked else None,
     )
 
@@ -296,6 +303,23 @@ def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
         (_ranked_first(group).case.seconds or 0.0) / min(each.case.seconds or 0.0 for each in group) - 1.0
         for group in _comparable_groups(found)
     ]
+
+
+def _regret_after_trials(group: Sequence[StepPrediction]) -> float:
+    """Returns the regret of the fastest of TRIALS plans of a group, which `plan --trials` would try one after another.
+    The measured times of the group are the results of the trials. The cluster is not refitted."""
+    tried: list[StepPrediction] = []
+    rest = sorted(group, key=_planner_key)
+    while rest and len(tried) < TRIALS:
+        ran = [(each.plan, each.seconds, each.case.seconds or 0.0) for each in tried]
+        at = largest_expected_gain([(each.plan, each.seconds) for each in rest], ran) if len(tried) > 1 else 0
+        if len(tried) == 1:
+            first = plan_degrees(tried[0].plan)
+            at = next((index for index, each in enumerate(rest) if plan_degrees(each.plan) != first), 0)
+        if at is None:
+            break
+        tried.append(rest.pop(at))
+    return min(each.case.seconds or 0.0 for each in tried) / min(each.case.seconds or 0.0 for each in group) - 1.0
 
 
 def _ranked_first(group: Sequence[StepPrediction]) -> StepPrediction:
