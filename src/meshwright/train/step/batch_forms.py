@@ -21,8 +21,8 @@ from meshwright.train.step.inputs import LocalBatch
 
 
 def named_batch(model: nn.Module, batch: Any) -> Batch | LocalBatch:
-    """Returns `batch` as a dict by the parameter names of the forward of `model`. A dict and a `LocalBatch` are
-    returned unchanged.
+    """Returns `batch` as a dict by the parameter names of the forward of `model`. A dict, a `LocalBatch` and what is
+    none of the forms above are returned unchanged.
 
     Raises: InputError if a tuple or list has other than as many values as forward requires, or one more.
     """
@@ -36,8 +36,8 @@ def named_batch(model: nn.Module, batch: Any) -> Batch | LocalBatch:
         return dict(batch._asdict())
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
-    if not isinstance(batch, tuple | list):
-        return batch  # type: ignore[no-any-return]
+    if not isinstance(batch, tuple | list) or not all(isinstance(value, torch.Tensor) for value in batch):
+        return batch  # type: ignore[return-value]
     required = [
         name
         for name, each in inspect.signature(model.forward).parameters.items()
