@@ -270,13 +270,14 @@ def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(
     asked: list[str], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = called(capsys, "plan", *asked, "--top", "1", "--runnable")
-    question, table, why, *trust, tally = out.strip().split("\n\n")
+    question, table, why, *trust, tally, usage = out.strip().split("\n\n")
     assert (
         question.startswith(f"model    {model}") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
     )
     assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
     assert "plans considered" in tally and "does not fit" in tally
     assert not trust or "nearest published runs" in trust[0]
+    assert usage.startswith("speed-up") and "are duplicates" in usage.replace("\n    ", " ")
 
 
 def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,11 @@ def clusters() -> dict[str, CatalogEntry]:
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "clusters.json")}
 
 
+def prices() -> dict[str, CatalogEntry]:
+    """Returns published rents by device, in money per device hour, each with its date and source."""
+    return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "prices.json")}
+
+
 def failures() -> dict[str, CatalogEntry]:
     """Returns published failure rates of large training clusters, in failures per device and hour."""
     return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "failures.json")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -41,10 +42,8 @@ class RankingOptions:
 
     pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=4")] = None
     objective: Annotated[
-        Literal["fastest", "fewest", "cheapest", "headroom"],
-        Parameter(
-            help="minimize step time, number of devices, cost (needs prices in the cluster file), or device memory"
-        ),
+        Literal["fastest", "fewest", "cheapest", "energy", "headroom"],
+        Parameter(help="minimize step time, number of devices, price, energy of the devices, or device memory"),
     ] = "fastest"
     runnable: Annotated[
         bool, Parameter(negative="", help="rank only plans that this version can run; some plans are plan-only")
@@ -57,6 +56,23 @@ class RankingOptions:
         int,
         count_option("run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
     ] = 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunLengthOptions:
+    """The length of the run, its price and its end."""
+
+    tokens: Annotated[
+        str | None, Parameter(help="tokens of the whole run, such as 1T: prints days, device-hours, money and energy")
+    ] = None
+    price: Annotated[
+        float | None, Parameter(help="money per device hour; default: of the cluster file, else of the catalog")
+    ] = None
+    by: Annotated[
+        str | None,
+        Parameter(help="with --tokens: the day by which the run must end, such as 2027-03-01, on the fewest devices"),
+    ] = None
 
 
 @Parameter(name="*")
@@ -124,6 +140,7 @@ def plan(
     shared: JobOptions = JobOptions(),  # noqa: B008
     wanted: RankingOptions = RankingOptions(),
     shown: OutputOptions = OutputOptions(),
+    length: RunLengthOptions = RunLengthOptions(),
     other: SystemOptions = SystemOptions(),
     json: AsJson = False,
 ) -> int:
@@ -138,16 +155,19 @@ def plan(
     if other.system is not None or other.config:
         return _plan_for_system(job, shared, wanted.pin, other, language, json)
     file = read_job_file(job, shared)
-    if (found := _search(file, wanted, shown.top, language)) is None:
+    if (found := _search(file, wanted, shown.top, language, length)) is None:
         return 0
     question, answer = found
     announce_defaults(file, question.workload, language)
     if shown.why_not is not None:
         _explain_rejection(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
-        print_json(_answer_data(question, answer, wanted.runnable, language, shown))
+        print_json(
+            _answer_data(question, answer, wanted.runnable, language, shown) | _cost_data(question, answer, length)
+        )
     else:
         _print_answer(question, answer, wanted.runnable, language, shown)
+        _print_cost(question, answer, length, language)
     if shown.save is not None:
         write_atomically(shown.save, answer.plans[0].plan.to_json() + "\n")
         print_note(
@@ -211,7 +231,47 @@ def _plan_for_system(
     return 0
 
 
-def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) -> tuple[Job, SearchResult] | None:
+def _print_cost(question: Job, answer: SearchResult, length: RunLengthOptions, language: str) -> None:
+    """Prints what the run costs under the chosen plan, and how well the devices are used."""
+    from meshwright.planner.search.run_cost import parse_token_count, run_cost, run_cost_messages, usage_message
+    from meshwright.report.plans import messages_text
+
+    cost = run_cost(question, answer.chosen, parse_token_count(length.tokens or "1B"))
+    said = (
+        run_cost_messages(question, cost, length.price is not None)
+        if length.tokens
+        else [usage_message(question, cost)]
+    )
+    print_output("\n" + messages_text(said, language))
+
+
+def _cost_data(question: Job, answer: SearchResult, length: RunLengthOptions) -> dict[str, Any]:
+    """Returns the cost of the run as JSON data, or nothing without --tokens."""
+    from meshwright.planner.search.run_cost import parse_token_count, run_cost
+
+    if length.tokens is None:
+        return {}
+    return {"run": run_cost(question, answer.chosen, parse_token_count(length.tokens)).model_dump(mode="json")}
+
+
+def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOptions) -> tuple[Job, str, float]:
+    """Returns the job with prices, the objective, and the longest step in seconds that ends the run in time."""
+    from meshwright.core.errors import InputError
+    from meshwright.planner.search.run_cost import parse_token_count, seconds_until, with_prices
+
+    question = question.but(cluster=with_prices(question.cluster, length.price))
+    if length.by is None:
+        return question, wanted.objective, float("inf")
+    if length.tokens is None:
+        raise InputError(Message("--by {date} needs --tokens", date=length.by))
+    steps = parse_token_count(length.tokens) / question.workload.tokens
+    left = seconds_until(length.by, datetime.now(UTC))
+    return question, "fewest" if wanted.objective == "fastest" else wanted.objective, left / max(steps, 1.0)
+
+
+def _search(
+    file: JobFile, wanted: RankingOptions, count: int, language: str, length: RunLengthOptions
+) -> tuple[Job, SearchResult] | None:
     """Returns the job and its `count` best plans. Returns None on a rank other than 0, which only takes part in
     trials."""
     from meshwright.cli.trials import job_from_trials, with_fastest_first
@@ -224,12 +284,13 @@ def _search(file: JobFile, wanted: RankingOptions, count: int, language: str) ->
     question = question.but(trust=wanted.trust)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
+    question, objective, longest = _with_run_length(question, wanted, length)
     found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
     if found is None:
         return None
     question, best = found
     runnable = wanted.runnable or best is not None
-    answer = search_plans(question, count, SearchObjective(wanted.objective), runnable)
+    answer = search_plans(question, count, SearchObjective(objective), runnable, longest)
     answer = with_fastest_first(question, answer, best) if best is not None else answer
     return with_used_devices(question, answer), answer
 
@@ -242,7 +303,7 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
         raise InputError(Message("--top {top} must be at least 1", top=shown.top))
     check_output_path("--save", shown.save)
     check_output_path("--page", shown.page)
-    if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
+    if shown.page is not None and wanted.objective in ("fewest", "cheapest", "energy"):
         raise InputError(
             Message(
                 "--page ranks plans on all devices, --objective {objective} also on fewer; leave one out: the page "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from meshwright.cli.options import AsJson, print_json, print_output
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
-    from meshwright.planner.validation.score import RelativeErrors, ValidationReport
+    from meshwright.planner.validation.score import FamilyScore, RelativeErrors, ValidationReport
 
 
 def validate(
@@ -66,37 +67,7 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     """Returns the report as text."""
     from meshwright.report.text import align_columns
 
-    times = [
-        [
-            "family",
-            "rows",
-            "time: median",
-            "p90",
-            "signed",
-            "scaling",
-            "rank corr.",
-            "regret",
-            "worst",
-            "5 trials",
-            "chosen",
-        ]
-    ]
-    for family in found.families:
-        each = family.time
-        shown = (
-            [format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)]
-            if each
-            else ["-"] * 3
-        )
-        others = [
-            format_percent(family.scaling),
-            format_figure(family.correlation),
-            format_percent(family.regret),
-            format_percent(family.worst_regret),
-            format_percent(family.after_trials),
-            format_percent(family.chosen.signed, True) if family.chosen else "-",
-        ]
-        times.append([family.name, str(each.rows if each else 0), *shown, *others])
+    times = _family_rows(found.families)
     memory = [["memory", "meter", "rows", "median", "p90", "signed", "refused"]]
     for one in found.memory:
         error = one.errors
@@ -129,6 +100,43 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     left = sum(count for _, _, count in found.left)
     parts.append(f"{left} rows are not predicted; --json says why")
     return "\n".join(parts)
+
+
+FAMILY_COLUMNS = [
+    "family",
+    "rows",
+    "time: median",
+    "p90",
+    "signed",
+    "scaling",
+    "rank corr.",
+    "regret",
+    "worst",
+    "5 trials",
+    "chosen",
+]
+
+
+def _family_rows(families: Sequence[FamilyScore]) -> list[list[str]]:
+    """Returns the rows of the table of families, the heading first."""
+    times = [FAMILY_COLUMNS]
+    for family in families:
+        each = family.time
+        shown = (
+            [format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)]
+            if each
+            else ["-"] * 3
+        )
+        others = [
+            format_percent(family.scaling),
+            format_figure(family.correlation),
+            format_percent(family.regret),
+            format_percent(family.worst_regret),
+            format_percent(family.after_trials),
+            format_percent(family.chosen.signed, True) if family.chosen else "-",
+        ]
+        times.append([family.name, str(each.rows if each else 0), *shown, *others])
+    return times
 
 
 def coverage_lines(coverage: dict[str, dict[str, float]]) -> list[str]:

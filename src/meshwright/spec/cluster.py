@@ -70,7 +70,8 @@ class Device(StrictModel):
             "fraction of a processor that a CPU rank gets while all ranks compute; alone, it is 1/share times as fast"
         ),
     )
-    price: float | None = Field(default=None, ge=0, description="price per device hour")
+    price: float | None = Field(default=None, gt=0, description="price per device hour")
+    power_watts: float = Field(default=0.0, ge=0, description="power limit of the device in watts; 0: unknown")
     source: str = ""
 
 

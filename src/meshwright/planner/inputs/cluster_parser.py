@@ -43,6 +43,7 @@ _PORTS_PATTERN = re.compile(r"([0-9]{1,9})x(.+)")
 _DEFAULT_LATENCY = "6 us"
 DEVICE_FIELDS = (
     "name",
+    "power_watts",
     "memory",
     "bandwidth",
     "peak",

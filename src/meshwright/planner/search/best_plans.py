@@ -47,6 +47,8 @@ class SearchObjective(StrEnum):
     """The fewest devices on which a plan fits (whole nodes in a cluster of several nodes); then the shortest step."""
     cheapest = "cheapest"
     """The lowest price of a step, on any number of nodes."""
+    energy = "energy"
+    """The least energy of the devices in a step, on any number of nodes."""
     headroom = "headroom"
     """The lowest memory on the rank with the highest peak, without offload."""
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
@@ -44,6 +44,7 @@ from meshwright.planner.search.best_plans import (
 from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
 from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
 from meshwright.planner.search.infeasible import infeasibility_error
+from meshwright.planner.search.run_cost import with_power_as_price
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import is_supported
 from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
@@ -99,17 +100,25 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def search_plans(
-    job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
+    job: Job,
+    top: int = 10,
+    objective: SearchObjective = SearchObjective.fastest,
+    runnable: bool = False,
+    longest: float = float("inf"),
 ) -> SearchResult:
     """Returns the `top` best plans of `job` that fit. `runnable`: whether to return only plans that this version can
-    run.
+    run. Plans whose step takes longer than `longest` seconds are left out.
 
     Raises: NothingFits if no plan fits; the message names the nearest plan and changes with which a plan would fit.
     InputError if no plan is legal, or if the objective is `cheapest` and a device has no price.
     """
     began = time.perf_counter()
-    found = search_cluster_sizes(job, top, objective, runnable)
+    if objective == SearchObjective.energy:
+        job, objective = job.but(cluster=with_power_as_price(job.cluster)), SearchObjective.cheapest
+    found = search_cluster_sizes(job, top, objective, runnable, longest)
     entries, families = rank_plans(job, found, top, objective, runnable)
+    if not entries and np.isfinite(longest):
+        raise _too_slow_error(job, runnable, longest)
     if not entries:
         raise infeasibility_error(found)
     return SearchResult(
@@ -122,6 +131,22 @@ def search_plans(
         ),
         seconds=time.perf_counter() - began,
         devices=found.space.job.cluster.devices,
+    )
+
+
+def _too_slow_error(job: Job, runnable: bool, longest: float) -> NothingFits:
+    """Returns the error if no plan has a step of at most `longest` seconds. Raises the error of a search without this
+    limit if no plan fits at all."""
+    fastest = search_plans(job, 1, SearchObjective.fastest, runnable).chosen
+    return NothingFits(
+        Message(
+            "no plan is fast enough: the step may take {longest:seconds}, and the fastest plan ({plan}) takes "
+            "{seconds:seconds} on {devices:count device}",
+            longest=longest,
+            plan=fastest.name,
+            seconds=fastest.estimate.time.step,
+            devices=job.cluster.devices,
+        )
     )
 
 
@@ -149,26 +174,30 @@ def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, Ra
     return candidate.score * gain, RankedPlan(plan=plan, estimate=estimate)
 
 
-def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """Returns the search on the cluster size that is best for the objective. With `fewest`, sizes are searched in
+def search_cluster_sizes(
+    job: Job, top: int, objective: SearchObjective, runnable: bool, longest: float = float("inf")
+) -> PlanSearch:
+    """Returns the search on the cluster size that is best for the objective, among plans whose score is at most
+    `longest` seconds. With `fewest`, sizes are searched in
     ascending order until a plan fits. With `cheapest`, all sizes are searched. With other objectives, only the whole
     cluster is searched. If no plan fits on any size, the result is the search on the whole cluster. Raises InputError
     if the objective is `cheapest` and a device has no price."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
-        return search_top_plans(job, top, objective, runnable)
+        limited = objective == SearchObjective.fastest
+        return search_top_plans(job, top, objective, runnable, longest if limited else float("inf"))
     chosen, lowest = None, float("inf")
     for cluster in smaller_clusters(job.cluster):
         price = cluster.price
         if objective == SearchObjective.cheapest and price is None:
             raise InputError(
                 Message(
-                    "the cheapest plan needs a price: give each device of the cluster file a price, in money per "
-                    "device hour"
+                    "the cheapest plan needs a price: add --price, or give each device of the cluster file a price, "
+                    "in money per device hour"
                 )
             )
         try:
             found = search_top_plans(
-                job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
+                job.but(cluster=cluster), top, objective, runnable, ceiling=min(lowest / (price or 1.0), longest)
             )
         # The pinned degrees do not divide this number of devices. The error is raised only if no plan exists on any
         # cluster size.
@@ -181,7 +210,7 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
         money = found.ranking.best[0].score * (price or 0.0)
         if money < lowest:
             chosen, lowest = found, money
-    return chosen or search_top_plans(job, top, objective, runnable)
+    return chosen or search_top_plans(job, top, objective, runnable, longest)
 
 
 def with_used_devices(job: Job, answer: SearchResult) -> Job:
