@@ -30,7 +30,7 @@ from meshwright.planner.validation.score import (
     relative_errors,
     validation_report,
 )
-from meshwright.planner.validation.tables import MeasurementRow, read_measurements
+from meshwright.planner.validation.tables import MeasurementRow, read_famous_runs, read_measurements
 from meshwright.planner.validation.tables import read_collectives as collective_rows
 
 FROZEN = Path(__file__).parent / "golden" / "validation.json"
@@ -107,6 +107,16 @@ def test_fewer_than_one_in_a_hundred_plans_that_ran_are_refused() -> None:
 def test_most_plans_that_did_not_fit_are_refused() -> None:
     failed = [each for each in every_prediction() if each.case.row.text("status") in ("oom", "crash_or_oom")]
     assert len(failed) > 500 and sum(each.refused for each in failed) > 0.6 * len(failed)
+
+
+def test_famous_runs_are_predicted_and_most_of_them_within_20_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--famous", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert len(runs) == len(read_famous_runs()) == 13 and all(run["source"] and run["notes"] for run in runs)
+    assert sum(abs(run["error"]) <= 0.2 for run in runs) >= 10 and all(abs(run["error"]) < 0.4 for run in runs)
+    assert sum(run["inside"] for run in runs) >= 11
+    assert main(["validate", "--famous"]) == 0
+    assert "DeepSeek-V3, 2048 H800" in capsys.readouterr().out
 
 
 def test_five_trials_by_expected_gain_leave_little_regret_in_most_groups() -> None:

@@ -21,6 +21,9 @@ def validate(
     table: Annotated[
         Path | None, Parameter(help="another table of measurements: a CSV file with the columns of the built-in table")
     ] = None,
+    famous: Annotated[
+        bool, Parameter(negative="", help="predict each famous run beside its published step time")
+    ] = False,
     json: AsJson = False,
 ) -> int:
     """Score predicted times and memory on published training runs, family by family.
@@ -32,6 +35,8 @@ def validate(
     from meshwright.planner.validation.score import predict_rows, score_collectives, validation_report
     from meshwright.planner.validation.tables import read_collectives, read_measurements
 
+    if famous:
+        return _print_famous_runs(json)
     rows = [row for row in read_measurements(table) if family.lower() in row.text("family").lower()]
     if not rows:
         raise InputError(
@@ -100,6 +105,33 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     left = sum(count for _, _, count in found.left)
     parts.append(f"{left} rows are not predicted; --json says why")
     return "\n".join(parts)
+
+
+def _print_famous_runs(as_json: bool) -> int:
+    """Prints the predicted and the published step time of each famous run, and the interval of the prediction."""
+    from meshwright.planner.validation.score import predict_rows
+    from meshwright.planner.validation.tables import read_famous_runs
+    from meshwright.report.plans import wrap_plan_names
+    from meshwright.report.text import align_columns
+
+    found, _ = predict_rows(read_famous_runs())
+    runs, data = [["run", "plan", "predicted", "published", "error", "in interval", "source"]], []
+    for each in (one for part in found.values() for one in part):
+        published, row, interval = each.case.seconds or 0.0, each.case.row, each.estimate.step_interval
+        assert interval is not None
+        error, inside = each.seconds / published - 1.0, interval.low <= published <= interval.high
+        name = f"{row.text('model')}, {row.text('gpus')} {row.text('gpu')}"
+        source = row.text("source_ref")
+        runs.append([name, each.plan.name, f"{each.seconds:.1f} s", f"{published:.1f} s", format_percent(error, True)])
+        runs[-1] += ["yes" if inside else "no", source.split(";")[0]]
+        data.append({"run": row.text("row_id"), "plan": each.plan.name, "predicted": each.seconds})
+        data[-1] |= {"published": published, "error": error, "inside": inside, "source": source}
+        data[-1] |= {"notes": row.text("notes")}
+    if as_json:
+        print_json({"runs": data})
+    else:
+        print_output(align_columns(wrap_plan_names(runs, at=1)))
+    return 0
 
 
 FAMILY_COLUMNS = [

@@ -65,6 +65,8 @@ class RuntimeModel(NamedTuple):
     node_copies: bool = False
     """Whether the dispatch to experts sends a token once to each node that has some of its experts, and distributes it
     there over the links inside the node. Otherwise each expert gets its own copy over the network."""
+    dispatch_hidden: float = 0.0
+    """Fraction of the dispatch to experts that overlaps with the compute of another micro-batch."""
     gathered: bool = False
     """Whether sequence parallelism saves the gathered input for backward. Otherwise backward gathers it a second
     time."""

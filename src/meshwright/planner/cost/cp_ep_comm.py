@@ -110,10 +110,11 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
     if box.layout.ep == 1:
         return found
     size, group = setting.recipe.size / box.tp, (setting.fabric, box.layout.ep, expert_stride(box))
+    exposed = 2.0 * (1.0 - setting.practice.dispatch_hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
     for at, entry in enumerate(setting.entries):
         if entry.layer.routed and not entry.copy:
             sent = tokens * (entry.layer.routed * size)
-            found[at] = 2.0 * (
+            found[at] = exposed * (
                 dispatch_seconds(*group, sent, entry.layer.routed / setting.job.model.hidden)
                 if setting.practice.node_copies
                 else all_to_all_seconds(*group, sent)

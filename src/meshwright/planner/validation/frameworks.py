@@ -293,6 +293,14 @@ FRAMEWORKS = (
         FrameworkKernels(),
     ),
     Framework(
+        "HAI-LLM",
+        r"HAI-LLM",
+        "DeepSeek-V3 (arXiv 2412.19437), sections 3.2 and 3.3: ZeRO-1, one copy of a token per node, all-to-all of "
+        "experts hidden behind the compute of the opposite micro-batch (DualPipe), norms and up-projections recomputed",
+        RuntimeModel(attention=CUDNN_ATTENTION_SPEEDUP, node_copies=True, dispatch_hidden=1.0, gather_hidden=True),
+        FrameworkKernels(),
+    ),
+    Framework(
         "torchtune",
         r"torchtune",
         "torchtune README: pure bf16, weights, gradients and states; eager modules of torch",

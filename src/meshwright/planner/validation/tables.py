@@ -1,8 +1,9 @@
 """Reads the tables of published measurements in the package, and users' tables with the same columns, for `meshwright
 validate`.
 
-`measurements.csv.gz` has the published times and memory of training steps, each with its source. `collectives.csv.gz`
-has published times of collectives by message size. An empty cell means that the source does not state the value.
+`measurements.csv.gz` has the published times and memory of training steps, each with its source. `famous.csv` has
+famous runs. `collectives.csv.gz` has published times of collectives by message size. An empty cell means that the
+source does not state the value.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
     """Returns the rows of the table at `path`, by default the measurements of the package. Raises InputError if the
     file cannot be read."""
     return list(_read_rows(path or _TABLES_FOLDER / "measurements.csv.gz"))
+
+
+def read_famous_runs() -> list[MeasurementRow]:
+    """Returns the rows of the package's table of famous runs. Their layouts and results are published, but they are not
+    among the measurements that the errors and intervals of the cost model come from."""
+    return list(_read_rows(_TABLES_FOLDER / "famous.csv"))
 
 
 def read_collectives() -> list[MeasurementRow]:
