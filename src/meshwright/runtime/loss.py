@@ -75,13 +75,9 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
-    """Returns the number of labels that `sum_cross_entropy` sums over.
-
-    >>> count_valid_labels(torch.tensor([[5, -100, 3]]), True), count_valid_labels(torch.tensor([[5, -100, 3]]), False)
-    (1, 2)
-    """
-    return int((labels[..., 1:] if shift else labels).ne(IGNORE_INDEX).sum())
+def count_valid_labels(labels: torch.Tensor, shift: bool) -> torch.Tensor:
+    """Returns the number of labels that `sum_cross_entropy` sums over, as a scalar on the device of the labels."""
+    return (labels[..., 1:] if shift else labels).ne(IGNORE_INDEX).sum()
 
 
 class _SumCrossEntropy(torch.autograd.Function):
@@ -383,6 +379,10 @@ class LossHead:
         return bind_inputs(self.model, found)
 
     def count(self, batch: Batch) -> int:
+        """Returns `count_on_device` as a number. The host waits for the device of the labels."""
+        return int(self.count_on_device(batch))
+
+    def count_on_device(self, batch: Batch) -> torch.Tensor | int:
         """Returns the number of valid labels in `batch`. With a user-defined loss, or if `batch` has no labels, returns
         its number of rows (0 for a `ZeroWeightBatch`)."""
         if self.loss is None and "labels" in batch:

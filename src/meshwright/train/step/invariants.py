@@ -127,15 +127,18 @@ class StepInvariants:
         """
         engine, plan = state.engine, state.plan
         same = plan.pp * plan.tp * plan.cp
-        counted = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
+        counted = (
+            math.nan if _has_weightless_batch(batches) else sum(map(engine.objective.count_on_device, batches)) / same
+        )
         stages = len(plan.stages_of(state.mesh.coords.pp))
         surplus = engine.run.passes - engine.preflight.began - len(batches) * stages
         self._outside = self.guards.outside(engine, batches, self.prover.sizes)
         written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
         paths = self._mixtures.sums(state, batches)
         flags = (bool(self._outside.trained), self._outside.is_any or self._mixtures.is_new, written)
-        found = torch.tensor([counted, surplus, 0, 0, *flags, *paths], dtype=torch.float64)
+        found = torch.tensor([0, surplus, 0, 0, *flags, *paths], dtype=torch.float64)
         found = found.to(state.mesh.device)
+        found[0] = counted
         self._mine = _replica_checksums(state, labels, self._elements)
         found[2:4] = self._mine[:, 0]
         return found

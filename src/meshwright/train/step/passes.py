@@ -96,13 +96,16 @@ class StepPasses:
             own_sums = self.invariants.sums(state, batches, every)
         sums = torch.cat([torch.stack([total / plan.tp, balanced]), squares, pairs, engine.zero.seen_grads(), own_sums])
         all_reduce(sums, mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(engine.zero.unused), len(own_sums)])
-        engine.zero.sync_unused(came.tolist())
-        loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
+        values = sums.tolist()  # the only place of a step where the host waits for the device
+        losses = 2 + len(squares)
+        loads = losses + len(pairs)
+        unused = loads + 1 + len(engine.zero.unused)
+        engine.zero.sync_unused(values[loads:unused])
+        loss, balanced_by, *each = values[:losses]
         self.balance_loss = None if balance is None else balanced_by / max(every, 1)
-        self.loads, self.dropped = expert_loads(sums[2 + len(squares) :], engine.anatomy)
+        self.loads, self.dropped = expert_loads(torch.tensor(values[losses:loads], dtype=torch.float64), engine.anatomy)
         if self.invariants is not None:
-            self.invariants.check(state, seen.tolist(), (loss, sum(each), every), batches, batch)
+            self.invariants.check(state, values[unused:], (loss, sum(each), every), batches, batch)
         return loss / max(every, 1), every, each
 
     def split(self, state: TrainState, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:

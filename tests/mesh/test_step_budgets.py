@@ -1,0 +1,116 @@
+"""Budgets of a training step on a device with streams: how often the host waits for a value of the device, and how many
+kernels a block launches. The device is played on the CPU (recording_backend.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from equality import make_batch, make_optimizer
+from recording_backend import recording_device
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.models.registry import build_reference_model
+from meshwright.train.trainer import Trainer, parallelize
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "expand", "slice", "split", "detach", "alias", "as_strided", "unsqueeze",
+    "squeeze", "select", "permute", "unbind", "_reshape_alias", "empty", "empty_like", "empty_strided", "new_empty",
+    "lift_fresh", "narrow", "chunk", "split_with_sizes", "is_same_size", "set_", "resize_", "new_empty_strided",
+}  # fmt: skip
+
+
+@contextmanager
+def host_reads(found: Counter[str]) -> Iterator[None]:
+    """Counts by place where Python code reads values of tensors: on a device, each read waits for it."""
+    before = {name: getattr(torch.Tensor, name) for name in READS}
+    depth = [0]
+
+    def counted(name: str) -> Any:
+        def read(tensor: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+            if not depth[0]:
+                frame = sys._getframe(1)
+                found[f"{frame.f_code.co_filename.rpartition('/meshwright/')[2]}:{frame.f_code.co_name}"] += 1
+            depth[0] += 1
+            try:
+                return before[name](tensor, *arguments, **more)
+            finally:
+                depth[0] -= 1
+
+        return read
+
+    try:
+        for name in READS:
+            setattr(torch.Tensor, name, counted(name))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(torch.Tensor, name, method)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in VIEWS:
+            self.count[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def trainer(plan: str, layers: int = 2) -> Trainer:
+    torch.manual_seed(0)
+    sizes = {"layers": layers, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32}
+    return parallelize(
+        build_reference_model({**sizes, "kind": "llama"}), make_optimizer, plan, precision="bf16", clip=1.0
+    )
+
+
+def reads_of_a_step(plan: str) -> Counter[str]:
+    """Reads in the fourth step, the first one before which no preflight check runs."""
+    with recording_device():
+        made = trainer(plan)
+        for step in range(3):
+            made.step(make_batch("llama", step))
+        found: Counter[str] = Counter()
+        with host_reads(found):
+            made.step(make_batch("llama", 3))
+        made.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb8", "dp1.mb2", "dp1.z3.rc-full.mb4"])
+def test_the_host_waits_for_the_device_once_in_a_step_and_never_in_a_micro_batch(plan: str) -> None:
+    """The batch of the test is in host memory, where its labels are counted once without a wait."""
+    found = reads_of_a_step(plan)
+    assert found.pop("runtime/loss.py:count") == 1
+    assert found == {"train/step/passes.py:backward": 1}
+
+
+KERNELS_OF_A_BLOCK = 112
+"""Operations of one block of a Llama in bf16 for one micro-batch: forward, backward, and its part of the update."""
+
+
+def test_a_block_launches_no_more_kernels_than_its_budget() -> None:
+    counts = []
+    for layers in (2, 3):
+        with recording_device():
+            made = trainer("dp1.mb4", layers)
+            for step in range(3):
+                made.step(make_batch("llama", step))
+            with Kernels() as kernels:
+                made.step(make_batch("llama", 3))
+            made.close()
+        counts.append(kernels.count)
+    of_a_block = counts[1] - counts[0]
+    assert of_a_block["mm"] > 0 and sum(of_a_block.values()) / 2 <= KERNELS_OF_A_BLOCK, of_a_block
