@@ -243,6 +243,10 @@ class ByRows(Net):
             x = x + 0.5 * x.mean(0, keepdim=True) if len(x) > 8 else x
         elif self.kind == "factor":
             x = x + 0.5 * (x.shape[0] > 8) * x.mean(0, keepdim=True)
+        elif self.kind == "number":
+            x = x * (1 + 1 / max(len(x), 8))
+        elif self.kind == "two changes":
+            x = x + 0.5 * x.mean(0, keepdim=True) if len(x) > 8 else torch.tanh(x) if len(x) > 4 else x.tanh()
         elif self.kind == "chunks":
             x = torch.cat([torch.tanh(each) for each in x.split(4)]) if len(x) > 8 else torch.tanh(x)
         return self.head(x)
@@ -268,7 +272,7 @@ def by_rows(kind: str, plan: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp1.mb2", "dp2.z3.mb2", "pp2.mb4"])
-@pytest.mark.parametrize("kind", ["mean", "factor"])
+@pytest.mark.parametrize("kind", ["mean", "factor", "number", "two changes"])
 @pytest.mark.covering(2)
 def test_code_that_depends_on_the_number_of_rows_is_refused_before_the_first_step(
     ranks: Any, kind: str, plan: str

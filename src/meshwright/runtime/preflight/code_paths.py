@@ -35,11 +35,12 @@ NUMBERS = (bool, int, float)
 
 class CallSite(NamedTuple):
     """A call site of a torch function in the user's code. `code`: the `id` of the code object. `at`: the position in
-    the bytecode. `zeros`: for each argument that is a Python number, whether the number is zero."""
+    the bytecode. `zeros`: for each argument that is a Python number, whether the number is zero, or the number itself
+    (train/step/row_counts.py)."""
 
     code: int
     at: int
-    zeros: tuple[bool, ...]
+    zeros: tuple[float, ...]
 
 
 Path = frozenset[CallSite]

@@ -5,8 +5,9 @@ A copy of the model on the meta device runs forwards with as many rows as a micr
 which costs no memory. If both call the same torch functions at the same places of the user's code, the number of rows
 counts as harmless, and so does every number between them. Otherwise a bisection finds the smallest number of rows with
 other call sites, and a forward of so many rows is compared with forwards of micro-batches on the plan's ranks. The plan
-is refused if their losses differ. A forward of more than MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the
-memory of a rank, so a line reports the code instead.
+is refused if their losses differ. If they do not, the search goes on above this number, MAX_CHANGES times. A call site
+includes the plain numbers of arithmetic functions, such as `x / max(len(x), 8)`. A forward of more than
+MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the memory of a rank, so a line reports the code instead.
 
 A model that does not run on the meta device is not checked, and neither is code of the user's loss.
 """
@@ -28,9 +29,12 @@ from meshwright.core.messages import Message
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.preflight.batch_separability import MAX_COMPARED_MICRO_BATCHES
-from meshwright.runtime.preflight.code_paths import Path, Recorder, describe_path
+from meshwright.runtime.preflight.code_paths import CallSite, Path, Recorder, describe_path
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
 from meshwright.train.step.state import TrainState
+
+MAX_CHANGES = 4
+"""The number of changes of the code with the number of rows that are compared, before that of the whole batch."""
 
 
 class RowCounts:
@@ -62,15 +66,19 @@ class RowCounts:
         self._known = min(low, fewest), max(high, rows)
         if self._known == (low, high) or (is_first and state.engine.preflight.is_skipped):
             return
-        bounds = sorted({fewest, rows, low, high})
-        paths = [self._path(state, batches[0], each) for each in bounds]
-        other = next((at for at, path in enumerate(paths) if path != paths[0]), None)
-        first = max(
-            gather_objects(0 if other is None else self._first_other(state, batches[0], bounds[0], bounds[other]))
-        )
-        if not first:
-            return
-        place = describe_path(self._codes, self._path(state, batches[0], first) ^ paths[0])
+        bounds, low = sorted({fewest, rows, low, high}), min(fewest, low)
+        for _ in range(MAX_CHANGES):
+            first = max(gather_objects(self._next_other(state, batches[0], low, bounds)))
+            if not first or not self._compare(state, batches, fewest, low, first):
+                return
+            low = first
+        if rows > low:
+            self._compare(state, batches, fewest, low, rows)
+
+    def _compare(self, state: TrainState, batches: Sequence[Batch], fewest: int, low: int, first: int) -> bool:
+        """Compares a forward of `first` rows, whose call sites differ from those of `low` rows, with forwards of
+        micro-batches of `fewest` rows. Returns False if they are too many rows; then a line says so."""
+        place = describe_path(self._codes, self._path(state, batches[0], first) ^ self._path(state, batches[0], low))
         if first > MAX_COMPARED_MICRO_BATCHES * fewest:
             self._say(
                 Message(
@@ -80,7 +88,7 @@ class RowCounts:
                     place=place,
                 )
             )
-            return
+            return False
         found = state.engine.preflight.compare_row_counts(state.engine, batches, first)
         if found is not None:
             raise PlanRefused(
@@ -96,6 +104,14 @@ class RowCounts:
                     separate=found[1],
                 )
             )
+        return True
+
+    def _next_other(self, state: TrainState, example: Batch, low: int, bounds: Sequence[int]) -> int:
+        """Returns the smallest number of rows above `low` with other call sites than `low`, if one of `bounds` above
+        `low` has other call sites, otherwise 0."""
+        path = self._path(state, example, low)
+        other = next((each for each in bounds if each > low and self._path(state, example, each) != path), 0)
+        return self._first_other(state, example, low, other) if other else 0
 
     def _first_other(self, state: TrainState, example: Batch, low: int, high: int) -> int:
         """Returns the smallest number of rows above `low` with other call sites than `low`, which `high` has, by
@@ -121,7 +137,7 @@ class RowCounts:
                 call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
         except Exception:  # the first step says what does not run
             return frozenset()
-        return frozenset(recorder.places)
+        return frozenset({*recorder.places, *(CallSite(code, at, numbers) for code, at, numbers in recorder.numbers)})
 
 
 def _of_rows(value: Any, rows: int) -> Any:
