@@ -1,7 +1,7 @@
-"""Writes the two generated references: of the command line (`cli.md`, from `--help`) and of the Python API (`api.md`,
-from docstrings).
+"""Writes the generated references: of the command line (`cli.md`, from `--help`), of the Python API (`api.md`, from
+docstrings), and of the flags of other systems (`coming-from/`, flag_tables.py).
 
-    python docs/generate.py            # after a command, an option or a public docstring has changed
+    python docs/generate.py            # after a command, an option, a public docstring or a flag has changed
 
 A test runs it and compares.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def write(folder: Path = DOCS) -> None:
         (folder / language).mkdir(parents=True, exist_ok=True)
         (folder / language / "cli.md").write_text(page(language), encoding="utf-8")
         (folder / language / "api.md").write_text(api_page(language), encoding="utf-8")
+    runpy.run_path(str(DOCS / "flag_tables.py"))["write"](folder)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@ and now.
 
     python docs/refresh.py [PAGE ...]      without names: README.md, README.zh-CN.md and all of docs/
 
-Blocks marked `soak` train; they are left alone unless --all is given, and of their steps only those with a held-out
-loss are kept. `exit=3` in the mark is the exit code that the last command must have.
+Blocks marked `soak` or `proof` train; they are left alone unless --all is given, and of their steps only those with a
+held-out loss are kept. Those marked `example` run one after the other in one folder for each page. `exit=3` in the mark
+is the exit code that the last command must have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+    return [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*/**/*.md"))]
 
 
 def blocks(text: str) -> list[Block]:
@@ -73,18 +74,25 @@ def shown(output: str, folder: str) -> str:
 def refresh(page: Path, everything: bool) -> None:
     text = page.read_text(encoding="utf-8")
     found = blocks(text)
-    for block, output in reversed(list(pairwise(found))):
-        wanted = "run" in block.marks or (everything and "soak" in block.marks)
-        if not wanted or output.language != "text" or text[block.stop + 3 : output.start - 8].strip():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            done = run(block, Path(folder))
-        if done.returncode != block.exit_code:
-            sys.exit(
-                f"{page.relative_to(ROOT)}: exit code {done.returncode}, not "
-                f"{block.exit_code}:\n{block.text}{done.stdout}"
-            )
-        text = text[: output.start] + shown(done.stdout, folder) + text[output.stop :]
+    printed: list[tuple[Block, str]] = []
+    with tempfile.TemporaryDirectory() as shared:
+        for block, output in pairwise([*found, Block("", (), "", 0, 0)]):
+            example = "example" in block.marks
+            wanted = example or "run" in block.marks or (everything and {"soak", "proof"} & {*block.marks})
+            followed = output.language == "text" and not text[block.stop + 3 : output.start - 8].strip()
+            if not wanted or not (followed or example):
+                continue
+            with tempfile.TemporaryDirectory() as alone:
+                folder = shared if example else alone
+                done = run(block, Path(folder))
+            if done.returncode != block.exit_code:
+                sys.exit(
+                    f"{page.relative_to(ROOT)}: exit code {done.returncode}, not "
+                    f"{block.exit_code}:\n{block.text}{done.stdout}"
+                )
+            printed += [(output, shown(done.stdout, folder))] if followed else []
+    for output, lines in reversed(printed):
+        text = text[: output.start] + lines + text[output.stop :]
     page.write_text(text, encoding="utf-8")
 
 

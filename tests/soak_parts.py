@@ -67,7 +67,7 @@ PARTS = {
         17,
         "proofs before and during training, recordings of other engines",
         {
-            "ranks": "proof proof_faults proof_limit proof_models proof_repeated proof_rows recording "
+            "ranks": "coming_from proof proof_faults proof_limit proof_models proof_repeated proof_rows recording "
             "recording_engines split_proofs train_prove train_verify"
         },
     ),

@@ -83,17 +83,30 @@ def test_torchtitan_reads_its_configurations(tmp_path: Path, monkeypatch: pytest
         assert (read.model.name, read.model.flavor) == ("llama3", "8B")
 
 
-def test_torchtitan_0_3_takes_the_same_keys_as_options() -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_torchtitan_0_3_reads_its_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = installed("torchtitan.config")
     if hasattr(module, "JobConfig"):
         pytest.skip("this version of torchtitan has a TOML configuration")
-    names = {
-        f"{section}.{name}"
-        for section, kind in (("training", module.TrainingConfig), ("parallelism", module.ParallelismConfig))
-        for name in kind.__dataclass_fields__
-    }
-    written = {key.name for key in SYSTEMS["torchtitan"].keys if key.name.split(".")[0] in ("training", "parallelism")}
-    assert written - names == {"parallelism.expert_tensor_parallel_degree"}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for at, (plan, settings, files) in enumerate(exports("torchtitan")):
+        (tmp_path / f"train_config_{at}.py").write_text(files["train_config.py"], encoding="utf-8")
+        words = read_command(files["launch_0_3.sh"]).arguments
+        assert words == ("--module", "train_config", "--config", "train")
+        read = module.ConfigManager().parse_args(["--module", f"train_config_{at}", "--config", "train"])
+        degrees = read.parallelism
+        assert (degrees.tensor_parallel_degree, degrees.pipeline_parallel_degree) == (plan.tp, plan.pp)
+        assert (degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree) == (
+            plan.dp_replicate,
+            plan.dp_shard,
+        )
+        assert degrees.context_parallel_degree == plan.cp and read.compile.enable == plan.compile
+        assert read.training.global_batch_size == settings["batch"] and read.training.seq_len == 4096
+        assert read.lr_scheduler.warmup_steps == settings["warmup"]
+        assert read.optimizer.param_groups[0].optimizer_kwargs["lr"] == settings["lr"]
+        assert (read.model_spec.name, read.model_spec.flavor) == ("llama3", "8B")
+        recompute = type(read.activation_checkpoint).__qualname__.partition(".")[0]
+        assert recompute == {"none": "NoneType", "full": "FullAC", "sac": "SelectiveAC"}[settings["recompute"]]
 
 
 def test_accelerate_reads_its_configurations(tmp_path: Path) -> None:

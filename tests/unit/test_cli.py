@@ -22,6 +22,7 @@ from meshwright.cli.main import main
 from meshwright.cli.start_checks import cluster_mismatches
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, translate
+from meshwright.interop.registry import SYSTEMS
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.inputs.plans import read_plan
 from meshwright.report.text import display_width
@@ -375,7 +376,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 def test_the_references_are_what_help_and_docstrings_say(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "docs" / "generate.py"))["write"](tmp_path)
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.md"))
-    assert len(written) == 4
+    assert len(written) == 4 + 2 * len(SYSTEMS)
     for name in written:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run: python docs/generate.py"
 

@@ -36,7 +36,7 @@ _spec.loader.exec_module(refresh)
 
 PAGES: list[Path] = refresh.pages()
 BLOCKS = [(page, block) for page in PAGES for block in refresh.blocks(page.read_text(encoding="utf-8"))]
-ENGLISH = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
+ENGLISH = sorted(str(path.relative_to(ROOT / "docs" / "en")) for path in (ROOT / "docs" / "en").rglob("*.md"))
 PAIRS = [
     (ROOT / "README.md", ROOT / "README.zh-CN.md"),
     *((ROOT / "docs" / "en" / name, ROOT / "docs" / "zh" / name) for name in ENGLISH),
@@ -71,7 +71,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_both_languages_have_the_same_pages() -> None:
-    assert sorted(path.name for path in (ROOT / "docs" / "zh").glob("*.md")) == ENGLISH
+    folder = ROOT / "docs" / "zh"
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.md")) == ENGLISH
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=names)

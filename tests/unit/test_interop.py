@@ -16,7 +16,7 @@ import meshwright
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.interop.comparison import compare_for
-from meshwright.interop.exporting import export_lines, export_plan
+from meshwright.interop.exporting import describe_violation, export_lines, export_plan
 from meshwright.interop.for_system import best_plan_for, system_pricer
 from meshwright.interop.formats import argument_words, flatten, nest
 from meshwright.interop.importing import import_plan
@@ -65,6 +65,50 @@ def test_a_plan_returns_unchanged_from_every_system(name: str, count: int, tmp_p
         assert (found.system.name, found.plan.but(bucket=plan.bucket)) == (name, plan), plan.name
         assert found.job["workload"]["batch"] == batch, plan.name
         assert found.settings["sequence"] == 4096 and found.settings["steps"] == workload.steps
+
+
+@pytest.mark.parametrize("count", ROUND_TRIPS)
+def test_a_plan_returns_unchanged_from_the_python_form_of_torchtitan(count: int, tmp_path: Path) -> None:
+    system, sizes = SYSTEMS["torchtitan"], read_sizes("llama3-8b")
+    for plan in islice(random_plans(system, seed=count + 1), count):
+        workload = Workload(sequence=4096, batch=plan.dp * plan.micro_batch * 2, precision="bf16", reduce="fp32")
+        settings = settings_of(plan, workload, sizes, model="llama3-8b")
+        files = system.write(encode(system, settings), settings)
+        found = import_plan(
+            *write_files(tmp_path, {name: files[name] for name in ("train_config.py", "launch_0_3.sh")})
+        )
+        assert found.plan.but(bucket=plan.bucket) == plan and not found.not_carried, plan.name
+        assert found.job["model"] == {"name": "llama3-8b"} and found.job["workload"]["batch"] == workload.batch
+
+
+def test_a_function_of_torchtitan_s_registry_and_its_options_are_imported(tmp_path: Path) -> None:
+    """The form of torchtitan/models/llama3/config_registry.py."""
+    function = """
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(),
+        compile=CompileConfig(),
+    )
+"""
+    launch = "torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b"
+    files = write_files(tmp_path, {"config.py": function, "launch.sh": launch})
+    found = import_plan(*files)
+    assert found.plan.name == "dp4.tp2.sp.z3.rc-full" and found.job["model"] == {"name": "llama3-8b"}
+    assert found.job["workload"]["sequence"] == 8192 and found.job["workload"]["optimizer"]["lr"] == 3e-4
+    options = f"{launch} --training.local-batch-size 2 --parallelism.pipeline_parallel_degree=2 --compile.enable"
+    found = import_plan(*write_files(tmp_path, {"options.sh": options}))
+    assert found.plan.name == "dp4.pp2.z2.compile" and found.settings["accumulation"] == 2
+    assert found.not_carried[0] == (
+        "--config llama3_8b: the settings of this function are not read; give its file, or write them as options"
+    )
+    two = write_files(tmp_path, {"two.py": function + function.replace("llama3_8b", "llama3_70b")})
+    with pytest.raises(InputError, match=r"two\.py has 2 functions: keep the one that returns your configuration"):
+        import_plan(*two)
 
 
 def test_megatron_gets_the_options_that_its_users_expect() -> None:
@@ -279,6 +323,40 @@ def test_advice_for_a_system_is_a_diff_of_its_own_options(tmp_path: Path, capsys
     assert {words[0] for words in changed} == {*found["removed"], *found["added"]}
 
 
+def test_a_diff_has_only_keys_of_the_configuration_that_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file states the number of devices: it is that of the cluster. A key that is "auto" stays."""
+    keys = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": "auto",
+        "bf16.enabled": True,
+        "zero_optimization.stage": 2,
+    }
+    (path,) = write_files(tmp_path, {"ds.json": json.dumps(nest(keys))})
+    wanted = ["plan", "--for", "deepspeed", "--config", str(path), "--model", "llama2-7b", "--cluster"]
+    assert main([*wanted, "1x8:a100-80gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert Plan.model_validate(found["yours"]["plan"]).name == "dp8.z2"
+    assert {*found["removed"]} <= {"train_micro_batch_size_per_gpu", "zero_optimization.stage"}
+    unlike = {"gradient_accumulation_steps", "--gradient_accumulation_steps", "--per_device_train_batch_size"}
+    assert found["removed"] and not unlike & {*found["removed"], *found["added"]}
+
+
+def test_all_devices_of_a_launch_line_are_shards_of_torchtitan(tmp_path: Path) -> None:
+    files = {
+        "train.toml": "[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n",
+        "launch.sh": "torchrun --nnodes 2 --nproc-per-node 4 -m torchtitan.train --job.config_file train.toml\n",
+    }
+    assert import_plan(*write_files(tmp_path, files)).plan.but(micro_batch=1) == parse_plan("dp4.tp2.sp.z3")
+
+
+def test_a_field_that_no_mode_has_is_named_with_the_values_of_all_modes() -> None:
+    line = describe_violation(parse_plan("dp4.z3.off-optimizer"), "offload", SYSTEMS["torchtitan"])
+    assert line.endswith("it has offload=none or offload=optimizer+gradients+parameters")
+
+
 def test_the_changed_options_give_the_best_plan_when_they_are_read_back(tmp_path: Path) -> None:
     (path,) = write_files(tmp_path, {"train.sh": MEGATRON_ARGUMENTS})
     first = import_plan(path)
@@ -334,7 +412,7 @@ def test_the_python_functions_do_what_the_commands_do(tmp_path: Path) -> None:
         {"job.yaml": "model: llama2-7b\ncluster: 2x8:a100-80gb\nworkload: {batch: 64, sequence: 4096}\n"},
     )
     files = meshwright.export_plan(job, "dp2.tp4.pp2.z1.mb2", "torchtitan")
-    assert set(files) == {"train.toml", "launch.sh"} and files["train.toml"].startswith("# torchtitan 0.2")
+    assert {"train.toml", "launch.sh"} < files.keys() and files["train.toml"].startswith("# torchtitan 0.2")
     assert meshwright.import_plan(*write_files(tmp_path, files)).plan.name == "dp2.tp4.sp.pp2.z2.mb2"
     ranked = meshwright.plan(meshwright.load(job), top=2, system="deepspeed")
     assert len(ranked) == 2 and not SYSTEMS["deepspeed"].limit_of(ranked[0].plan).violations(ranked[0].plan)
@@ -392,43 +470,15 @@ def test_at_least_40_public_configurations_of_seven_systems_are_imported() -> No
     assert len({config["system"] for config in PUBLIC_CONFIGS}) >= 7
 
 
-def page_rows(language: str, section: str) -> list[list[str]]:
-    """The rows of the table below a heading of the page about other systems, cell by cell."""
-    page = Path(__file__).parents[2] / "docs" / language / "coming-from.md"
-    text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
-
-
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_table_of_megatron_options_is_what_an_import_does(language: str, tmp_path: Path) -> None:
-    executed = 0
-    for there, here in page_rows(language, "Megatron-LM"):
-        code, plan = (re.search(r"`([^`]+)`", cell) for cell in (there, here))
-        if code is None or plan is None or not code[1].startswith("--") or code[1].startswith("--use-mcore"):
-            continue
-        text = "torchrun --nproc-per-node 64 pretrain_gpt.py " + code[1]
-        if not any(each in code[1] for each in ("decoder-first", "layouts")):
-            found = import_plan(*write_files(tmp_path, {"a.sh": text}), system="megatron")
-            name, _, value = plan[1].partition(": ")
-            parts = set(plan[1].split("."))
-            workload = flatten(found.job).get(name)
-            assert (workload == float(value)) if value else parts <= set(found.plan.name.split(".")), there
-            executed += 1
-    assert executed >= 13
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_table_of_deepspeed_keys_is_what_an_import_does(language: str, tmp_path: Path) -> None:
-    rows = {there.partition("` ")[0].strip("`"): (there, here) for there, here in page_rows(language, "DeepSpeed")}
-    for key in ("zero_optimization.stage", "sequence_parallel_size"):
-        there, here = rows[key]
-        values = re.findall(r"\d+", there.partition("` ")[2].partition("(")[0].partition("（")[0])
-        for value, plan in zip(values, re.findall(r"`([^`]+)`", here), strict=False):
-            config = {key: int(value), "train_micro_batch_size_per_gpu": 1}
-            data = {**config, "zero_optimization.stage": config.get("zero_optimization.stage", 3)}
-            text = json.dumps(nest(data))
-            found = import_plan(*write_files(tmp_path, {"ds.json": text}), devices=64)
-            assert set(plan.split(".")) <= set(found.plan.name.split(".")), (value, plan)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_key_of_a_system_is_on_its_page(name: str, language: str) -> None:
+    folder = Path(__file__).parents[2] / "docs" / language / "coming-from"
+    page = (folder / f"{name.replace('_', '-')}.md").read_text(encoding="utf-8")
+    words = {re.split(r"[ :=]", code, maxsplit=1)[0] for code in re.findall(r"`([^`\n]+)`", page)}
+    meaningless = {name for key in SYSTEMS[name].keys if key.setting == "engine" for name in (key.name, *key.also)}
+    missing = SYSTEMS[name].own_keys - words - meaningless
+    assert not {each for each in missing if each.removeprefix("--") not in words}
 
 
 def test_assumptions_of_an_import_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import join
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -64,5 +65,8 @@ def import_(
     if out is None:
         print_output("\n".join(f"==> {name} <==\n{text}" for name, text in texts.items()).rstrip())
     else:
-        print_note(Message("written: {paths}", paths=", ".join(str(out / name) for name in texts)), language)
+        command = ["meshwright", "verify", str(out / "job.yaml"), "--cluster", f"local:{found.plan.world}"]
+        command += ["--model", "NAME"] if "model" not in job else []
+        paths = ", ".join(str(out / name) for name in texts)
+        print_note(Message("written: {paths}; next: {command}", paths=paths, command=join(command)), language)
     return 0

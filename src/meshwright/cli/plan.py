@@ -195,7 +195,7 @@ def _plan_for_system(
     from meshwright.interop.comparison import compare_for, comparison_lines
     from meshwright.interop.importing import import_plan
     from meshwright.interop.registry import find_system
-    from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
+    from meshwright.planner.inputs.job import known_sizes, read_job, resolve_cluster, resolve_job
     from meshwright.planner.inputs.plans import parse_pins
     from meshwright.report.plans import plan_data
 
@@ -203,7 +203,8 @@ def _plan_for_system(
         raise InputError(Message("--config {config} needs --for SYSTEM", config=other.config[0]))
     system, yours, given = find_system(other.system), None, None
     if other.config:
-        imported = import_plan(*other.config, system=system.name, allow_unknown=True)
+        cluster = resolve_cluster(read_job(job, shared.set, shared.overrides()).cluster)
+        imported = import_plan(*other.config, system=system.name, allow_unknown=True, default_devices=cluster.devices)
         yours, given = imported.plan, imported.keys
         options = {**imported.job_options(), **shared.overrides()}
         if job is None and "model" not in imported.job_options() and shared.model is None:

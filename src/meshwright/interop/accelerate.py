@@ -12,16 +12,12 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.formats import argument_words, write_yaml
-from meshwright.interop.hf_arguments import TRAINER_NUMERICS, hf_keys
-from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System
-from meshwright.spec.enums import Offload, Recompute
+from meshwright.interop.formats import argument_words, split_options, write_yaml
+from meshwright.interop.hf_arguments import FSDP1_STAGES, TRAINER_NUMERICS, hf_keys
+from meshwright.interop.settings import ALL_STATES, Settings
+from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, read_nothing, read_only, write_only
+from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
-
-STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
-"""The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
-ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
 
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
@@ -35,10 +31,10 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         )
     zero = 0
     if kind == "FSDP":
-        strategy = keys.get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD")
+        strategy = str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).lower()
         reshard = keys.get("fsdp_config.fsdp_reshard_after_forward", True)
-        zero = STRATEGIES.get(strategy, 3) if "fsdp_config.fsdp_sharding_strategy" in keys else 3 if reshard else 2
-        if str(strategy).startswith("HYBRID"):
+        zero = FSDP1_STAGES.get(strategy, 3) if strategy else 3 if reshard else 2
+        if strategy.startswith("hybrid"):
             settings["dp_replicate"] = settings.get("nodes", 1)
     settings["zero"] = zero
     if keys.get("fsdp_config.fsdp_offload_params") and zero == 3:
@@ -53,11 +49,10 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
 
 def _fsdp(name: str, value: Any, at_stages: tuple[int, ...] = (2, 3)) -> Key:
     """Returns a row that writes a fixed value with FSDP, and that is read in `_adjust`."""
-    return Key(
+    return write_only(
         f"fsdp_config.{name}",
         "zero",
-        write=lambda s: (value(s) if callable(value) else value) if s["zero"] in at_stages else ABSENT,
-        read=lambda v, k: {},
+        lambda s: (value(s) if callable(value) else value) if s["zero"] in at_stages else ABSENT,
     )
 
 
@@ -71,8 +66,8 @@ def _degree(name: str, setting: str) -> Key:
 
 
 KEYS = (
-    Key("compute_environment", "engine", write=lambda s: "LOCAL_MACHINE", read=lambda v, k: {}),
-    Key("distributed_type", "zero", write=lambda s: "FSDP" if s["zero"] else "MULTI_GPU", read=lambda v, k: {}),
+    write_only("compute_environment", "engine", lambda s: "LOCAL_MACHINE"),
+    write_only("distributed_type", "zero", lambda s: "FSDP" if s["zero"] else "MULTI_GPU"),
     Key("num_machines", "nodes"),
     Key("num_processes", "world"),
     Key("mixed_precision", "precision", {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}, default="no"),
@@ -82,7 +77,7 @@ KEYS = (
     _fsdp("fsdp_reshard_after_forward", lambda s: s["zero"] == 3),
     _fsdp("fsdp_offload_params", lambda s: bool(s["offload"])),
     _fsdp("fsdp_activation_checkpointing", lambda s: s["recompute"] == "full"),
-    Key("fsdp_config.fsdp_sharding_strategy", "zero", write=lambda s: ABSENT, read=lambda v, k: {}),
+    read_only("fsdp_config.fsdp_sharding_strategy", "zero", read_nothing),
     _degree("dp_replicate", "dp_replicate"),
     _degree("dp_shard", "dp_shard"),
     _degree("tp", "tp"),
@@ -119,8 +114,7 @@ LIMITS = (
 
 def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns accelerate.yaml and the launch script."""
-    config = {name: value for name, value in keys.items() if not name.startswith("--")}
-    arguments = {name: value for name, value in keys.items() if name.startswith("--")}
+    config, arguments = split_options(keys)
     lines = [
         "accelerate launch --config_file accelerate.yaml train.py",
         *(f"    {word}" for word in argument_words(arguments)),

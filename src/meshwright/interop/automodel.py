@@ -11,9 +11,20 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.formats import write_yaml
+from meshwright.interop.formats import torchrun_line, write_yaml
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, OneOf, PlanSpaceLimit, System
+from meshwright.interop.system import (
+    ABSENT,
+    ANY,
+    Key,
+    NumericsNote,
+    OneOf,
+    PlanSpaceLimit,
+    System,
+    read_nothing,
+    read_only,
+    write_only,
+)
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
@@ -49,32 +60,21 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
 
 
 def _strategy(name: str, value: Any) -> Key:
-    return Key(name, "zero", write=lambda s: value(s), read=lambda v, k: {})
+    return write_only(name, "zero", lambda s: value(s))
 
 
 KEYS = (
-    Key(
-        "recipe",
-        "engine",
-        write=lambda s: "TrainFinetuneRecipeForNextTokenPrediction",
-        read=lambda v, k: {},
-    ),
+    write_only("recipe", "engine", lambda s: "TrainFinetuneRecipeForNextTokenPrediction"),
     Key("step_scheduler.global_batch_size", "batch"),
-    Key(
+    write_only(
         "step_scheduler.local_batch_size",
         "local_batch",
-        write=lambda s: s["local_batch"] if s["pp"] > 1 else s["micro_batch"],
-        read=lambda v, k: {},
+        lambda s: s["local_batch"] if s["pp"] > 1 else s["micro_batch"],
     ),
     Key("step_scheduler.max_steps", "steps"),
-    Key(
-        "rng._target_",
-        "engine",
-        write=lambda s: "nemo_automodel.components.training.rng.StatefulRNG",
-        read=lambda v, k: {},
-    ),
+    write_only("rng._target_", "engine", lambda s: "nemo_automodel.components.training.rng.StatefulRNG"),
     Key("rng.seed", "seed"),
-    Key("model._target_", "engine", write=lambda s: MODEL, read=lambda v, k: {}),
+    write_only("model._target_", "engine", lambda s: MODEL),
     Key("model.pretrained_model_name_or_path", "model", also=("model.config.pretrained_model_name_or_path",)),
     Key(
         "model.torch_dtype",
@@ -83,7 +83,7 @@ KEYS = (
         read=lambda v, k: {"precision": "bf16-pure" if v in ("bf16", "bfloat16", "torch.bfloat16") else "bf16"},
     ),
     _strategy("distributed.strategy", lambda s: "fsdp2" if s["zero"] else "ddp"),
-    Key("distributed.dp_size", "dp", write=lambda s: s["dp"], read=lambda v, k: {}),
+    write_only("distributed.dp_size", "dp", lambda s: s["dp"]),
     Key(
         "distributed.dp_replicate_size",
         "dp_replicate",
@@ -107,13 +107,10 @@ KEYS = (
         {ours: OneOf(theirs, ours, theirs.upper()) for ours, theirs in FSDP2_SCHEDULES.items()},
         default="1f1b",
     ),
-    Key(
-        "distributed.pipeline.pp_microbatch_size",
-        "micro_batch",
-        write=lambda s: s["micro_batch"] if s["pp"] > 1 else ABSENT,
-        read=lambda v, k: {},
+    write_only(
+        "distributed.pipeline.pp_microbatch_size", "micro_batch", lambda s: s["micro_batch"] if s["pp"] > 1 else ABSENT
     ),
-    Key("distributed.pipeline.layers_per_stage", "virtual_stages", write=lambda s: ABSENT, read=lambda v, k: {}),
+    read_only("distributed.pipeline.layers_per_stage", "virtual_stages", read_nothing),
     Key(
         "packed_sequence.packed_sequence_size",
         "sequence",
@@ -177,10 +174,7 @@ LIMITS = (
 
 def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns recipe.yaml and the launch script."""
-    launch = (
-        f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} "
-        "nemo_automodel/recipes/llm/train_ft.py --config recipe.yaml\n"
-    )
+    launch = torchrun_line(settings, "nemo_automodel/recipes/llm/train_ft.py --config recipe.yaml\n")
     return {"recipe.yaml": write_yaml(keys), "launch.sh": launch}
 
 

@@ -74,7 +74,9 @@ def compare_for(
 
     before, after = keys(yours) if yours is not None else {}, keys(best.plan)
     if given is not None:
+        repeated = _repeated_keys(system, given)
         before = {name: value for name, value in before.items() if name in given or name not in system.optional_keys}
+        before, after = ({name: each[name] for name in each if name not in repeated} for each in (before, after))
     return SystemComparison(
         system=system,
         yours=SystemPlan(yours, price_in(job, yours, system, sizes)) if yours is not None else None,
@@ -83,6 +85,15 @@ def compare_for(
         removed={name: value for name, value in before.items() if after.get(name) != value},
         added={name: value for name, value in after.items() if before.get(name) != value},
     )
+
+
+def _repeated_keys(system: System, given: Mapping[str, Any]) -> set[str]:
+    """Returns the keys that do not change with a configuration: those that are "auto", and those that it does not have
+    because it has another key with the same value."""
+    plain = [key for key in system.keys if key.values is None and key.write is None]
+    stated = {key.setting for key in plain if {key.name, *key.also} & given.keys()}
+    repeated = {key.name for key in plain if key.setting in stated and not {key.name, *key.also} & given.keys()}
+    return repeated | {name for name, value in given.items() if value == "auto"}
 
 
 def comparison_lines(found: SystemComparison) -> list[Message]:
@@ -109,15 +120,19 @@ def comparison_lines(found: SystemComparison) -> list[Message]:
         lines.append(Message("configuration of the best plan in {system}:", system=found.system.title))
     for name in dict.fromkeys((*found.removed, *found.added)):
         if name in found.removed:
-            lines.append(Message("  - {setting}", setting=_shown(name, found.removed[name])))
+            lines.append(Message("  - {setting}", setting=show_key(name, found.removed[name])))
         if name in found.added:
-            lines.append(Message("  + {setting}", setting=_shown(name, found.added[name])))
+            lines.append(Message("  + {setting}", setting=show_key(name, found.added[name])))
     return lines + [Message("reasons:")] + [Message("  {reason}", reason=reason) for reason in _reasons(found)]
 
 
-def _shown(name: str, value: Any) -> str:
+def show_key(name: str, value: Any) -> str:
+    """Returns a key with its value as the system writes it: an option, a constant of a script, or an entry of a
+    file."""
     if name.startswith("--"):
         return argument_words({name: value})[0]
+    if name.isupper():
+        return f"{name} = {value!r}"
     return f"{name}: {json.dumps(value)}"
 
 

@@ -10,10 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.core.messages import Message
-from meshwright.interop.formats import argument_words, write_json
+from meshwright.interop.formats import argument_words, split_options, write_json
 from meshwright.interop.hf_arguments import hf_keys
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, OneOf, PlanSpaceLimit, System
+from meshwright.interop.system import (
+    ABSENT,
+    ANY,
+    Key,
+    NumericsNote,
+    OneOf,
+    PlanSpaceLimit,
+    System,
+    read_nothing,
+    read_only,
+    write_only,
+)
 from meshwright.spec.enums import ContextParallelMethod, Offload, Recompute
 
 OFFLOADED_STATES = {1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients")}
@@ -69,31 +80,19 @@ JSON_KEYS = (
     Key("communication_data_type", "reduce", DTYPES),
     Key("data_types.grad_accum_dtype", "reduce", DTYPES),
     Key("zero_optimization.stage", "zero", default=0, always=True, also=("--zero_stage", "--zero-stage")),
-    Key(
-        "zero_optimization.offload_optimizer.device",
-        "offload",
-        write=lambda s: _offload_device(s, "optimizer"),
-        read=lambda v, k: {},
-    ),
-    Key(
+    write_only("zero_optimization.offload_optimizer.device", "offload", lambda s: _offload_device(s, "optimizer")),
+    write_only(
         "zero_optimization.offload_optimizer.ratio",
         "offload_share",
-        write=lambda s: s["offload_share"] / 100 if s["offload_share"] < 100 else ABSENT,
-        read=lambda v, k: {},
+        lambda s: s["offload_share"] / 100 if s["offload_share"] < 100 else ABSENT,
     ),
-    Key(
-        "zero_optimization.offload_param.device",
-        "offload",
-        write=lambda s: _offload_device(s, "parameters"),
-        read=lambda v, k: {},
-    ),
-    Key("zero_optimization.cpu_offload", "offload", write=lambda s: ABSENT, read=lambda v, k: {}),
-    Key("--offload", "offload", write=lambda s: ABSENT, read=lambda v, k: {}),
-    Key(
+    write_only("zero_optimization.offload_param.device", "offload", lambda s: _offload_device(s, "parameters")),
+    read_only("zero_optimization.cpu_offload", "offload", read_nothing),
+    read_only("--offload", "offload", read_nothing),
+    write_only(
         "zero_optimization.mics_shard_size",
         "dp_shard",
-        write=lambda s: s["dp_shard"] if s["zero"] == 3 and s["dp_replicate"] > 1 else ABSENT,
-        read=lambda v, k: {},
+        lambda s: s["dp_shard"] if s["zero"] == 3 and s["dp_replicate"] > 1 else ABSENT,
     ),
     Key("zero_optimization.overlap_comm", "zero", {0: ABSENT} | dict.fromkeys((1, 2, 3), OneOf(True, False, ABSENT))),
     Key("tensor_parallel.autotp_size", "tp", default=1),
@@ -132,7 +131,7 @@ JSON_KEYS = (
         write=lambda s: s["lr"] if _scheduler(s) != "WarmupCosineLR" else ABSENT,
         read=lambda v, k: {} if "optimizer.params.lr" in k else {"lr": v},
     ),
-    Key("scheduler.params.warmup_min_lr", "lr", write=lambda s: ABSENT, read=lambda v, k: {}),
+    read_only("scheduler.params.warmup_min_lr", "lr", read_nothing),
     Key(
         "scheduler.params.total_num_steps",
         "steps",
@@ -178,8 +177,7 @@ LIMITS = (
 
 def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns ds_config.json and the launch script."""
-    config = {name: value for name, value in keys.items() if not name.startswith("--")}
-    arguments = {name: value for name, value in keys.items() if name.startswith("--")}
+    config, arguments = split_options(keys)
     lines = [
         f"deepspeed --num_nodes {settings['nodes']} --num_gpus {settings['devices_per_node']} train.py \\",
         "    --deepspeed ds_config.json \\",
@@ -195,7 +193,7 @@ DEEPSPEED = System(
     version="0.19",
     keys=JSON_KEYS
     + tuple(key for key in hf_keys("--") if key.setting not in ("decay", "final_lr"))
-    + (Key("--deepspeed", "engine", write=lambda s: ABSENT, read=lambda v, k: {}, also=("--deepspeed_config",)),),
+    + (read_only("--deepspeed", "engine", read_nothing, also=("--deepspeed_config",)),),
     limits=LIMITS,
     write=write,
     framework="Hugging Face",

@@ -7,6 +7,7 @@ are listed with both values. The cost is the difference of the two estimates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from meshwright.spec.plan import Plan
 
 RESULT_FIELDS = {"exact": 0, "compression": None, "local": None, "lora": None}
 """Fields of the workload that change the result and that no system expresses, with their defaults."""
-DEGREE_FIELDS = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 class ExportedPlan(NamedTuple):
@@ -170,7 +170,7 @@ def describe_violation(plan: Plan, name: str, system: System, mode: PlanSpaceLim
             system=system.title,
             modes=" or ".join(limit.why for limit in modes),
             mode=nearest.why,
-            allowed=_allowed_text(nearest, name),
+            allowed=_allowed_text((nearest,), name),
         )
     if modes:
         return Message("{name}={value} does not go with the other changes", name=name, value=value)
@@ -179,7 +179,7 @@ def describe_violation(plan: Plan, name: str, system: System, mode: PlanSpaceLim
         system=system.title,
         name=name,
         value=value,
-        allowed=_allowed_text(nearest, name),
+        allowed=_allowed_text(system.limits, name),
     )
 
 
@@ -188,10 +188,9 @@ def _allows(limit: PlanSpaceLimit, plan: Plan, name: str) -> bool:
     return allowed is ANY or getattr(plan, name) in allowed
 
 
-def _allowed_text(limit: PlanSpaceLimit, name: str) -> str:
-    allowed = limit.allowed(name)
-    if allowed is ANY:
-        return "any"
+def _allowed_text(limits: Sequence[PlanSpaceLimit], name: str) -> str:
+    """Returns the values that the modes `limits` have for a field, of which none has all values."""
+    allowed = dict.fromkeys(value for limit in limits for value in limit.allowed(name))
     return " or ".join(f"{name}={_text(value)}" for value in allowed)
 
 

@@ -38,13 +38,11 @@ FILE_OPTIONS = ("--config-file", "--config_file", "--config", "--job.config_file
 
 class ConfigFile(NamedTuple):
     """A configuration file of another system. `keys` are its keys and values. `launcher` are the numbers of devices of
-    its launch command. `script` is the script that the command starts. `skipped` is the number of branches of a shell
-    script that were not read."""
+    its launch command. `skipped` is the number of branches of a shell script that were not read."""
 
     path: str
     keys: dict[str, Any]
     launcher: dict[str, Any]
-    script: str = ""
     skipped: int = 0
 
 
@@ -63,23 +61,29 @@ def read_config(path: str | Path) -> ConfigFile:
         except tomllib.TOMLDecodeError as error:
             raise InputError(Message("{path}: {error}", path=path, error=error)) from None
     elif suffix == ".py":
-        data = _python_constants(text, str(path))
+        data = _python_settings(text, str(path))
     else:
         command = read_command(text)
         options = argument_values(command.launcher)
         launcher = {field: options[name] for name, field in LAUNCHER_KEYS.items() if name in options}
         keys = argument_values(command.arguments)
-        keys = {
-            name.lstrip("-") if "." in name else name: value for name, value in keys.items() if name not in FILE_OPTIONS
-        }
-        return ConfigFile(str(path), keys, launcher, command.script, command.skipped)
+        files = () if "--module" in keys else FILE_OPTIONS
+        keys = {_option_key(name): value for name, value in keys.items() if name not in files}
+        return ConfigFile(str(path), keys, launcher, command.skipped)
     if not isinstance(data, dict) or not data:
         raise InputError(Message("{path}: expected keys and values of a configuration", path=path))
     return ConfigFile(str(path), flatten(data), {})
 
 
-def _python_constants(text: str, path: str) -> dict[str, Any]:
-    """Returns the constants that a Python script assigns at its top level. The script is not executed."""
+def _option_key(name: str) -> str:
+    """Returns the key of an option: `--training.local-batch-size` is that of `training.local_batch_size`."""
+    return name.lstrip("-").replace("-", "_") if "." in name else name
+
+
+def _python_settings(text: str, path: str) -> dict[str, Any]:
+    """Returns the settings that a Python script states: the constants that it assigns at its top level, or what its
+    only function assigns or returns, where `Config(a=Section(b=1))` is the key `a.b`. The script is not executed.
+    """
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
@@ -93,7 +97,46 @@ def _python_constants(text: str, path: str) -> dict[str, Any]:
                 found[node.targets[0].id] = ast.literal_eval(node.value)
             except ValueError:
                 continue
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    if found or not functions:
+        return found
+    if len(functions) > 1:
+        raise InputError(
+            Message(
+                "{path} has {count} functions: keep the one that returns your configuration",
+                path=path,
+                count=len(functions),
+            )
+        )
+    return _function_settings(functions[0])
+
+
+def _function_settings(function: ast.FunctionDef) -> dict[str, Any]:
+    """Returns the settings of a function. `config` is the function that it begins with, or its own name."""
+    found: dict[str, Any] = {"config": function.name}
+    for node in function.body:
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+            found |= _call_settings("", node.value)
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            name = ast.unparse(node.targets[0]).partition(".")[2] or ast.unparse(node.targets[0])
+            found |= _call_settings(name, node.value)
     return found
+
+
+def _call_settings(name: str, value: ast.expr) -> dict[str, Any]:
+    """Returns a value as keys: the keyword arguments of a call, or under `name` the called name or a literal. Other
+    values are left out."""
+    if isinstance(value, ast.Call):
+        prefix = f"{name}." if name else ""
+        found: dict[str, Any] = {}
+        for each in value.keywords:
+            found |= _call_settings(f"{prefix}{each.arg}", each.value)
+        return found or {name: ast.unparse(value.func).removesuffix(".Config")}
+    try:
+        literal = ast.literal_eval(value)
+    except ValueError:
+        return {}
+    return {name: tuple(literal) if isinstance(literal, list) else "None" if literal is None else literal}
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -139,6 +182,17 @@ def write_toml(keys: Mapping[str, Any]) -> str:
     for section, values in nest(keys).items():
         lines += ["", f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
     return "\n".join(lines[1:]) + "\n"
+
+
+def torchrun_line(settings: Mapping[str, Any], script: str) -> str:
+    """Returns the launch line of `script`, which may have arguments, on the devices of `settings`."""
+    return f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} {script}"
+
+
+def split_options(keys: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the keys of a configuration file, and the options of a command line."""
+    options = {name: value for name, value in keys.items() if name.startswith("--")}
+    return {name: value for name, value in keys.items() if name not in options}, options
 
 
 def argument_words(keys: Mapping[str, Any]) -> list[str]:

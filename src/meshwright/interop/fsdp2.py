@@ -10,11 +10,11 @@ from importlib.resources import files
 from typing import Any
 
 from meshwright.core.messages import Message
-from meshwright.interop.settings import Settings
+from meshwright.interop.formats import torchrun_line
+from meshwright.interop.settings import ALL_STATES, Settings
 from meshwright.interop.system import ANY, Key, NumericsNote, PlanSpaceLimit, System
-from meshwright.spec.enums import Offload, Recompute
+from meshwright.spec.enums import Recompute
 
-ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
 BOOL = {False: False, True: True}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KEYS = (
@@ -53,8 +53,10 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns the script and the launch line."""
     body = files("meshwright.interop").joinpath("fsdp2_script.txt").read_text(encoding="utf-8")
     constants = "\n".join(f"{name} = {value!r}" for name, value in keys.items())
-    launch = f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} train.py\n"
-    return {"train.py": body.replace("# CONSTANTS", constants), "launch.sh": launch}
+    return {
+        "train.py": body.replace("# CONSTANTS", constants),
+        "launch.sh": torchrun_line(settings, "train.py\n"),
+    }
 
 
 FSDP2 = System(

@@ -15,6 +15,8 @@ from meshwright.core.messages import Message
 from meshwright.interop.settings import Settings
 from meshwright.interop.system import ABSENT, Key, NumericsNote
 
+FSDP1_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+"""The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
 DECAYS = {
     "linear": "linear",
     "cosine": "cosine",

@@ -20,7 +20,7 @@ from meshwright.interop.exporting import describe_violation
 from meshwright.interop.formats import ConfigFile, read_config
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, workload_of
-from meshwright.interop.system import System, decode
+from meshwright.interop.system import DecodedKeys, System, decode
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Workload
@@ -69,11 +69,15 @@ def _unread_branches(files: list[ConfigFile]) -> list[Message]:
 
 
 def import_plan(
-    *paths: str | Path, system: str | None = None, devices: int = 0, allow_unknown: bool = False
+    *paths: str | Path,
+    system: str | None = None,
+    devices: int = 0,
+    allow_unknown: bool = False,
+    default_devices: int = 0,
 ) -> ImportedPlan:
     """Imports the configuration in the files `paths`, which belong together. `system` is the name of the system; None
-    means that it is recognized. `devices` is the number of devices; it replaces that of the files. `allow_unknown`
-    lists unknown keys instead of refusing them.
+    means that it is recognized. `devices` is the number of devices; it replaces that of the files. `default_devices` is
+    the number if no file states one. `allow_unknown` lists unknown keys instead of refusing them.
 
     Raises: InputError if a file cannot be read, if a key is unknown or belongs to another system, or if the
     configuration contradicts itself.
@@ -89,23 +93,12 @@ def import_plan(
     _check_versions(found, keys)
     not_carried = _check_unknown(found, keys, allow_unknown)
     not_carried += _unread_branches(files)
-    launcher = _launcher_settings(files, devices)
-    decoded = decode(found, keys, launcher)
+    stated = _states_devices(found, keys, _launcher_settings(files, devices))
+    decoded = decode(found, keys, _launcher_settings(files, devices if stated else devices or default_devices))
     settings = degrees_of(decoded.settings)
     plan = plan_of(settings)
     _check_limits(found, plan)
-    not_carried += [
-        Message("{key}={value}: no equivalent of this value", key=name, value=keys[name])
-        for name in decoded.unknown_values
-    ]
-    not_carried += [
-        Message(
-            "{name}={value}: the reference models have {expected}", name=name, value=settings[name], expected=expected
-        )
-        for name, expected in EXPECTED_SETTINGS.items()
-        if settings.get(name, expected) != expected
-    ]
-    not_carried += settings.get("remarks", [])
+    not_carried += _lost_values(decoded, settings, keys)
     workload = _checked_workload(settings, not_carried)
     sizes = _checked_sizes(settings, not_carried)
     job = _job_sections(settings, plan, workload, sizes)
@@ -126,6 +119,22 @@ def import_plan(
         settings=settings,
         keys=keys,
     )
+
+
+def _lost_values(decoded: DecodedKeys, settings: Settings, keys: Mapping[str, Any]) -> list[Message]:
+    """Returns the values of known keys that are not carried over, and the remarks of the system."""
+    lines = [
+        Message("{key}={value}: no equivalent of this value", key=name, value=keys[name])
+        for name in decoded.unknown_values
+    ]
+    lines += [
+        Message(
+            "{name}={value}: the reference models have {expected}", name=name, value=settings[name], expected=expected
+        )
+        for name, expected in EXPECTED_SETTINGS.items()
+        if settings.get(name, expected) != expected
+    ]
+    return lines + settings.get("remarks", [])
 
 
 def _check_repeated(file: ConfigFile, keys: Mapping[str, Any]) -> None:
@@ -248,6 +257,19 @@ def _launcher_settings(files: Sequence[ConfigFile], devices: int) -> Settings:
         nodes = nodes if devices % nodes == 0 else 1
         found |= {"nodes": nodes, "devices_per_node": devices // nodes, "world": devices}
     return found
+
+
+def _states_devices(system: System, keys: Mapping[str, Any], launcher: Settings) -> bool:
+    """Returns whether the files state the number of devices or of data-parallel ranks."""
+    stating = {
+        name: keys[name]
+        for key in system.keys
+        if key.setting in ("world", "devices_per_node", "dp", "dp_shard")
+        for name in (key.name, *key.also)
+        if name in keys
+    }
+    given = {"world", "devices_per_node"} & launcher.keys()
+    return bool(given) or any(isinstance(value, int) and value > 0 for value in stating.values())
 
 
 def _check_limits(system: System, plan: Plan) -> None:

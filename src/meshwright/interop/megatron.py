@@ -13,13 +13,24 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.formats import argument_words
+from meshwright.interop.formats import argument_words, torchrun_line
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, FLAG, Key, NumericsNote, OneOf, PlanSpaceLimit, System
+from meshwright.interop.system import (
+    ABSENT,
+    ANY,
+    FLAG,
+    Key,
+    NumericsNote,
+    OneOf,
+    PlanSpaceLimit,
+    System,
+    read_nothing,
+    read_only,
+    write_only,
+)
 from meshwright.spec.enums import MESH_AXES, Offload, Recompute
 
 DP_FIRST_AXES = ("dp", "pp", "tp")
-ZERO_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def _virtual_stages(value: Any, keys: Mapping[str, Any]) -> Settings:
@@ -152,7 +163,7 @@ MODEL_KEYS = (
     Key("--hidden-size", "hidden"),
     Key("--ffn-hidden-size", "ffn"),
     Key("--num-attention-heads", "heads"),
-    Key("--group-query-attention", "kv_heads", write=lambda s: _grouped(s, True), read=lambda value, keys: {}),
+    write_only("--group-query-attention", "kv_heads", lambda s: _grouped(s, True)),
     Key("--num-query-groups", "kv_heads", write=lambda s: _grouped(s, s.get("kv_heads"))),
     Key(
         "--kv-channels",
@@ -206,17 +217,16 @@ PARALLEL_KEYS = (
         "virtual_stages",
         write=lambda s: s["virtual_stages"] if s["virtual_stages"] > 1 and _layout(s) is ABSENT else ABSENT,
     ),
-    Key("--num-layers-per-virtual-pipeline-stage", "virtual_stages", write=lambda s: ABSENT, read=_virtual_stages),
+    read_only("--num-layers-per-virtual-pipeline-stage", "virtual_stages", _virtual_stages),
     Key("--pipeline-model-parallel-layout", "layers_per_stage", write=_layout, read=_read_layout),
-    Key("--decoder-first-pipeline-num-layers", "layers_per_stage", write=lambda s: ABSENT, read=_first_stage),
-    Key("--decoder-last-pipeline-num-layers", "layers_per_stage", write=lambda s: ABSENT, read=_first_stage),
+    read_only("--decoder-first-pipeline-num-layers", "layers_per_stage", _first_stage),
+    read_only("--decoder-last-pipeline-num-layers", "layers_per_stage", _first_stage),
     Key("--context-parallel-size", "cp", default=1),
     Key("--cp-comm-type", "context", write=_context_type, read=_read_context_type),
-    Key(
+    write_only(
         "--hierarchical-context-parallel-sizes",
         "ulysses",
-        write=lambda s: (s["ulysses"], s["cp"] // s["ulysses"]) if s["ulysses"] else ABSENT,
-        read=lambda value, keys: {},
+        lambda s: (s["ulysses"], s["cp"] // s["ulysses"]) if s["ulysses"] else ABSENT,
     ),
     Key("--expert-model-parallel-size", "ep", default=1),
     Key(
@@ -251,11 +261,10 @@ PARALLEL_KEYS = (
         write=lambda s: {"attn": "core_attn", "sac": ("layernorm", "mlp")}.get(s["recompute"], ABSENT),
         read=_recompute_modules,
     ),
-    Key(
+    write_only(
         "--recompute-method",
         "recompute_layers",
-        write=lambda s: ABSENT if s["recompute"] != "full" else "block" if s["recompute_layers"] else "uniform",
-        read=lambda value, keys: {},
+        lambda s: ABSENT if s["recompute"] != "full" else "block" if s["recompute_layers"] else "uniform",
     ),
     Key(
         "--recompute-num-layers",
@@ -263,7 +272,7 @@ PARALLEL_KEYS = (
         write=lambda s: ABSENT if s["recompute"] != "full" else s["recompute_layers"] or 1,
         read=_recompute_layers,
     ),
-    Key("--recompute-activations", "recompute", write=lambda s: ABSENT, read=lambda value, keys: {"recompute": "attn"}),
+    read_only("--recompute-activations", "recompute", lambda value, keys: {"recompute": "attn"}),
     Key("--optimizer-cpu-offload", "offload", {(): ABSENT, ("optimizer",): True}),
     Key(
         "--optimizer-offload-fraction",
@@ -276,7 +285,7 @@ PARALLEL_KEYS = (
         "offload",
         {(): OneOf(ABSENT, True), ("optimizer",): OneOf(True, ABSENT)},
     ),
-    Key("--use-torch-fsdp2", "zero", write=lambda s: ABSENT, read=_torch_fsdp2),
+    read_only("--use-torch-fsdp2", "zero", _torch_fsdp2),
 )
 TRAINING_KEYS = (
     Key("--micro-batch-size", "micro_batch", default=1, always=True),
@@ -292,25 +301,19 @@ TRAINING_KEYS = (
         default="linear",
         always=True,
     ),
-    Key(
-        "--lr-wsd-decay-style",
-        "decay",
-        write=lambda s: "linear" if s["decay"] == "warmup-stable-decay" else ABSENT,
-        read=lambda value, keys: {},
-    ),
-    Key(
+    write_only("--lr-wsd-decay-style", "decay", lambda s: "linear" if s["decay"] == "warmup-stable-decay" else ABSENT),
+    write_only(
         "--lr-wsd-decay-iters",
         "cooldown",
-        write=lambda s: round(s["cooldown"] * s["steps"]) if s["decay"] == "warmup-stable-decay" else ABSENT,
-        read=lambda value, keys: {},
+        lambda s: round(s["cooldown"] * s["steps"]) if s["decay"] == "warmup-stable-decay" else ABSENT,
     ),
-    Key("--lr-decay-iters", "steps", write=lambda s: ABSENT, read=lambda value, keys: {}),
-    Key("--train-samples", "steps", write=lambda s: ABSENT, read=lambda value, keys: {}),
+    read_only("--lr-decay-iters", "steps", read_nothing),
+    read_only("--train-samples", "steps", read_nothing),
     Key("--lr-warmup-iters", "warmup", default=0),
-    Key("--lr-warmup-fraction", "warmup", write=lambda s: ABSENT, read=lambda value, keys: {}),
-    Key("--lr-warmup-samples", "warmup", write=lambda s: ABSENT, read=lambda value, keys: {}),
+    read_only("--lr-warmup-fraction", "warmup", read_nothing),
+    read_only("--lr-warmup-samples", "warmup", read_nothing),
     Key("--optimizer", "optimizer", {"adamw": OneOf(ABSENT, "adam"), "sgd-momentum": "sgd", "muon": "muon"}),
-    Key("--sgd-momentum", "momentum", write=lambda s: ABSENT, read=lambda value, keys: {}),
+    read_only("--sgd-momentum", "momentum", read_nothing),
     Key("--adam-beta1", "beta1", default=0.9),
     Key("--adam-beta2", "beta2", default=0.999),
     Key("--adam-eps", "eps", default=1e-8),
@@ -324,11 +327,10 @@ TRAINING_KEYS = (
         {"fp32": ABSENT, "bf16": ABSENT, "fp8": OneOf("hybrid", "e4m3"), "fp16": ABSENT},
     ),
     Key("--grad-reduce-in-bf16", "reduce", {"fp32": ABSENT, "bf16": True, "fp16": ABSENT}),
-    Key(
+    write_only(
         "--accumulate-allreduce-grads-in-fp32",
         "reduce",
-        write=lambda s: True if s["reduce"] == "fp32" and s["precision"] == "fp16" else ABSENT,
-        read=lambda value, keys: {},
+        lambda s: True if s["reduce"] == "fp32" and s["precision"] == "fp16" else ABSENT,
     ),
     Key("--seed", "seed", default=1234),
 )
@@ -378,7 +380,7 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
         chosen = {key.name: keys[key.name] for key in table if key.name in keys}
         lines += [f"{name}=(", *(f"    {word}" for word in argument_words(chosen)), ")", ""]
     lines += [
-        f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} pretrain_gpt.py \\",
+        torchrun_line(settings, "pretrain_gpt.py \\"),
         "    ${MODEL_ARGS[@]} ${PARALLEL_ARGS[@]} ${TRAINING_ARGS[@]} ${DATA_ARGS[@]}",
     ]
     return {"launch.sh": "\n".join(lines) + "\n"}

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.interop.formats import write_yaml
+from meshwright.interop.formats import torchrun_line, write_yaml
 from meshwright.interop.megatron import MEGATRON
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key, OneOf, readings
+from meshwright.interop.system import ABSENT, Key, OneOf, read_only, readings, write_only
 
 NAMES = {
     "--tensor-model-parallel-size": "model.tensor_model_parallel_size",
@@ -117,28 +117,24 @@ PRECISIONS = {
 }
 KEYS = (
     *(_renamed(key) for key in MEGATRON.keys if key.name in NAMES),
-    Key(
+    write_only(
         "model.virtual_pipeline_model_parallel_size",
         "virtual_stages",
-        write=lambda s: s["virtual_stages"] if s["virtual_stages"] > 1 else ABSENT,
-        read=lambda v, k: {},
+        lambda s: s["virtual_stages"] if s["virtual_stages"] > 1 else ABSENT,
     ),
     Key("mixed_precision", "precision", PRECISIONS, also=("precision",)),
     Key("ddp.grad_reduce_in_fp32", "reduce", {"bf16": OneOf(False), "fp32": True, "fp16": False}),
     Key("model.seq_length", "sequence", write=lambda s: s["sequence"]),
-    Key("trainer.devices", "devices_per_node", write=lambda s: ABSENT),
-    Key("trainer.num_nodes", "nodes", write=lambda s: ABSENT),
+    read_only("trainer.devices", "devices_per_node"),
+    read_only("trainer.num_nodes", "nodes"),
 )
 
 
 def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns overrides.yaml and the launch script."""
     model = (settings.get("model") or "MODEL").replace("-", "_")
-    launch = (
-        f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} "
-        f"scripts/training/run_recipe.py --recipe {model}_pretrain_config --config-file overrides.yaml\n"
-    )
-    return {"overrides.yaml": write_yaml(keys), "launch.sh": launch}
+    script = f"scripts/training/run_recipe.py --recipe {model}_pretrain_config --config-file overrides.yaml\n"
+    return {"overrides.yaml": write_yaml(keys), "launch.sh": torchrun_line(settings, script)}
 
 
 MEGATRON_BRIDGE = MEGATRON._replace(

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.core.messages import Message
-from meshwright.interop.formats import write_yaml
+from meshwright.interop.formats import torchrun_line, write_yaml
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, OneOf, PlanSpaceLimit, System
+from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, OneOf, PlanSpaceLimit, System, write_only
 from meshwright.spec.enums import Recompute
 
 
@@ -36,7 +36,7 @@ def _decay_start(settings: Settings) -> Any:
 
 
 def _fixed(name: str, value: Any) -> Key:
-    return Key(name, "engine", write=lambda s: value, read=lambda v, k: {})
+    return write_only(name, "engine", lambda s: value)
 
 
 CONFIG, SCHEDULE = "model.model_config.", "optimizer.learning_rate_scheduler."
@@ -67,12 +67,7 @@ KEYS = (
     Key(CONFIG + "tie_word_embeddings", "untied", {True: False, False: True}),
     Key(CONFIG + "rope_theta", "rope_base", default=10000.0),
     Key("model.dtype", "precision", {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, default="bfloat16"),
-    Key(
-        "optimizer.accumulate_grad_in_fp32",
-        "reduce",
-        write=lambda s: s["reduce"] == "fp32",
-        read=lambda v, k: {},
-    ),
+    write_only("optimizer.accumulate_grad_in_fp32", "reduce", lambda s: s["reduce"] == "fp32"),
     Key("optimizer.zero_stage", "zero", default=0, always=True),
     Key("optimizer.weight_decay", "weight_decay"),
     Key("optimizer.clip_grad", "clip", write=lambda s: s["clip"], read=lambda v, k: {"clip": v}),
@@ -88,7 +83,7 @@ KEYS = (
         default="linear",
         always=True,
     ),
-    Key(SCHEDULE + "lr_decay_starting_step", "cooldown", write=_decay_start, read=lambda v, k: {}),
+    write_only(SCHEDULE + "lr_decay_starting_step", "cooldown", _decay_start),
     Key(SCHEDULE + "min_decay_lr", "min_lr"),
     Key("parallelism.dp", "dp"),
     Key("parallelism.tp", "tp"),
@@ -97,12 +92,12 @@ KEYS = (
     Key(
         "parallelism.tp_mode",
         "sequence_parallel",
-        {False: OneOf("ALL_REDUCE", ABSENT), True: "REDUCE_SCATTER"},
+        {False: OneOf(ABSENT, "ALL_REDUCE"), True: "REDUCE_SCATTER"},
     ),
     Key(
         "parallelism.tp_linear_async_communication",
         "sequence_parallel",
-        {True: OneOf(True, False, ABSENT), False: OneOf(False, True, ABSENT)},
+        {True: OneOf(True, False, ABSENT), False: OneOf(ABSENT, False, True)},
     ),
     Key("parallelism.expert_parallel_size", "ep", default=1),
     Key("parallelism.context_parallel_size", "cp", default=1),
@@ -129,10 +124,7 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     """Returns config.yaml and the launch script."""
     tokenizer = {"tokenizer.tokenizer_name_or_path": settings.get("model") or "gpt2"}
     stage = {"name": "train", "start_training_step": 1, "data": {"dataset": None, "seed": settings["seed"]}}
-    launch = (
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes {settings['nodes']} --nproc-per-node "
-        f"{settings['devices_per_node']} run_train.py --config-file config.yaml\n"
-    )
+    launch = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {torchrun_line(settings, 'run_train.py --config-file config.yaml')}\n"
     return {"config.yaml": write_yaml({**keys, **tokenizer, "data_stages": (stage,)}), "launch.sh": launch}
 
 

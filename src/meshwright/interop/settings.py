@@ -22,6 +22,7 @@ from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import OptimizerConfig, Workload
 
@@ -63,6 +64,8 @@ NATIVE_REDUCE = {"fp8": "bf16", "bf16-pure": "bf16", "tf32": "fp32"} | {
     name: name for name in ("bf16", "fp16", "fp32", "fp64")
 }
 """The dtype of gradients that a precision has unless the workload sets another."""
+ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
+"""What the CPU offload of FSDP2 moves to the host."""
 SIZE_FIELDS = {"model_layers": "layers", "model_sequence": "seq"} | {
     name: name
     for name in (
@@ -285,8 +288,6 @@ def sizes_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault("moe_ffn", found["ffn"])
         found.setdefault("top_k", 1)
     found.setdefault("seq", settings.get("sequence", 1))
-    if found.get("pos", "rope") == "rope":
-        found.pop("pos_rows", None)
     found["tied_embeddings"] = not settings.get("untied", False)
     llama = found.get("mlp") == "swiglu" and found.get("norm") == "rms" and found.get("pos") == "rope"
     return {"kind": "llama" if llama else "decoder", **found}

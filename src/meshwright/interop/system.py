@@ -72,6 +72,27 @@ class Key(NamedTuple):
     read: Callable[[Any, Mapping[str, Any]], Settings] | None = None
 
 
+def read_nothing(value: Any, keys: Mapping[str, Any]) -> Settings:
+    """Reads no setting from a key, because `System.adjust` reads it together with others, or because it has none."""
+    return {}
+
+
+def write_only(name: str, setting: str, write: Callable[[Settings], Any], also: tuple[str, ...] = ()) -> Key:
+    """Returns a key that an export writes, and that an import does not read by itself (`read_nothing`)."""
+    return Key(name, setting, write=write, read=read_nothing, also=also)
+
+
+def read_only(
+    name: str,
+    setting: str,
+    read: Callable[[Any, Mapping[str, Any]], Settings] | None = None,
+    values: Mapping[Any, Any] | None = None,
+    also: tuple[str, ...] = (),
+) -> Key:
+    """Returns a key that an import reads and an export never writes."""
+    return Key(name, setting, values, write=lambda settings: ABSENT, read=read, also=also)
+
+
 class PlanSpaceLimit(NamedTuple):
     """The plans of one mode of a system. `fields` are the allowed values by field of `Plan`; a field that is not named
     must have its default. `why` names the mode. `rule` returns why a plan of the mode is refused, '' if it is not."""
@@ -113,8 +134,7 @@ class System(NamedTuple):
     the keys and the settings. `framework` is the name of its profile in the planner (planner/validation/frameworks.py).
     `version` is the version whose keys are read and written. `workload` are the values of workload settings that it
     has; other settings have every value. `renamed` are keys of older versions, with the keys that replace them.
-    `fixed` are settings that every configuration of the system has. `open_arguments`: whether scripts of the user may
-    add options to the command line.
+    `open_arguments`: whether scripts of the user may add options to the command line.
     """
 
     name: str
@@ -129,7 +149,6 @@ class System(NamedTuple):
     workload: Mapping[str, tuple[Any, ...]] = {}
     numerics: tuple[NumericsNote, ...] = ()
     renamed: Mapping[str, str] = {}
-    fixed: Mapping[str, Any] = {}
     open_arguments: bool = False
     adjust: Callable[[Settings, Mapping[str, Any]], None] = lambda settings, keys: None
 
@@ -186,7 +205,7 @@ def decode(system: System, keys: Mapping[str, Any], given: Mapping[str, Any]) ->
 
     Raises: InputError if keys contradict each other.
     """
-    settings: Settings = {**system.fixed, **given}
+    settings: Settings = dict(given)
     candidates: dict[str, tuple[list[Any], str]] = {}
     absent: list[tuple[str, list[Any]]] = []
     unknown: list[str] = []

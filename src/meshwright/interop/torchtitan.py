@@ -1,9 +1,10 @@
-"""torchtitan: the TOML job configuration of versions 0.2, with its launch line.
+"""torchtitan: the TOML job configuration of versions 0.2, the Python configuration of version 0.3
+(torchtitan_python.py), and their launch lines.
 
 Sources, at version 0.2.2 of pytorch/torchtitan: torchtitan/config/job_config.py (keys and defaults),
 torchtitan/models/llama3/infra/parallelize.py, torchtitan/distributed/pipeline_parallel.py (stages),
-torchtitan/train.py (batch, loss). Version 0.3 takes the same keys of the sections training and parallelism as options
-of the command line.
+torchtitan/train.py (batch, loss). Version 0.3 has the same keys of the sections training, parallelism, lr_scheduler and
+compile.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.formats import write_toml
+from meshwright.interop.formats import torchrun_line, write_toml
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, PlanSpaceLimit, System
+from meshwright.interop.system import (
+    ABSENT,
+    ANY,
+    Key,
+    NumericsNote,
+    OneOf,
+    PlanSpaceLimit,
+    System,
+    read_nothing,
+    read_only,
+    write_only,
+)
+from meshwright.interop.torchtitan_python import SECTIONS, python_config
 from meshwright.spec.enums import Offload, Recompute
 from meshwright.spec.plan import Plan
 
@@ -29,6 +42,7 @@ SCHEDULES = {
 }
 AC_OPTION = "activation_checkpoint.selective_ac_option"
 LOOPED = ("interleaved", "zbv", "dualpipev")
+FUNCTION = re.compile(r"(?P<name>llama3|qwen3|deepseek_v3|gpt_oss)_(?P<size>\d+(?:_\d+)?b)")
 LAYER = re.compile(r"layers\.\d+")
 MODEL = re.compile(r"(?P<name>llama3|llama4|qwen3|deepseek_v3|gpt_oss)[-_.]?(?P<flavor>[\w.]+)", re.IGNORECASE)
 
@@ -70,6 +84,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     }
     shard, tp, pp, cp = get["data_parallel_shard_degree"] or -1, *(settings.get(axis, 1) for axis in ("tp", "pp", "cp"))
     replicate = settings.get("dp_replicate", 1)
+    if "devices_per_node" in settings:
+        settings.setdefault("world", settings["devices_per_node"] * settings.get("nodes", 1))
     if shard < 1 and "world" not in settings:
         raise InputError(
             Message("data_parallel_shard_degree is -1 and the number of devices is in no file: --devices sets it")
@@ -87,10 +103,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     settings["zero"] = 0 if settings["dp_shard"] * cp == 1 else 2 if gathered_once else 3
     settings["sequence_parallel"] = tp > 1
     local, whole = keys.get("training.local_batch_size", 8), keys.get("training.global_batch_size", -1)
-    if pp > 1:
-        settings["micro_batch"] = keys.get("parallelism.pipeline_parallel_microbatch_size", 1)
-    else:
-        settings["micro_batch"] = local
+    settings["micro_batch"] = keys.get("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
     if whole and whole > 0:
         settings["batch"] = whole
     else:
@@ -133,16 +146,32 @@ def _model_part(part: str) -> Any:
     return write
 
 
+def _read_function(value: Any, keys: Mapping[str, Any]) -> Settings:
+    """Converts the name of a function of version 0.3, such as qwen3_0_6b: the model and its size."""
+    found = FUNCTION.match(str(value))
+    settings: Settings = {"model": f"{found['name']}-{found['size'].replace('_', '.')}" if found else str(value)}
+    if "config" in keys:
+        return settings
+    remark = Message(
+        "--config {function}: the settings of this function are not read; give its file, or write them as options",
+        function=value,
+    )
+    return {**settings, "remarks": [remark]}
+
+
 KEYS = (
     Key("model.name", "name", write=_model_part("name")),
     Key("model.flavor", "flavor", write=_model_part("flavor")),
-    Key(
-        "model.converters",
-        "converters",
-        write=lambda s: ["quantize.linear.float8"] if s["precision"] == "fp8" else ABSENT,
-        read=lambda v, k: {},
+    write_only(
+        "model.converters", "converters", lambda s: ["quantize.linear.float8"] if s["precision"] == "fp8" else ABSENT
     ),
-    Key("optimizer.name", "optimizer", {"adamw": "AdamW", "adam": "Adam"}, default="AdamW"),
+    Key(
+        "optimizer.name",
+        "optimizer",
+        {"adamw": "AdamW", "adam": "Adam"},
+        default="AdamW",
+        also=("optimizer.param_groups[0].optimizer_name",),
+    ),
     Key("optimizer.lr", "lr", default=8e-4),
     Key("optimizer.beta1", "beta1", default=0.9),
     Key("optimizer.beta2", "beta2", default=0.95),
@@ -155,20 +184,16 @@ KEYS = (
         write=lambda s: "cosine" if s["decay"] == "cosine" else "linear",
         read=lambda v, k: {} if v == "sqrt" else {"decay": v},
     ),
-    Key(
+    write_only(
         "lr_scheduler.decay_ratio",
         "cooldown",
-        write=lambda s: {"constant": 0.0, "warmup-stable-decay": s["cooldown"]}.get(s["decay"], ABSENT),
-        read=lambda v, k: {},
+        lambda s: {"constant": 0.0, "warmup-stable-decay": s["cooldown"]}.get(s["decay"], ABSENT),
     ),
     Key("lr_scheduler.min_lr_factor", "final_lr", default=0.0),
-    Key(
-        "training.local_batch_size",
-        "local_batch",
-        write=lambda s: s["local_batch"] if s["pp"] > 1 else s["micro_batch"],
-        read=lambda v, k: {},
+    write_only(
+        "training.local_batch_size", "local_batch", lambda s: s["local_batch"] if s["pp"] > 1 else s["micro_batch"]
     ),
-    Key("training.global_batch_size", "batch", write=lambda s: s["batch"], read=lambda v, k: {}),
+    write_only("training.global_batch_size", "batch", lambda s: s["batch"]),
     Key("training.seq_len", "sequence", default=2048),
     Key(
         "training.max_norm",
@@ -197,40 +222,29 @@ KEYS = (
     ),
     Key("training.mixed_precision_reduce", "reduce", {"fp32": "float32"}, default="float32"),
     Key("parallelism.data_parallel_replicate_degree", "dp_replicate", default=1, always=True),
-    Key("parallelism.data_parallel_shard_degree", "dp_shard", write=lambda s: s["dp_shard"], read=lambda v, k: {}),
-    Key(
-        "parallelism.fsdp_reshard_after_forward",
-        "zero",
-        write=lambda s: {2: "never", 3: "always"}.get(s["zero"], ABSENT),
-        read=lambda v, k: {},
+    write_only("parallelism.data_parallel_shard_degree", "dp_shard", lambda s: s["dp_shard"]),
+    write_only(
+        "parallelism.fsdp_reshard_after_forward", "zero", lambda s: {2: "never", 3: "always"}.get(s["zero"], ABSENT)
     ),
     Key("parallelism.tensor_parallel_degree", "tp", default=1, always=True),
     Key("parallelism.pipeline_parallel_degree", "pp", default=1, always=True),
     Key("parallelism.pipeline_parallel_schedule", "schedule", SCHEDULES, default="1F1B"),
-    Key(
+    write_only(
         "parallelism.pipeline_parallel_microbatch_size",
         "micro_batch",
-        write=lambda s: s["micro_batch"] if s["pp"] > 1 else ABSENT,
-        read=lambda v, k: {},
+        lambda s: s["micro_batch"] if s["pp"] > 1 else ABSENT,
     ),
-    Key(
-        "parallelism.pipeline_parallel_layers_per_stage",
-        "virtual_stages",
-        write=lambda s: ABSENT,
-        read=lambda v, k: {},
-    ),
+    read_only("parallelism.pipeline_parallel_layers_per_stage", "virtual_stages", read_nothing),
     Key("parallelism.module_fqns_per_model_part", "layers_per_stage", write=_module_names, read=_read_module_names),
-    Key(
+    write_only(
         "parallelism.pipeline_parallel_first_stage_less_layers",
         "first_less",
-        write=lambda s: 0 if s["pp"] > 1 and not _stage_layers(s) else ABSENT,
-        read=lambda v, k: {},
+        lambda s: 0 if s["pp"] > 1 and not _stage_layers(s) else ABSENT,
     ),
-    Key(
+    write_only(
         "parallelism.pipeline_parallel_last_stage_less_layers",
         "last_less",
-        write=lambda s: 0 if s["pp"] > 1 and not _stage_layers(s) else ABSENT,
-        read=lambda v, k: {},
+        lambda s: 0 if s["pp"] > 1 and not _stage_layers(s) else ABSENT,
     ),
     Key("parallelism.context_parallel_degree", "cp", default=1),
     Key("parallelism.expert_parallel_degree", "ep", default=1),
@@ -240,12 +254,12 @@ KEYS = (
         write=lambda s: s["expert_tp"] if s["ep"] > 1 else ABSENT,
     ),
     Key("activation_checkpoint.mode", "recompute", {"none": "none", "full": "full", "sac": "selective"}, always=True),
-    Key(
-        AC_OPTION,
-        "recompute",
-        write=lambda s: "op" if s["recompute"] == "sac" else ABSENT,
-        read=lambda v, k: {},
-    ),
+    write_only(AC_OPTION, "recompute", lambda s: "op" if s["recompute"] == "sac" else ABSENT),
+    read_only("activation_checkpoint", "recompute", values={"none": "None", "full": "FullAC", "sac": "SelectiveAC"}),
+    read_only("parallelism.enable_sequence_parallel", "sequence_parallel", values={True: OneOf(True, ABSENT)}),
+    read_only("config", "model", read=_read_function, also=("--config",)),
+    *(read_only(name, "engine", read_nothing) for name in ("--module", "training.disable_cuda_graphs", *SECTIONS)),
+    read_only("optimizer.betas", "beta1", read=lambda v, k: {"beta1": v[0], "beta2": v[1]}),
     Key("compile.enable", "compile", default=False),
     Key("debug.seed", "seed", also=("training.seed",)),
 )
@@ -281,12 +295,14 @@ LIMITS = (
 
 
 def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
-    """Returns the job configuration and the launch script."""
-    launch = (
-        f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} -m torchtitan.train "
-        "--job.config_file train.toml\n"
-    )
-    return {"train.toml": write_toml(keys), "launch.sh": launch}
+    """Returns the job configuration and the launch script of version 0.2, and those of version 0.3."""
+    launch = torchrun_line(settings, "-m torchtitan.train")
+    return {
+        "train.toml": write_toml(keys),
+        "launch.sh": f"{launch} --job.config_file train.toml\n",
+        "train_config.py": python_config(keys, settings),
+        "launch_0_3.sh": f"PYTHONPATH=. {launch} --module train_config --config train\n",
+    }
 
 
 TORCHTITAN = System(

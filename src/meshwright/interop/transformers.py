@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.interop.formats import write_json
-from meshwright.interop.hf_arguments import TRAINER_NUMERICS, hf_keys
-from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System
-from meshwright.spec.enums import Offload, Recompute
-
-ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
-LEGACY_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+from meshwright.interop.formats import torchrun_line, write_json
+from meshwright.interop.hf_arguments import FSDP1_STAGES, TRAINER_NUMERICS, hf_keys
+from meshwright.interop.settings import ALL_STATES, Settings
+from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, write_only
+from meshwright.spec.enums import Recompute
 
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
@@ -26,7 +23,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     if fsdp and fsdp != "":
         words = str(fsdp).split() if isinstance(fsdp, str) else list(fsdp) if isinstance(fsdp, tuple) else []
         reshard = keys.get("fsdp_config.reshard_after_forward", True)
-        zero = next((LEGACY_STAGES[word] for word in words if word in LEGACY_STAGES), 3 if reshard else 2)
+        zero = next((FSDP1_STAGES[word] for word in words if word in FSDP1_STAGES), 3 if reshard else 2)
         offloads = keys.get("fsdp_config.cpu_offload") or "offload" in words
         if offloads and zero == 3:
             settings["offload"] = tuple(map(str, ALL_STATES))
@@ -43,11 +40,10 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
 
 def _fsdp(name: str, value: Any) -> Key:
     """Returns a row that is written with FSDP of the Trainer, and that is read in `_adjust`."""
-    return Key(
+    return write_only(
         name,
         "zero",
-        write=lambda s: (value(s) if callable(value) else value) if s["zero"] and s["tp"] == 1 else ABSENT,
-        read=lambda v, k: {},
+        lambda s: (value(s) if callable(value) else value) if s["zero"] and s["tp"] == 1 else ABSENT,
         also=("--fsdp",) if name == "fsdp" else (),
     )
 
@@ -66,12 +62,7 @@ NATIVE = (
     _native("tp_size", "tp"),
     _native("fsdp_size", "dp_shard"),
     _native("dp_replicate_size", "dp_replicate"),
-    Key(
-        "fsdp_cpu_offload",
-        "offload",
-        write=lambda s: True if s["tp"] > 1 and s["offload"] else ABSENT,
-        read=lambda v, k: {},
-    ),
+    write_only("fsdp_cpu_offload", "offload", lambda s: True if s["tp"] > 1 and s["offload"] else ABSENT),
 )
 KEYS = (
     *(key._replace(also=(*key.also, f"--{key.name}")) for key in hf_keys("")),
@@ -101,10 +92,7 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
     script = {name: keys[name] for name in SCRIPT_KEYS if name in keys}
     distributed = {name: value for name, value in keys.items() if name in native}
     words = " ".join(f"--{name} {value}" for name, value in script.items())
-    launch = (
-        f"torchrun --nnodes {settings['nodes']} --nproc-per-node {settings['devices_per_node']} train.py "
-        f"training_args.json {words}\n"
-    )
+    launch = torchrun_line(settings, f"train.py training_args.json {words}\n")
     files = {"training_args.json": write_json({"output_dir": "output", **arguments}), "launch.sh": launch}
     return files | ({"distributed_config.json": write_json(distributed)} if distributed else {})
 

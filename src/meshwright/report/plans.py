@@ -57,7 +57,7 @@ def search_result_text(
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
     ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in plan_only_messages(answer))
     tally = Message(
-        "{count:count} plans considered in {seconds:seconds}", count=answer.considered, seconds=answer.seconds
+        "{count:count plan} considered in {seconds:seconds}", count=answer.considered, seconds=answer.seconds
     )
     lines = [translate(Message("{tally}, rejected:", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:

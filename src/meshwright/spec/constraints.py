@@ -53,7 +53,7 @@ def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
         yield Violation(
             "the product of degrees is not the number of devices",
             Message(
-                "{product} = {world} but the cluster has {devices} devices",
+                "{product} = {world} but the cluster has {devices} devices: change the plan or the cluster",
                 product=product,
                 world=plan.world,
                 devices=devices,

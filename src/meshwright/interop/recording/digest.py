@@ -59,13 +59,6 @@ def distance(one: Digest, two: Digest) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def relative_distance(one: Digest, two: Digest) -> float:
-    """Returns the distance divided by the larger norm, 0 if both are zero."""
-    size = max(float(one[-1]), float(two[-1]))
-    found = distance(one, two)
-    return found / size if found and size and math.isfinite(found) else (0.0 if not found else math.inf)
-
-
 def add_digests(parts: list[Digest]) -> Digest:
     """Returns the digest of the sum of tensors. The norm of the sum is unknown and is estimated by its projections."""
     total = torch.stack(parts).sum(0)
