@@ -102,7 +102,7 @@ def test_import_makes_a_checkpoint_of_step_0_that_exports_the_same(tmp_path, cap
         (["verify", "{0}"], "holds no checkpoint"),
         (["import", "{0}/none", "{0}/x"], "do not exist"),
         (["lost", "{0}"], "Available commands: list, verify, export, import"),
-        (["export", "{0}"], "--to requires an argument"),
+        (["export", "{0}"], "--to is missing"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(tmp_path, capsys, words, sentence):

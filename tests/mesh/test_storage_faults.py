@@ -412,6 +412,13 @@ def touching(tree: ast.AST) -> Iterator[str]:
 
 
 NOT_OF_A_RUN = {
+    "cli/device_checks.py": {  # of the system
+        "AMD_TOPOLOGY_FOLDER.glob",
+        "DRIVER_VERSION_FILE.read_text",
+        "path.is_file",
+        "path.read_text",
+    },
+    "cli/start_checks.py": {"(folder / name).is_file", "Path(begin).exists", "folder.glob"},  # weights
     "elastic/proc_stats.py": {
         "Path(f'/proc/{process}/io').read_text",
         "Path(f'/proc/{process}/schedstat').read_text",
@@ -493,7 +500,7 @@ NOT_OF_A_RUN = {
         "path.is_file",
     },
     "cli/main.py": {"os.open"},
-    "cli/options.py": {"path.is_dir", "path.parent.is_dir"},
+    "cli/options.py": {"path.is_dir", "path.is_file", "path.parent.is_dir"},
     "cli/plan.py": {"write_atomically"},
     "cli/probe.py": {"write_atomically"},
     "cli/report.py": {"write_atomically"},

@@ -124,7 +124,11 @@ def _describe(command: str, error: CycloptsError) -> str:
         known = [name for argument in error.argument_collection if argument.parse for name in argument.names]
         return _describe_unknown(command, error.token.keyword or error.token.value, known)
     if isinstance(error, MissingArgumentError):
-        return Message("{name} needs a value", name=error.keyword or _argument_name(error))
+        if error.keyword:
+            return Message("{name} needs a value", name=error.keyword)
+        argument = error.argument
+        is_option = argument is not None and argument.index != 0
+        return Message("{name} is missing", name=argument.name if argument and is_option else _argument_name(error))
     if isinstance(error, RepeatArgumentError):
         return Message("{name} is given twice", name=error.token.keyword or _argument_name(error))
     if isinstance(error, UnusedCliTokensError):
