@@ -256,6 +256,22 @@ def test_a_mixture_that_no_formula_counts_is_described_from_its_code(odd: dict[s
     assert not needs_tracing(str(tmp_path))
 
 
+def test_a_model_folder_that_has_the_name_of_a_catalog_model_is_planned_and_trained_as_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshwright.cli.launch_plan import build_model_source
+
+    monkeypatch.chdir(tmp_path)
+    file = read_job(None, ["model.name=tiny"])
+    (tmp_path / "tiny").mkdir()
+    assert read_sizes("tiny") == read_sizes("llama-tiny") and not build_model_source(file).folder
+    written(tmp_path / "tiny", json.dumps({**QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}), "config.json")
+    assert read_sizes("tiny").hidden == QWEN["hidden_size"] != read_sizes("llama-tiny").hidden
+    assert build_model_source(file).folder == str((tmp_path / "tiny").resolve())
+    written(tmp_path / "tiny", json.dumps({**QWEN, "decoder_sparse_step": 2}), "config.json")
+    assert needs_tracing("tiny")
+
+
 def test_a_folder_without_a_configuration_says_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no config.json"):
         read_sizes(str(tmp_path))

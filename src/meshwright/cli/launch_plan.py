@@ -62,14 +62,14 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
 def build_model_source(file: JobFile) -> ModelSource:
     """Returns the model source of a job: how ranks build the model."""
     from meshwright.planner.inputs.job import resolve_sizes
-    from meshwright.planner.inputs.model_parser import is_user_code
+    from meshwright.planner.inputs.model_parser import is_model_folder, is_user_code
     from meshwright.spec.job import ModelSource
 
     name = file.model.source
     path = Path(name).expanduser()
     if file.model.module or (is_user_code(name) and not path.exists()):
         return ModelSource(name=name, module=name, rules=file.model.rules)
-    if path.is_dir():
+    if is_model_folder(name):
         title = snapshot_name(str(path.resolve())).rpartition("/")[2]
         return ModelSource(name=title, folder=str(path.resolve()), rules=file.model.rules)
     sizes = {key: value for key, value in resolve_sizes(file.model).model_dump().items() if value is not None}

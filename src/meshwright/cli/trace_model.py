@@ -35,12 +35,12 @@ def trace_job_model(file: JobFile) -> JobFile:
     Raises: InputError if the job sets sizes or rules that this model does not accept.
     """
     from meshwright.planner.inputs.job import resolve_precision
-    from meshwright.planner.inputs.model_parser import needs_tracing
+    from meshwright.planner.inputs.model_parser import is_model_folder, needs_tracing
     from meshwright.spec.job import ModelSource
 
     name = file.model.source
     rules = file.model.rules
-    if not file.model.module and not needs_tracing(name) and not (rules and Path(name).expanduser().is_dir()):
+    if not file.model.module and not needs_tracing(name) and not (rules and is_model_folder(name)):
         if rules:
             raise InputError(Message("$.model.rules: model {name!r} needs no rules: leave them out", name=name))
         return file
@@ -55,11 +55,12 @@ def trace_job_model(file: JobFile) -> JobFile:
             )
         )
     sequence, precision = file.workload.sequence, resolve_precision(file)
+    has_folder = not file.model.module and is_model_folder(name)
     folder = Path(name).expanduser().resolve()
-    if not folder.is_dir():
+    if not has_folder:
         _check_function(name)
     try:
-        if folder.is_dir():
+        if has_folder:
             found = _cached_spec(ModelSource(name=name, folder=str(folder), rules=rules), sequence, precision)
         else:
             found = _trace_spec(ModelSource(name=name, module=name, rules=rules), sequence, precision)

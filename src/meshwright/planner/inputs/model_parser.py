@@ -51,26 +51,31 @@ def is_user_code(name: str) -> bool:
     return USER_FUNCTION_PATTERN.fullmatch(name) is not None
 
 
+def is_model_folder(name: str) -> bool:
+    """Returns whether `name` is a model folder. A folder with a `config.json` is one, even if the catalog has a model
+    of this name. Any other folder is one only if the catalog has no model of this name."""
+    path = path_from_text(name)
+    return path.is_dir() and ((path / "config.json").is_file() or catalog.find_entry(catalog.models(), name) is None)
+
+
 def needs_tracing(name: str) -> bool:
     """Returns whether the model `name` must be traced. This is the case for a function (`package.module:function`), and
-    for a Hugging Face folder whose model family has no closed formulas. An existing file, and a folder whose name is
-    also in the catalog, need no tracing."""
-    path = path_from_text(name)
-    if path.is_dir():
-        return not has_formulas(path) and catalog.find_entry(catalog.models(), name) is None
-    return is_user_code(name) and not path.is_file()
+    for a Hugging Face folder whose model family has no closed formulas. An existing file needs no tracing."""
+    if is_model_folder(name):
+        return not has_formulas(path_from_text(name))
+    return is_user_code(name) and not path_from_text(name).is_file()
 
 
 def read_sizes(name: str) -> ArchitectureSizes:
     """Returns the sizes of the model `name`. Raises InputError if the name is unknown or names Python code; the message
     suggests similar known names."""
+    path = path_from_text(name)
+    if is_model_folder(name):
+        return read_hf_config(path)
     rows = catalog.models()
     row = catalog.find_entry(rows, name)
     if row is not None:
         return sizes_from_catalog(row)
-    path = path_from_text(name)
-    if path.is_dir():
-        return read_hf_config(path)
     if path.is_file():
         return read_architecture(path)
     if is_user_code(name):
