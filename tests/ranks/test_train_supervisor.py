@@ -158,8 +158,10 @@ def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ende
 
     for hear, grace in ((stop_once, 0.3), (stop_twice, 600.0)):
         began = time.monotonic()
-        with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up"):
+        with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up") as stopped:
             supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace_period=grace)
+        assert "from the last checkpoint, or from the start" in str(stopped.value)
+        assert ("run.grace_period=N" in str(stopped.value)) == (grace < 1), "a second signal needs no longer grace"
         assert time.monotonic() - began < 300
         assert gone(tmp_path)
 

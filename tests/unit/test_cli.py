@@ -48,6 +48,7 @@ def called(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, 
     ("tokens", "message"),
     [
         (["paln"], "no command 'paln'; did you mean 'plan'? commands are catalog, checkpoint"),
+        (["--lang", "zh", "plan"], "选项 --lang 在命令之前：请写在命令之后"),
         (["plan", "--modle", "x"], "plan: unknown option --modle; did you mean '--model'?"),
         (["plan", "--batch", "many"], "plan: --batch 'many' is not a whole number, such as 32 or 4k"),
         (["plan", "a.yaml", "b.yaml"], "plan: 'b.yaml' is one argument too many"),

@@ -75,6 +75,10 @@ def run_command(tokens: list[str]) -> int:
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         names = list(command_lines())
+        if tokens[0].startswith("-"):
+            raise InputError(
+                Message("option {option} stands before the command: write it after the command", option=tokens[0])
+            ) from None
         if isinstance(error, UnknownCommandError) and tokens[0] not in names:
             raise InputError(
                 Message(

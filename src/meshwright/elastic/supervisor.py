@@ -473,11 +473,21 @@ def _finish(run: Supervisor, now: Attempt) -> None:
     # If no rank failed or stopped, the signal came too late: the run has completed its last step.
     if signals and (now.failures or now.stopped or run._stop.is_forced):
         saved = len(now.stopped) == run.work.world
-        how = Message("everything is saved") if saved else Message("the step in progress was given up")
-        raise Interrupted(
-            Message(
-                "stopped by {reason}: {how}; the same command goes on where this one stopped",
+        if saved:
+            text = Message(
+                "stopped by {reason}: everything is saved; the same command goes on where this one stopped",
                 reason=signals[0],
-                how=how,
             )
-        )
+        else:
+            text = Message(
+                "stopped by {reason}: the step in progress was given up; the same command goes on from the last "
+                "checkpoint, or from the start if there is none{remedy}",
+                reason=signals[0],
+                remedy=""
+                if len(signals) > 1
+                else Message(
+                    " (the ranks did not save within {seconds:.0f} s: --set run.grace_period=N gives them N seconds)",
+                    seconds=run.grace_period,
+                ),
+            )
+        raise Interrupted(text)

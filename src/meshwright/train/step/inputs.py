@@ -160,8 +160,9 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
     readers = (
         Message(
-            "pass the global batch on every rank (each rank uses its own rows), or a LocalBatch with the rows of its "
-            "replica"
+            "pass the global batch on every rank (each rank uses its own rows; a DataLoader that shuffles needs "
+            "generator=torch.Generator().manual_seed(N) with the same N on every rank), or a LocalBatch with the rows "
+            "of its replica"
         )
         if whole
         else Message("give all ranks of a replica the same rows")
