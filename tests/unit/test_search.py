@@ -31,6 +31,7 @@ from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.explain import explain
 from meshwright.planner.search.ranking import search_plans, smaller_clusters
 from meshwright.planner.search.space import PlanSpace
+from meshwright.report.plans import search_result_text
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.enums import MESH_AXES
@@ -533,3 +534,16 @@ def test_trust_in_measured_plans_leaves_the_others_out() -> None:
     assert len(plans) == 10 and not any(unmeasured_features(job.cluster, each.plan) for each in plans)
     with pytest.raises(InputError):
         search_plans(job.but(pins={"recompute": "sac"}))
+
+
+@pytest.mark.parametrize(
+    ("on", "said"),
+    [("1x8:tpu-v5p", "tpu-v5p can be planned"), ("1x8:h100+1x8:mi300x", "h100, mi300x in one job can be")],
+)
+def test_devices_without_a_backend_are_plan_only(on: str, said: str) -> None:
+    job = named_job("llama2-7b", on, 64, 4096)
+    answer = search_plans(job, 2)
+    assert not any(entry.runs for entry in answer.plans)
+    assert f"plan-only: {said}" in search_result_text(job, answer, ()).replace("\n    ", " ")
+    with pytest.raises(InputError, match=said):
+        search_plans(job, 1, runnable=True)

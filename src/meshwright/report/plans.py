@@ -55,7 +55,11 @@ def search_result_text(
     """Returns the ranked plans, the reasons for the first plan, what is known about the error of its estimate
     (`trust`), and the rejected plans by reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
-    ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in plan_only_messages(answer))
+    from meshwright.planner.search.ranking import untrainable_devices
+
+    fault = untrainable_devices(job.cluster)
+    remarks = plan_only_messages(answer) if fault is None else [Message("plan-only: {fault}", fault=fault)]
+    ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in remarks)
     tally = Message(
         "{count:count plan} considered in {seconds:seconds}", count=answer.considered, seconds=answer.seconds
     )

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_model import CostModel
@@ -110,9 +111,12 @@ def search_plans(
     run. Plans whose step takes longer than `longest` seconds are left out.
 
     Raises: NothingFits if no plan fits; the message names the nearest plan and changes with which a plan would fit.
-    InputError if no plan is legal, or if the objective is `cheapest` and a device has no price.
+    InputError if no plan is legal, if the objective is `cheapest` and a device has no price, or if `runnable` is set
+    and this version cannot train on the devices.
     """
     began = time.perf_counter()
+    if runnable and (fault := untrainable_devices(job.cluster)) is not None:
+        raise InputError(fault)
     if objective == SearchObjective.energy:
         job, objective = job.but(cluster=with_power_as_price(job.cluster)), SearchObjective.cheapest
     found = search_cluster_sizes(job, top, objective, runnable, longest)
@@ -163,7 +167,30 @@ def rank_plans(
         ]
         scored = sorted(scored, key=lambda pair: round_score(pair[0]))
     kin = best_per_family(found.ranking, scored if objective == SearchObjective.fastest else ())
-    return tuple(entry.but(runs=is_supported(entry.plan)) for _, entry in scored[:top]), kin
+    devices_run = untrainable_devices(job.cluster) is None
+    return tuple(entry.but(runs=devices_run and is_supported(entry.plan)) for _, entry in scored[:top]), kin
+
+
+TRAINABLE_VENDORS = ("nvidia", "amd", "host")
+"""The vendors, by the names of catalog files, whose devices torch trains on with its CUDA or CPU device type
+(runtime/backend.py)."""
+
+
+def untrainable_devices(cluster: Cluster) -> Message | None:
+    """Returns why this version cannot train on the devices of `cluster`, or None if it can: a vendor without a backend,
+    or devices of several vendors, whose collective libraries do not connect. Devices that the catalog does not have are
+    trusted."""
+    rows = catalog.devices()
+    vendors = {row["vendor"]: row["name"] for group in cluster.groups if (row := rows.get(group.device.name))}
+    wrong = [name for vendor, name in vendors.items() if vendor not in TRAINABLE_VENDORS]
+    if wrong:
+        return Message("{devices} can be planned for but not trained on: there is no backend", devices=", ".join(wrong))
+    if len(vendors) > 1:
+        return Message(
+            "{devices} in one job can be planned but not trained: they have no common collective library",
+            devices=", ".join(vendors.values()),
+        )
+    return None
 
 
 def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
