@@ -238,7 +238,9 @@ class VocabularyTracker:
         is_elementwise = call.name in ELEMENTWISE_OPS | RESHAPE_OPS and all(
             output.ndim and output.shape[-1] == size for output in outputs
         )
-        is_elementwise &= call.name not in RESHAPE_OPS or size not in torch.utils._pytree.tree_leaves(call.args[1:])
+        is_elementwise &= call.name not in RESHAPE_OPS or size not in tuple(
+            filter(lambda leaf: isinstance(leaf, int), torch.utils._pytree.tree_leaves(call.args[1:]))
+        )
         index = call.args[1] if call.name == "__getitem__" and len(call.args) > 1 else ()
         is_elementwise &= not any(
             isinstance(place, list | torch.Tensor) for place in (index if isinstance(index, tuple) else (index,))

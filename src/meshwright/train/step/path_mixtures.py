@@ -84,6 +84,8 @@ class PathMixtures:
             return
         self._quiet_calls = 0
         wanted = sorted({path for pair in unknown for path in pair})[:MAX_COMPARED_PATHS]
+        if len({owners[path] for path in wanted}) < 2:  # one pass, such as one that recompute repeats
+            return
         mine = {path: owners[path][1] for path in wanted if owners[path][0] == state.mesh.rank}
         own = {path: move_batch(batches[at], torch.device("cpu"), torch.float64) for path, at in mine.items()}
         shown = {path: batch for each in gather_objects(own) for path, batch in each.items()}
