@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -133,8 +134,8 @@ class Backend:
         cls.by_type[cls.device_type] = cls()
 
     def local_device(self, index: int | None) -> torch.device | None:
-        """Returns the device with number `index` (modulo the number of devices), or the current device if `index` is
-        None. Returns None if this process has no such devices."""
+        """Returns the device of the rank with number `index` on its host (`device_index`), or the current device if
+        `index` is None. Returns None if this process has no such devices. Raises InputError as `device_index` does."""
         return None
 
     def select(self, device: torch.device) -> None:
@@ -251,6 +252,31 @@ class CpuBackend(Backend):
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
 
 
+def device_index(rank: int, count: int) -> int:
+    """Returns the index of the device for the rank with number `rank` on its host. `count`: the number of visible
+    devices. A launcher may show each rank only its own device, which is then device 0.
+
+    Raises: InputError if there are several devices, but fewer than ranks, so that two ranks would share one.
+
+    >>> device_index(3, 8), device_index(3, 1)
+    (3, 0)
+    >>> device_index(2, 2)  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    meshwright.core.errors.InputError: rank 2 of this machine (LOCAL_RANK) has no GPU of its own: torch sees 2 devices;
+    start as many ranks as devices, or make more visible (CUDA_VISIBLE_DEVICES)
+    """
+    if rank >= count > 1:
+        raise InputError(
+            Message(
+                "rank {rank} of this machine (LOCAL_RANK) has no GPU of its own: torch sees {count} devices; start as "
+                "many ranks as devices, or make more visible (CUDA_VISIBLE_DEVICES)",
+                rank=rank,
+                count=count,
+            )
+        )
+    return min(rank, count - 1)
+
+
 class CudaBackend(Backend):
     """NVIDIA devices through `torch.cuda` and NCCL."""
 
@@ -263,7 +289,9 @@ class CudaBackend(Backend):
     def local_device(self, index: int | None) -> torch.device | None:
         if not torch.cuda.is_available():
             return None
-        return torch.device("cuda", torch.cuda.current_device() if index is None else index % torch.cuda.device_count())
+        if index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", device_index(index, torch.cuda.device_count()))
 
     @override
     def select(self, device: torch.device) -> None:
