@@ -117,7 +117,8 @@ def test_an_oom_kill_is_distinguished_from_a_manual_kill(
     plain = died(3, 3)
     assert (
         not is_oom(plain)
-        and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
+        and failure_cause(plain)
+        == "killed by SIGKILL (by someone's kill -9, or by the system, which was out of memory)"
     )
     assert not is_oom(died(3, 4, -11)) and "out of memory" not in failure_cause(died(3, 4, -11))
     assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself

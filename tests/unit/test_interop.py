@@ -489,3 +489,19 @@ def test_assumptions_of_an_import_are_named(tmp_path: Path) -> None:
     toml = "[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = 'selective'\n"
     found = import_plan(*write_files(tmp_path, {"a.toml": toml}))
     assert "activation_checkpoint.selective_ac_option=2: no equivalent of this value" in found.not_carried
+
+
+def test_an_import_has_the_defaults_of_the_other_system(tmp_path: Path) -> None:
+    toml = "[parallelism]\ndata_parallel_shard_degree = 4\n"
+    found = import_plan(*write_files(tmp_path, {"a.toml": toml}), system="torchtitan")
+    optimizer = found.job["workload"]["optimizer"]
+    assert (optimizer["schedule"], optimizer["final_lr"]) == ("linear", 0.0)
+    root = "[lr_scheduler]\ndecay_type = 'sqrt'\n" + toml
+    assert (
+        "lr_scheduler.decay_type=sqrt: no equivalent of this value"
+        in import_plan(*write_files(tmp_path, {"a.toml": root}), system="torchtitan").not_carried
+    )
+    arguments = json.dumps({"per_device_train_batch_size": 2, "max_steps": 9, "fsdp": "full_shard", "bf16": True})
+    found = import_plan(*write_files(tmp_path, {"args.json": arguments}), system="transformers", devices=2)
+    optimizer = found.job["workload"]["optimizer"]
+    assert (optimizer["schedule"], optimizer["final_lr"], optimizer["lr"]) == ("linear", 0.0, 5e-5)

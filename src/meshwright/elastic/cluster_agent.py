@@ -243,7 +243,7 @@ class ClusterAgent(LocalAgent):
         self.nodes.remove(node)
         self.homes.alive.discard(node.lender)
         self._snapshots.rounds.lost()
-        words = Message("its node {node} {why}", node=node.name, why=why)
+        words = Message("was on node {node}, which {why}", node=node.name, why=why)
         lost = [
             {
                 "event": "ended",

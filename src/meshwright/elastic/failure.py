@@ -115,7 +115,7 @@ def failure_cause(failure: RankExit) -> str:
     """Returns a text that says how the rank ended.
 
     >>> failure_cause(RankExit(1, 0.0, -9))
-    "killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory"
+    "killed by SIGKILL (by someone's kill -9, or by the system, which was out of memory)"
     """
     if failure.words:
         return failure.words
@@ -148,7 +148,7 @@ def _kill_cause(kills: int, limit: float) -> str:
     killed so far); rc-full and off-optimizer-disk need less memory'
     """
     if not kills:
-        return Message("killed by SIGKILL: by someone's kill -9, or by the system, which was out of memory")
+        return Message("killed by SIGKILL (by someone's kill -9, or by the system, which was out of memory)")
     if limit == float("inf"):
         return Message(
             "killed by SIGKILL: by the system, which was out of memory ({kills} killed so far); rc-full and "

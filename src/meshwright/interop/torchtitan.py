@@ -129,13 +129,23 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     converters = keys.get("model.converters", ())
     if any("float8" in str(each) for each in converters):
         settings["precision"] = "fp8"
+    _set_decay(settings, keys)
+    flavor = f"{settings.get('name', '')}-{settings.get('flavor', '')}".lower()
+    if "name" in settings:
+        settings["model"] = flavor
+
+
+def _set_decay(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the schedule of the learning rate: linear without other keys."""
     if keys.get("lr_scheduler.decay_ratio") is not None:
         ratio = keys["lr_scheduler.decay_ratio"]
         settings["decay"] = "constant" if ratio == 0 else "warmup-stable-decay"
         settings |= {"cooldown": ratio} if ratio else {}
-    flavor = f"{settings.get('name', '')}-{settings.get('flavor', '')}".lower()
-    if "name" in settings:
-        settings["model"] = flavor
+    settings.setdefault("decay", "linear")
+    if keys.get("lr_scheduler.decay_type") == "sqrt":
+        settings.setdefault("remarks", []).append(
+            Message("{key}={value}: no equivalent of this value", key="lr_scheduler.decay_type", value="sqrt")
+        )
 
 
 def _model_part(part: str) -> Any:

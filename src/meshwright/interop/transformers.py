@@ -36,6 +36,9 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if not zero:
             settings["dp"] = settings.pop("dp_replicate", 1)
     settings["zero"] = zero
+    if "decay" not in settings:
+        settings |= {"decay": "linear", "final_lr": 0.0}  # the default of the Trainer
+    settings.setdefault("lr", 5e-5)
 
 
 def _fsdp(name: str, value: Any) -> Key:
