@@ -156,7 +156,7 @@ def test_ranks_store_the_estimated_bytes_with_experts_on_data_and_tensor_ranks(
     [
         ("mixture", "dp3.ep3.z1", "ep(3) does not divide experts(8)"),
         ("llama", "dp2.ep2.z1", "ep(2) needs routed experts"),
-        ("mixture", "dp2.ep2", "ep(2) does not divide dp_shard(1) * cp(1) * tp(1) = 1"),
+        ("mixture", "dp2.cp3.ep5.z1", "ep(5) does not divide dp_shard(2) * cp(3) * tp(1) = 6"),
     ],
 )
 def test_experts_that_cannot_be_dealt_are_refused_in_one_line(ranks: Any, model: str, plan: str, message: str) -> None:

@@ -3,6 +3,7 @@ files afterwards."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from meshwright.checkpoint.retention import list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.core.errors import MeshwrightError
 from meshwright.elastic.failure import RankFailed
-from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
+from meshwright.elastic.hang_detector import CPU_LIMITS
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.train.console import SILENT_KINDS
 
 PLAN = "dp2.z1"
-SOON = HangLimits(CPU_LIMITS.patience, 3.0, CPU_LIMITS.last, tell=True)
+SOON = replace(CPU_LIMITS, otherwise=3.0)
 """Seconds without progress after which the process that writes a checkpoint is ended."""
 
 

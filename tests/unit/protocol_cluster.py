@@ -31,6 +31,7 @@ from meshwright.cli.node_role import (
 )
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
+from meshwright.elastic.hang_detector import CPU_LIMITS
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.restart_policy import FaultPolicy
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy
@@ -43,7 +44,7 @@ NEVER, REJOIN = 1e15, 100.0
 the time for which a node without a leader retains its snapshots."""
 
 BURIAL = 0.3
-"""Seconds that a leader waits for the end of ranks that it has killed; it replaces attempt.KILL_SECONDS."""
+"""Seconds that a leader waits for the end of ranks that it has killed, instead of KILL_SECONDS."""
 
 CALM = BURIAL + 1.0
 """Seconds without a message after which nothing is under way."""
@@ -186,6 +187,7 @@ class Protocol(Cluster):
             rejoin_timeout=REJOIN,
             full=NODES,
             hold=hold,
+            terms=replace(CPU_LIMITS, kill=BURIAL),
         )
         work = replace(work, world=min(NODES, len(self.leader.slots)))
         care = replace(care, follows=continues_run(self.leader, place))

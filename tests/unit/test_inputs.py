@@ -484,7 +484,7 @@ def question(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("dp4.tp3.pp2", "dp(4) * tp(3) * pp(2) = 24 but the cluster has 16 devices"),
+        ("dp4.tp3.pp2", "dp(4) * tp(3) * pp(2) = 24 but the cluster has 16 devices: change the plan or the cluster"),
         ("dp2.tp8.mb64", "batch 64 is not a multiple of dp(2) * micro_batch(64) = 128"),
         (
             "pp8.interleaved8.dp2",

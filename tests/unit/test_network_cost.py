@@ -158,6 +158,8 @@ def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(
     assert json.loads(capsys.readouterr().out)["plan"]["bucket"] == best.plan.bucket
     before = best.plan.but(bucket=DEFAULT_BUCKET_BYTES)  # a run of that name goes on as it was begun, to the bit
     (tmp_path / "plan.json").write_text(before.to_json())
+    assert choose_plan(named, None, tmp_path, {}, None).plan == best.plan  # no step yet
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     assert choose_plan(named, None, tmp_path, {}, None).plan == before
     (tmp_path / "other.json").write_text(before.to_json())
     written = read_job(None, (), {**options, "plan.name": str(tmp_path / "other.json")})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol_cluster import BURIAL, REJOIN, Protocol, expected
+from protocol_cluster import REJOIN, Protocol, expected
 from protocol_model import FAULTS, FIRST, NODES, STEPS, Action, State, actions, after
 
 Graph = dict[State, dict[Action, State]]
@@ -216,10 +216,9 @@ FOUND = {
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks start again at once, killed ranks end soon, leaders wait a short time for nodes, disks answer at once, and
+    """Ranks start again at once, leaders wait a short time for nodes, disks answer at once, and
     nobody requests another number of ranks."""
     monkeypatch.setattr("meshwright.cli.leader_role.JOIN_SECONDS", REJOIN)
-    monkeypatch.setattr("meshwright.elastic.attempt.KILL_SECONDS", BURIAL)
     monkeypatch.setattr("meshwright.elastic.restart_policy.RETRY_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("meshwright.core.background_thread.BackgroundCall.call", lambda _, work, end=None: work())
     monkeypatch.setattr("meshwright.elastic.replan.RankCountRequest.__call__", lambda *_: None)

@@ -24,7 +24,9 @@ CONSTANTS: dict[str, str] = {
     ),
     "the leader for a message of a silent node": "elastic/node.NODE_TIMEOUT_SECONDS",
     "the supervisor for a rank that does not advance": "elastic/hang_detector.TIMEOUT_STEPS",
-    "the supervisor for the end of killed ranks": "elastic/attempt.KILL_SECONDS",
+    "the supervisor for the end of killed ranks": (
+        "elastic/hang_detector.KILL_SECONDS elastic/hang_detector.ACCELERATOR_KILL_SECONDS"
+    ),
     "the supervisor for a fork server to become ready": "elastic/hang_detector.FORK_SERVER_SECONDS",
     "the supervisor for ranks that do not find each other": "",
     "the supervisor for a fork server that does not read commands": "elastic/local_agent.SEND_SECONDS",

@@ -36,7 +36,7 @@ from meshwright.core.ipc import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, Hea
 from meshwright.core.snapshots import REMOTE_PREFIX
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
-from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS
+from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, KILL_SECONDS
 from meshwright.elastic.local_agent import SystemInterface
 from meshwright.elastic.node import NodeAgent
 from meshwright.elastic.restart_policy import FaultPolicy
@@ -482,7 +482,8 @@ class Cluster:
         await_nodes(fleet, place, self.notes.append, SimpleNamespace(retries=5))  # type: ignore[arg-type]
         work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
         hold = AdoptionPolicy(60.0, "job and run", retained=self.retained)
-        care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=ACCELERATOR_LIMITS, hold=hold)
+        terms = replace(ACCELERATOR_LIMITS, kill=KILL_SECONDS)  # simulated ranks end at once, or never
+        care = FaultPolicy(retries=5, hang_timeout=2.0, rejoin_timeout=600.0, terms=terms, hold=hold)
         care = replace(care, follows=bool(self.told), **self.options)
         self.supervisor = Supervisor(work, lambda *_: None, self.notes.append, agent=fleet, care=care)
         self.supervisor.run()

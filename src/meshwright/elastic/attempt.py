@@ -21,9 +21,6 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
 """The process that measures an excluded device sends messages under this rank number."""
-KILL_SECONDS = 60.0
-"""The supervisor waits at most this long for killed ranks to end. The driver of an accelerator unpins the memory of a
-killed rank page by page, 100 GB of it for a rank with offloaded states."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +159,12 @@ class Attempt:
         for rank in self.living:
             agent.command("tell", rank, message=message)
 
-    def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills the remaining ranks and waits at most KILL_SECONDS for their end, since no rank may write afterwards.
+    def end(self, agent: LocalAgent, other: Callable[[IpcMessage], None], seconds: float) -> None:
+        """Kills the remaining ranks and waits at most `seconds` for their end, since no rank may write afterwards.
         Passes the events that arrive in this time to `other`."""
         for rank in self.living:
             agent.command("signal", rank, signal=int(signal.SIGKILL))
-        end = self.clock() + KILL_SECONDS
+        end = self.clock() + seconds
         while self.living and not agent.ended and self.clock() < end:
             for event in agent.events(0.05):
                 other(event)

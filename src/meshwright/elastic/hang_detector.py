@@ -99,10 +99,16 @@ class HangLimits:
     """Phases from `data` to this phase count as training."""
     tell: bool
     """Whether a rank that waits writes the index of the awaited rank to its heartbeat row."""
+    kill: float
+    """The supervisor waits at most this long for killed ranks to end."""
 
 
-CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True)
-ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
+KILL_SECONDS, ACCELERATOR_KILL_SECONDS = 5.0, 60.0
+"""The driver of an accelerator unpins the memory of a killed rank page by page, 100 GB of it for a rank with offloaded
+states."""
+
+CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True, kill=KILL_SECONDS)
+ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False, kill=ACCELERATOR_KILL_SECONDS)
 """On accelerators, the phase `compare` does not count as training: it reads all replicated tensors, which takes seconds
 for 16 GB."""
 

@@ -122,7 +122,7 @@ class Supervisor:
                     _revive(self, first)
                 now = _run_attempts(self)
                 with contextlib.suppress(OSError):
-                    now.end(self._agent, self._heed_others)
+                    now.end(self._agent, self._heed_others, self.care.terms.kill)
         finally:
             if self._agent is not self.agent:
                 self._agent.close()
@@ -334,7 +334,7 @@ class Supervisor:
         """Ends the ranks of the old generation and prepares the next one: fork server, pause, devices and plan."""
         began = self._agent.outside.clock()
         self._journal.decide()
-        now.end(self._agent, self._heed_others)
+        now.end(self._agent, self._heed_others, self.care.terms.kill)
         if self._agent.ended or now.living or now.blames_server:
             _revive(self)
         self._journal.part("end", self._agent.outside.clock() - began)

@@ -118,7 +118,7 @@ def seconds_until(date: str, now: datetime.datetime) -> float:
         day = datetime.date.fromisoformat(date)
     except ValueError:
         raise InputError(Message("--by {date!r} is not a date; write it like 2027-03-01", date=date)) from None
-    end = datetime.datetime.combine(day, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
+    end = datetime.datetime(day.year, day.month, day.day, tzinfo=datetime.UTC) + datetime.timedelta(days=1)
     if end <= now:
         raise InputError(Message("--by {date} is in the past", date=date))
     return (end - now).total_seconds()
