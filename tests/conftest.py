@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Generator, Sequence
@@ -101,3 +102,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def forget_user_modules(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Modules that a test imports from its own folder are no modules of later tests, which may use the same name."""
+    before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
