@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE, SnapshotAdopt
 from meshwright.elastic.snapshot_inventory import AdoptionPolicy
 from meshwright.spec.record import StepRecord
 from meshwright.train.metrics import RecordWriter
-from meshwright.train.rank_main import open_rank_log
+from meshwright.train.rank_main import RankLog, open_rank_log
 
 SOON = 0.2
 """Seconds after which a disk is overdue here."""
@@ -200,6 +201,32 @@ def test_a_rank_starts_without_its_log_if_the_disk_hangs(disk: HangingDisk, tmp_
     os.close(handle)
     [(kind, line)] = said
     assert kind == "degraded" and line.startswith("the output of this rank is lost: ") and "rank-0.log" in line
+
+
+def test_a_rank_prints_while_its_log_does_not_answer(disk: HangingDisk, tmp_path: Path) -> None:
+    handle = os.open(tmp_path / "rank-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = TextIOWrapper(RankLog(handle), write_through=True)
+    print("before", file=log)
+    assert (tmp_path / "rank-0.log").read_text() == "before\n", "there when the call returns"
+    disk.answers.clear()
+    began = time.monotonic()
+    printing = [threading.Thread(target=print, args=("lost",), kwargs={"file": log}) for _ in range(20)]
+    for thread in printing:
+        thread.start()
+    for thread in printing:
+        thread.join()
+    assert time.monotonic() < began + QUICK
+    disk.answers.set()
+    while not (tmp_path / "rank-0.log").read_text().endswith("lost"):
+        time.sleep(0.01)
+    print("after", file=log)
+    if not (child := os.fork()):
+        print("of a forked process", file=log)
+        os._exit(0)
+    os.waitpid(child, 0)
+    lines = (tmp_path / "rank-0.log").read_text().splitlines()
+    assert lines == ["before", "lostafter", "of a forked process"], "of the threads only the first one reached the disk"
+    os.close(handle)
 
 
 @pytest.mark.parametrize("command", [["report"], ["checkpoint", "list"], ["train", "--folder"]])

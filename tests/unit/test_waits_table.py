@@ -52,6 +52,7 @@ CONSTANTS: dict[str, str] = {
         "core/background_thread.PATIENCE_SECONDS core/append_file.CLOSE_SECONDS core/append_file.MAX_BACKLOG_BYTES"
     ),
     "the supervisor for a log in the run folder": "core/storage.OVERDUE_SECONDS",
+    "a rank for its own log": "core/storage.OVERDUE_SECONDS core/background_thread.PATIENCE_SECONDS",
     "a report or a command for the disk": "",
 }
 """For the start of each row's first cell: the constants whose values its limit states. Empty if the limit follows from

@@ -269,5 +269,5 @@ def test_the_deadline_of_planning_binds_within_one_search() -> None:
 
 
 def test_a_log_on_a_full_disk_costs_lines_and_nothing_else() -> None:
-    with TextIOWrapper(RankLog("/dev/full", "wb"), write_through=True) as log:
+    with TextIOWrapper(RankLog(os.open("/dev/full", os.O_WRONLY)), write_through=True) as log:
         print("a line", file=log, flush=True)

@@ -339,20 +339,23 @@ def append_row(path: Path, line: str) -> None:
 
 
 def append_line(handle: int, line: bytes) -> None:
-    """Writes `line` at the end of an open file. If the last line in the file is incomplete, because a writer was
-    killed, first adds a line end.
+    """Writes `line` at the end of an open file, after a line end if a killed writer has left an incomplete line.
 
     Raises: OSError, after a partial write has been undone.
     """
     end = os.lseek(handle, 0, os.SEEK_END)
-    rest = line if not end or os.pread(handle, 1, end - 1) == b"\n" else b"\n" + line
     try:
-        while rest:
-            rest = rest[os.write(handle, rest) :]
+        write_bytes(handle, line if not end or os.pread(handle, 1, end - 1) == b"\n" else b"\n" + line)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, end)
         raise
+
+
+def write_bytes(handle: int, content: bytes) -> None:
+    """Writes all of `content` to an open file. Raises OSError."""
+    while content:
+        content = content[os.write(handle, content) :]
 
 
 # --- reading

@@ -15,6 +15,7 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.core import storage
-from meshwright.core.background_thread import start_background_thread
+from meshwright.core.background_thread import BackgroundCall, start_background_thread
 from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
 from meshwright.core.ipc import IpcMessage, MessageReader, open_heartbeats, write_message
 from meshwright.core.messages import Message
@@ -149,19 +150,27 @@ class RankControl:
 
 
 class RankLog(FileIO):
-    """The log file of a rank. A full disk loses lines but raises no error, so that printing cannot end training."""
+    """The output of a rank to the open log file `handle`. A full disk, and a disk that does not answer, lose lines but
+    raise no error and stop no rank: a background thread writes, for which a caller waits PATIENCE_SECONDS at most."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle, "wb", closefd=False)
+        self._process = os.getpid()
+        self._disk: BackgroundCall[None] = BackgroundCall("rank log")
+        self._lock = threading.RLock()
+        """Several threads of a rank may print."""
 
     def write(self, data: Any) -> int:
-        """Writes `data` and ignores disk errors."""
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
-
-    def flush(self) -> None:
-        """Flushes the file and ignores disk errors."""
-        with contextlib.suppress(OSError):
-            super().flush()
+        """Writes `data` and ignores errors of the disk. A forked process of the user's code has no background thread
+        and writes by itself."""
+        content = bytes(data)
+        if os.getpid() != self._process:
+            with contextlib.suppress(OSError):
+                storage.write_bytes(self.fileno(), content)
+            return len(content)
+        with self._lock:
+            self._disk.attempt(lambda: storage.write_bytes(self.fileno(), content))
+        return len(content)
 
 
 def open_rank_log(path: Path, say: Callable[..., None]) -> int:
@@ -205,7 +214,7 @@ def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], i
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle, "wb"), write_through=True) for handle in (1, 2))
+        sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle), write_through=True) for handle in (1, 2))
         faulthandler.enable(file=2)  # after a crash in native code, elastic/failure.py finds the stack in the log
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
