@@ -1,4 +1,4 @@
-"""The pages about other systems: their examples as they stand there, and the proofs of the systems that run on CPUs."""
+"""The pages about other systems: the examples that they print, and the proofs of the systems that run on CPUs."""
 
 from __future__ import annotations
 
