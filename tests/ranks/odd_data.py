@@ -79,8 +79,10 @@ class OwnLoss:
         self.kind, self.model, self.calls = job.one("loss"), model, 0
         self.captured: list[torch.Tensor] = []
         self.mean = torch.ones((), dtype=torch.float64)
-        for block in model.blocks() if self.kind == "captured" else ():  # type: ignore[operator]
-            block.register_forward_hook(lambda module, given, output: self.captured.append(output))
+        blocks = list(model.blocks())  # type: ignore[operator]
+        inside = [one for block in blocks for one in block.modules() if isinstance(one, nn.Linear)]
+        for one in {"captured": blocks, "captured-inside": inside}.get(self.kind, []):
+            one.register_forward_hook(lambda module, given, output: self.captured.append(output))
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> torch.Tensor:
         if self.kind == "inside":
@@ -108,7 +110,7 @@ class OwnLoss:
             loss = (by_row * batch["row_weights"]).sum() / batch["row_weights"].sum()
         if self.kind == "row-weights-mean":
             loss = (by_row * batch["row_weights"]).mean()
-        if self.kind == "captured":
+        if self.kind.startswith("captured"):
             loss = loss + 0.05 * sum(first_tensor(each).square().mean() for each in self.captured)
             self.captured.clear()
         if self.kind == "running":

@@ -98,6 +98,7 @@ SLOTS: dict[str, dict[str, str]] = {
         "row-weights": "rows sequence",
         "row-weights-mean": "sequence",
         "captured": "any",
+        "captured-inside": "any",
         "running": "any",
         "module": "sequence",
         "shift": "",

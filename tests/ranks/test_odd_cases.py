@@ -35,6 +35,9 @@ RUNS = {
         "pp2.mb8.zbv | pp2.mb2.interleaved2",
     ),
     "a loss that counts its calls": ("loss:grows", "| tp2.mb8 pp2.mb8"),
+    "a loss that reads what hooks keep of each block": ("loss:captured", "dp2.z3.mb4.rc-full | dp1.mb2 dp2 tp2.mb8"),
+    "hooks that recompute calls again": ("loss:captured-inside", "dp2.z3.mb4.rc-full | dp1.mb4.rc-sac"),
+    "TorchScript in a block that is recomputed": ("block:scripted", "pp2.mb2.rc-full | dp2.z3.mb4.rc-full"),
     "hooks on all weights where a gradient is deferred": ("hook:weights", "pp2.mb8.zbh1 | pp2.mb4.zbv"),
     "hooks on accumulated gradients where one is deferred": ("hook:accumulated", "pp2.mb4.zbv | pp2.mb8.zbh1"),
 }
@@ -45,6 +48,11 @@ REFUSALS = {
     "a teacher whose weights are freed between the layers": ("block:moving-teacher", "dp2.z3.mb4.off-parameters"),
     "a maximum over the rows that moves the loss by 2e-9": ("back:item block:detach", "dp2.tp2.z3.mb4"),
     "a backward hook of blocks": ("hook:block-backward", "pp2.mb4.zbv | pp2.mb8"),
+    "a loss that reads parts of the sequence, which hooks keep": ("loss:captured", "tp2.mb8.sp"),
+    "a loss that reads parts of the features, which hooks keep": (
+        "loss:captured-inside",
+        "tp2.mb8 | tp2.mb8.sp pp2.mb4",
+    ),
     "a capacity of tokens in front of the blocks": ("front:capacity head:first", "dp2.z3"),
 }
 PROVEN = {

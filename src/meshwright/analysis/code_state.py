@@ -17,14 +17,25 @@ import functools
 import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, SimpleNamespace
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from itertools import chain
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.analysis.guarded_values import MAX_DEPTH, MAX_ENTRIES, PLAIN_TYPES, is_users_class, plain_values
+from meshwright.analysis.guarded_values import (
+    HOOK_ATTRIBUTES,
+    MAX_DEPTH,
+    MAX_ENTRIES,
+    MODULE_ATTRIBUTES,
+    PLAIN_TYPES,
+    is_users_class,
+    is_users_module,
+    plain_values,
+)
 
 MAX_FUNCTIONS = 512
 """Number of functions that are followed from one class."""
@@ -35,8 +46,8 @@ CONFIGURATIONS = (SimpleNamespace, Namespace)
 
 
 class StatePlace(NamedTuple):
-    """A place of shared state. `name`: a description. `of`: a class, or the dict that has the state. `keys`: the keys
-    of the state in `of`, or None for all."""
+    """A place of shared state. `name`: a description. `of`: a class, or the mapping that has the state. `keys`: the
+    keys of the state in `of`, or None for all."""
 
     name: str
     of: Any
@@ -70,6 +81,35 @@ class StatePlace(NamedTuple):
             delattr(self.of, key)
         else:
             del self.of[key]
+
+
+class ClosureVariables(MutableMapping[str, Any]):
+    """The closure variables of a function by name."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.cells = function.__closure__ or ()
+        self._named = dict(zip(function.__code__.co_freevars, self.cells, strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._named[name].cell_contents
+        except ValueError:  # the variable has no value yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._named[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._named[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        for name, cell in self._named.items():
+            with suppress(ValueError):
+                _ = cell.cell_contents
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class ContainerSnapshot:
@@ -108,10 +148,10 @@ class ContainerSnapshot:
 
 
 class CodeStateSnapshot:
-    """Stores the state of the code of `model`, and restores it."""
+    """Stores the state at `places`, and restores it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [(place, place.values()) for place in state_places(model)]
+    def __init__(self, places: Iterable[StatePlace]) -> None:
+        self._before = [(place, place.values()) for place in places]
         self._elements = ContainerSnapshot((each for _, values in self._before for each in values.values()), set())
 
     def restore(self) -> None:
@@ -127,14 +167,52 @@ class CodeStateSnapshot:
 
 
 def state_places(model: nn.Module) -> Iterator[StatePlace]:
-    """Yields the places of shared state of all user classes of the modules of `model`, each once."""
+    """Yields the places of shared state of all user classes and hooks of the modules of `model`, each once."""
     seen = set[tuple[int, tuple[str, ...] | None]]()
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
-    for kind in kinds:
-        for place in class_state(kind):
-            if (key := (id(place.of), place.keys)) not in seen:
-                seen.add(key)
-                yield place
+    hooks = [*user_hooks(model.modules())]
+    functions = {one.__code__: one for one in map(_function_of, hooks) if one is not None}
+    for place in chain(
+        *map(class_state, kinds),
+        *(_reachable_state([one], one.__module__) for one in functions.values()),
+        *map(_state_of_hook, hooks),
+    ):
+        of = place.of.cells if isinstance(place.of, ClosureVariables) else place.of
+        if (key := (id(of), place.keys)) not in seen:
+            seen.add(key)
+            yield place
+
+
+def _state_of_hook(hook: Any) -> Iterator[StatePlace]:
+    """Yields the closure variables of a hook, and the user's objects among them and to which it is bound."""
+    function, objects = _function_of(hook), [getattr(hook, "__self__", hook)]
+    if function is not None and function.__closure__:
+        variables = ClosureVariables(function)
+        yield StatePlace(function.__qualname__, variables, None)
+        objects += variables.values()
+    for each in objects:
+        if _is_users_object(each):
+            yield StatePlace(type(each).__name__, vars(each), None)
+
+
+def attribute_containers(modules: Iterable[nn.Module]) -> Iterator[StatePlace]:
+    """Yields the containers that attributes of `modules` store."""
+    for module in modules:
+        keys = [key for key, value in vars(module).items() if type(value) in CONTAINER_TYPES]
+        if keys := [key for key in keys if key not in MODULE_ATTRIBUTES]:
+            yield StatePlace(type(module).__name__, vars(module), tuple(keys))
+
+
+def user_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yields the user's hooks on `modules`."""
+    for module in modules:
+        for hooks in HOOK_ATTRIBUTES:
+            for hook in getattr(module, hooks).values():
+                function = hook
+                while isinstance(function, functools.partial):
+                    function = function.func
+                if is_users_module(getattr(function, "__module__", None)):
+                    yield hook
 
 
 @functools.cache
@@ -146,7 +224,14 @@ def class_state(kind: Any) -> tuple[StatePlace, ...]:
         if is_users_class(base):
             found.append(StatePlace(base.__name__, base, None))
             waiting += filter(None, map(_function_of, vars(base).values()))
-    seen = set[int]()
+    return (*found, *_reachable_state(waiting, kind.__module__))
+
+
+def _reachable_state(functions: Iterable[FunctionType], module: str) -> list[StatePlace]:
+    """Returns the places of shared state that `functions` can name, and those that the functions which they call can
+    name. Follows only functions of the package of `module`."""
+    found: list[StatePlace] = []
+    waiting, seen = [*functions], set[int]()
     while waiting and len(seen) < MAX_FUNCTIONS:
         function = waiting.pop(0)
         if id(function) in seen:
@@ -160,14 +245,14 @@ def class_state(kind: Any) -> tuple[StatePlace, ...]:
             if key in around and _is_state(value):
                 keys.append(key)
             elif (inner := _function_of(value)) is not None:
-                waiting += [inner] if _package(inner.__module__) == _package(kind.__module__) else []
+                waiting += [inner] if _package(inner.__module__) == _package(module) else []
             elif isinstance(value, type) and is_users_class(value) and not issubclass(value, nn.Module):
                 found.append(StatePlace(value.__name__, value, None))
             elif _is_users_object(value):
                 found.append(StatePlace(key, vars(value), None))
         if keys:
             found.append(StatePlace(function.__module__, around, tuple(sorted(keys))))
-    return tuple(found)
+    return found
 
 
 def _is_state(value: Any) -> bool:
@@ -195,10 +280,12 @@ def _is_users_kind(kind: Any) -> bool:
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """Returns the function in a method, property or cached function, or None for any other value."""
+    """Returns the function in a method, property, partial or cached function, or None for any other value."""
+    while isinstance(value, functools.partial):
+        value = value.func
     if isinstance(value, property):
         value = value.fget
-    elif isinstance(value, staticmethod | classmethod):
+    elif isinstance(value, staticmethod | classmethod | MethodType):
         value = value.__func__
     if isinstance(value, functools._lru_cache_wrapper):
         value = value.__wrapped__

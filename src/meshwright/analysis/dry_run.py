@@ -43,7 +43,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from meshwright.analysis.code_state import CodeStateSnapshot, ContainerSnapshot
+from meshwright.analysis.code_state import CodeStateSnapshot, ContainerSnapshot, state_places
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -243,7 +243,7 @@ def dry_run(
     states: list[AttributeSnapshot | ClosureSnapshot | CodeStateSnapshot] = [
         *snapshot_modules(_all_modules(model, loss)),
         *snapshot_callable(loss),
-        CodeStateSnapshot(model),
+        CodeStateSnapshot(state_places(model)),
     ]
     buffers = [
         (module, name, buffer, _clone_buffer(buffer))

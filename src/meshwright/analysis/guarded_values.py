@@ -51,7 +51,12 @@ def is_users_class(kind: type) -> bool:
     >>> is_users_class(nn.Linear), is_users_class(dict), is_users_class(type("Options", (), {"__module__": "job"}))
     (False, False, True)
     """
-    return kind.__module__ != "builtins" and not kind.__module__.startswith(("torch.", "meshwright."))
+    return kind.__module__ != "builtins" and is_users_module(kind.__module__)
+
+
+def is_users_module(name: str | None) -> bool:
+    """Returns whether the code of a module belongs neither to torch nor to this project."""
+    return name is not None and not name.startswith(("torch.", "meshwright."))
 
 
 def is_same(one: Any, other: Any) -> bool:

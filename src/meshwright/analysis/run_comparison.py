@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.analysis.code_state import CodeStateSnapshot
+from meshwright.analysis.code_state import CodeStateSnapshot, state_places
 from meshwright.analysis.dry_run import AttributeSnapshot, snapshot_modules
 from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
@@ -334,7 +334,7 @@ class ModuleSnapshot:
         self.attributes: list[AttributeSnapshot | CodeStateSnapshot] = [
             *snapshot_modules(root.modules()),
             *map(AttributeSnapshot, tensors_of),
-            CodeStateSnapshot(root),
+            CodeStateSnapshot(state_places(root)),
         ]
         self.generators = GeneratorStates(own_generators(root))
         tensors = (*root.parameters(), *root.buffers())

@@ -17,7 +17,8 @@ again on the same values and the same random state. The random state includes th
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 
 Some buffers, such as running means, change in the forward of a block. Recompute reads the values that these buffers had
-in the original forward, and does not change the buffers.
+in the original forward, and does not change the buffers. Nor does it change lists, dictionaries and sets of the block's
+code and hooks, such as a list of activations.
 
 [Note: buffer values of a pass] Between the forward and the backward of a block, other forwards of the block may change
 its buffers (pipelines, a block that is called twice). So full recompute reads copies of the buffers from the start of
@@ -31,6 +32,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +42,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
+from meshwright.analysis.code_state import CodeStateSnapshot, attribute_containers, state_places
 from meshwright.analysis.own_generators import GeneratorStates
 from meshwright.analysis.recompute_min_cut import RematPlanCache
 from meshwright.analysis.recompute_tape import RematTape, active_saved_tensor_hooks
@@ -81,6 +84,7 @@ class MutatedBuffers:
     """Determines which buffers of one block change in its forward."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.block = module
         self._modules = [each for each in module.modules() if each._buffers]
         self._moved: set[tuple[int, str]] | None = None
         """The buffers that the first forward changed, as (id of the `_buffers` dict, name). None before the first
@@ -274,10 +278,16 @@ def _recompute_full(
     as_before, modes = RestoredBuffers(before), function_modes()
     restored: list[AbstractContextManager[Any]] = [as_before] if any(each.value is not None for each in before) else []
     restored += [GeneratorStates(generators)] if generators else []
-    contexts: Any = (
-        {"context_fn": lambda: (nullcontext(), with_function_modes(modes, *restored))} if modes or restored else {}
+    output = checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (
+            nullcontext(),
+            with_function_modes(modes, early_stop_in_script(), preserve_state(moving.block), *restored),
+        ),
+        **kwargs,
     )
-    output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
     as_before.moved = moving.moved(before)
     return output
 
@@ -293,6 +303,33 @@ def with_function_modes(modes: Sequence[TorchFunctionMode], *restored: AbstractC
             if mode not in function_modes():
                 stack.enter_context(mode)
         yield
+
+
+@contextmanager
+def preserve_state(block: nn.Module) -> Iterator[None]:
+    """Restores on exit the state that the code of `block` and the user's hooks in it change, such as a list of
+    activations, because recompute runs this code again."""
+    before = CodeStateSnapshot(chain(state_places(block), attribute_containers(block.modules())))
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def early_stop_in_script() -> Iterator[None]:
+    """Lets torch stop a recompute inside a TorchScript function.
+
+    Torch stops a recompute with an exception once all saved tensors exist. TorchScript turns an exception that passes
+    through it into a RuntimeError. This context raises torch's exception again. If another failure caused the
+    RuntimeError, torch reports that recomputed tensors are missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "TorchScript interpreter" not in str(error):
+            raise
+        raise _StopRecomputationError from None
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ class StagePlaceholder(nn.Module):
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _meta_copy(original),)  # nn.Module registers no modules in tuples
+
+    def take_over(self, original: nn.Module, remaining: Collection[int]) -> None:
+        """Turns `original` into this placeholder, because a loss may hold a reference to it. The attributes of the
+        original would keep their first values. `remaining`: the ids of the modules that the model still contains."""
+        has_parameters = next(original.parameters(), None) is not None
+        for name, child in original.named_children():
+            if isinstance(own := self._modules.get(name), StagePlaceholder):
+                own.take_over(child, remaining)
+        if id(original) not in remaining and has_parameters:
+            with suppress(TypeError):  # a class with slots
+                original.__class__ = StagePlaceholder
+                original.__dict__ = self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         """Returns a function that does nothing, if `original` has a method of this name. Models call methods of their

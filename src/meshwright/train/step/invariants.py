@@ -10,6 +10,7 @@ all-reduce of loss and gradient norm also adds up the values of the invariants, 
 | divisors | the numbers by which the user's loss divides in all micro-batches | a mean over unequal numbers of labels |
 | code paths | the paths that micro-batches take in one step | rows that depend on each other through a branch |
 | loss | the loss is finite if the gradient is finite | a loss that is not a number |
+| loss of tensor ranks | the losses that the ranks of a tensor group compute | a loss that reads a sharded activation |
 
 Checksums add the bits of elements as integers. If n ranks store equal tensors, the checksum of the first rank is
 multiplied by n - 1 and the checksums of the other ranks by -1. Equal checksums then cancel, so one all-reduce can add
@@ -56,6 +57,9 @@ MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
 """A window of a parameter group has at least this number of elements. A group has at most this number of windows."""
 INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ResultT = TypeVar("ResultT")
+NOT_APPLIED = "the step is not applied; go on from a checkpoint of an earlier step"
+LOSS_TOLERANCE, LOSS_TOLERANCE_FP64 = 1e-5, 1e-11
+"""The largest relative difference between the losses of tensor ranks. They compute the loss from equal inputs."""
 CHECKSUM_MODULUS = 2**31 - 1
 """The modulus of checksums. With this modulus, float64 can add the checksums of 1,000 parameter groups on 2,000 ranks
 exactly."""
@@ -118,12 +122,13 @@ class StepInvariants:
         self.guards.untrained(engine)
         self.guards.check_hooks(engine)
 
-    def sums(self, state: TrainState, batches: Sequence[Batch], labels: int) -> torch.Tensor:
+    def sums(self, state: TrainState, batches: Sequence[Batch], labels: int, loss: torch.Tensor) -> torch.Tensor:
         """Returns this rank's values for the all-reduce, float64 of shape (n,). In order: valid labels, surplus forward
-        passes, checksums of weights and gradients, three flags, and checksums of code paths.
+        passes, checksums of weights and gradients, difference of the losses of tensor ranks, three flags, and checksums
+        of code paths.
 
         It is called when the gradients of the step are reduced. `batches`: this rank's micro-batches. `labels`: the
-        number of valid labels in the global batch.
+        number of valid labels in the global batch. `loss`: the summed loss of this rank, float64 scalar on the device.
         """
         engine, plan = state.engine, state.plan
         same = plan.pp * plan.tp * plan.cp
@@ -136,9 +141,12 @@ class StepInvariants:
         written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
         paths = self._mixtures.sums(state, batches)
         flags = (bool(self._outside.trained), self._outside.is_any or self._mixtures.is_new, written)
-        found = torch.tensor([0, surplus, 0, 0, *flags, *paths], dtype=torch.float64)
+        found = torch.tensor([0, surplus, 0, 0, 0, *flags, *paths], dtype=torch.float64)
         found = found.to(state.mesh.device)
         found[0] = counted
+        self._loss = loss.detach()
+        if plan.tp > 1:
+            found[4] = self._loss * _cancelling_factor(plan.tp, state.mesh.coords.tp)
         self._mine = _replica_checksums(state, labels, self._elements)
         found[2:4] = self._mine[:, 0]
         return found
@@ -155,11 +163,10 @@ class StepInvariants:
         number of labels of the step. `given`: the batch that the user passed. On all ranks it raises InvariantViolated
         if an invariant is violated, and PlanRefused if a check or proof of a changed step fails."""
         loss, norm, tokens = made
-        labels, passes, weights, gradients, trained, changed, written, *paths = sums
+        labels, passes, weights, gradients, losses, trained, changed, written, *paths = sums
         if written:
             state.engine.zero.external_writes.apply(state.engine)
-        step = f"step {state.steps + 1}"
-        end = "the step is not applied; go on from a checkpoint of an earlier step"
+        step, end = f"step {state.steps + 1}", NOT_APPLIED
         if labels == labels and state.engine.outer is None and round(labels) != tokens:
             raise InvariantViolated(
                 Message(
@@ -194,15 +201,51 @@ class StepInvariants:
                         end=end,
                     )
                 )
-        if math.isfinite(norm) and not math.isfinite(loss):
-            raise InvariantViolated(
-                Message("{step}: the loss is {loss}, but the gradient is finite: {end}", step=step, loss=loss, end=end)
-            )
+        self._check_loss(state, losses, loss, norm)
         self._mixtures.check(state, batches, paths, bool(trained or changed))
         if trained or changed:
             self._check_outside(state, batches, given)
         elif state.engine.preflight.checked == state.engine.preflight.steps:
             self.guards.accept(state.engine, batches)
+
+    def _check_loss(self, state: TrainState, difference: float, loss: float, norm: float) -> None:
+        """Checks that the loss is finite if the gradient is, and compares the losses of the ranks of each tensor group.
+        `difference`: their sum over all ranks, each with its cancelling factor. `loss`: the summed loss of the step.
+        `norm`: the squared gradient norm."""
+        plan, tp = state.plan, state.mesh.tp
+        if math.isfinite(norm) and not math.isfinite(loss):
+            step = f"step {state.steps + 1}"
+            raise InvariantViolated(
+                Message(
+                    "{step}: the loss is {loss}, but the gradient is finite: {end}",
+                    step=step,
+                    loss=loss,
+                    end=NOT_APPLIED,
+                )
+            )
+        tolerance = LOSS_TOLERANCE_FP64 if state.engine.recipe.compute == "float64" else LOSS_TOLERANCE
+        if tp is None or not abs(difference) > tolerance * tp.size * abs(loss):
+            return
+        found: dict[tuple[int, ...], list[float]] = {}
+        for ranks, value in gather_objects((tuple(tp.ranks), float(self._loss))):
+            found.setdefault(ranks, []).append(value)
+        ranks, losses = max(found.items(), key=lambda each: max(each[1]) - min(each[1]))
+        raise PlanRefused(
+            Message(
+                "plan {plan}: in step {step} the loss is {one:.10g} on rank {first} and {other:.10g} on rank "
+                "{second}, which must compute the same: the loss reads an activation that {split} splits, such as one "
+                "that a hook or an attribute of a block keeps; return the activation from the forward, or use "
+                "{other_plan}",
+                plan=plan.name,
+                step=state.steps + 1,
+                one=min(losses),
+                first=ranks[losses.index(min(losses))],
+                other=max(losses),
+                second=ranks[losses.index(max(losses))],
+                split="sp" if plan.sequence_parallel else "tp",
+                other_plan=Message("tp without sp") if plan.sequence_parallel else "tp1",
+            )
+        )
 
     def _check_outside(self, state: TrainState, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
         """Runs the preflight checks for a step that differs from the checked conditions on some rank. If an earlier

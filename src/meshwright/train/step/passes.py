@@ -93,7 +93,7 @@ class StepPasses:
         if self.invariants is None:
             own_sums = torch.zeros(0, dtype=torch.float64, device=mesh.device)
         else:
-            own_sums = self.invariants.sums(state, batches, every)
+            own_sums = self.invariants.sums(state, batches, every, total)
         sums = torch.cat([torch.stack([total / plan.tp, balanced]), squares, pairs, engine.zero.seen_grads(), own_sums])
         all_reduce(sums, mesh.world).wait()
         values = sums.tolist()  # the only place of a step where the host waits for the device

@@ -60,6 +60,7 @@ def drop_other_stages(
     head_prefix = f"{graph.head}." if keep_head and graph.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     blocks = tuple(f"{path}." for path in graph.block_paths) or ("\n",)
+    replaced: list[tuple[nn.Module, StagePlaceholder]] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         for child_name, child in list(module.named_children()):
@@ -72,9 +73,14 @@ def drop_other_stages(
             if inside & present or leads or (head_prefix and head_prefix.startswith(f"{path}.")):
                 visit(child, f"{path}.")
             else:
-                module._modules[child_name] = StagePlaceholder(child, kind, f"{path}.".startswith(blocks))
+                placeholder = StagePlaceholder(child, kind, f"{path}.".startswith(blocks))
+                module._modules[child_name] = placeholder
+                replaced.append((child, placeholder))
 
     visit(model, "")
+    remaining = {id(module) for module in model.modules()}
+    for original, placeholder in replaced:
+        placeholder.take_over(original, remaining)
     malloc_trim()  # lowers the memory peak, because the flat buffers are allocated next
 
 
