@@ -7,6 +7,7 @@
 #   make soak        the long sweeps (hours)   make bench   speed against plain PyTorch
 #                    PART=faults: one part by name, with its duration in `make soak-parts`
 #                    MESHWRIGHT_SOAK=2/8: the second of eight parts, added to the tables of the others in bench/results
+#   make systems     the tests of export, import, recordings and checkpoints with the other systems installed, in .venv/systems
 #   make bench-cluster  regret on emulated clusters (Linux, root)
 #   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
@@ -35,7 +36,11 @@ SIDES  := -n auto --dist loadfile
 QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py \
          unit/test_cost_in_flight.py mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
-.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock release setup clean
+# What other systems take part in, whole: round trips, their parsers, their loops recorded, their checkpoints, their pages.
+SYSTEMS := $(addprefix tests/,unit/test_interop.py mesh/test_interop_parsers.py mesh/test_checkpoint_engines.py \
+           ranks/test_interop_script.py ranks/test_recording_engines.py ranks/test_checkpoint_systems.py ranks/test_coming_from.py)
+
+.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock release setup clean systems
 .SILENT:
 
 train: $(READY)
@@ -71,6 +76,14 @@ endif
 
 soak-parts:
 	$(PYTHON) tests/soak_parts.py
+
+# DeepSpeed is built from source, without kernels. A path file shows the packages of .venv to the other environment.
+systems: $(READY)
+	$(PYTHON) -m venv --clear .venv/systems
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$(echo .venv/systems/lib/python*/site-packages)/venv.pth"
+	.venv/systems/bin/python -m pip --disable-pip-version-check -qq install wheel
+	DS_BUILD_OPS=0 .venv/systems/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -r requirements/systems.in
+	OMP_NUM_THREADS=1 .venv/systems/bin/python -m pytest -m 'soak or not soak' -rs $(SYSTEMS) $(ARGS)
 
 bench-cluster: $(READY)
 	$(BIN)/python -m bench.cluster $(ARGS)

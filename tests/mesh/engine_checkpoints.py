@@ -31,13 +31,14 @@ def foreign_classes(*names: str) -> Iterator[dict[str, type]]:
             modules.setdefault(parent, types.ModuleType(parent))
         setattr(modules[module], name, base)
         made[name] = base
-    missing = {name: module for name, module in modules.items() if name not in sys.modules}
-    sys.modules.update(missing)
+    installed = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
     try:
         yield made
     finally:
-        for name in missing:
+        for name in modules:
             del sys.modules[name]
+        sys.modules.update(installed)
 
 
 ZERO_CLASSES = (
