@@ -36,6 +36,10 @@ RUNS = {
     ),
     "a loss that counts its calls": ("loss:grows", "| tp2.mb8 pp2.mb8"),
     "a loss that reads what hooks keep of each block": ("loss:captured", "dp2.z3.mb4.rc-full | dp1.mb2 dp2 tp2.mb8"),
+    "a block that differentiates a gradient, which recomputes it twice": (
+        "block:slope inner:dropout-all",
+        "dp1.mb8.rc-full | tp2.mb4.rc-full dp2.z3.mb4.rc-full",
+    ),
     "hooks that recompute calls again": ("loss:captured-inside", "dp2.z3.mb4.rc-full | dp1.mb4.rc-sac"),
     "TorchScript in a block that is recomputed": ("block:scripted", "pp2.mb2.rc-full | dp2.z3.mb4.rc-full"),
     "hooks on all weights where a gradient is deferred": ("hook:weights", "pp2.mb8.zbh1 | pp2.mb4.zbv"),

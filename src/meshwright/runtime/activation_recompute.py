@@ -284,12 +284,30 @@ def _recompute_full(
         use_reentrant=False,
         context_fn=lambda: (
             nullcontext(),
-            with_function_modes(modes, early_stop_in_script(), preserve_state(moving.block), *restored),
+            RecomputeContext(
+                lambda: with_function_modes(modes, early_stop_in_script(), preserve_state(moving.block), *restored)
+            ),
         ),
         **kwargs,
     )
     as_before.moved = moving.moved(before)
     return output
+
+
+class RecomputeContext:
+    """Enters a new context of `make` for each recompute, because torch recomputes a block twice if a gradient is itself
+    differentiated."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 @contextmanager
