@@ -36,6 +36,7 @@ SIDES  := -n auto --dist loadfile
 QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py \
          unit/test_cost_in_flight.py mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
+SYSTEM_PIP := .venv/systems/bin/python -m pip --disable-pip-version-check -qq install
 # What other systems take part in, whole: round trips, their parsers, their loops recorded, their checkpoints, their pages.
 SYSTEMS := $(addprefix tests/,unit/test_interop.py mesh/test_interop_parsers.py mesh/test_checkpoint_engines.py \
            ranks/test_interop_script.py ranks/test_recording_engines.py ranks/test_checkpoint_systems.py ranks/test_coming_from.py)
@@ -77,12 +78,14 @@ endif
 soak-parts:
 	$(PYTHON) tests/soak_parts.py
 
-# DeepSpeed is built from source, without kernels. A path file shows the packages of .venv to the other environment.
+# A path file shows the packages of .venv to the other environment. DeepSpeed is built from source, without kernels. Megatron-Core asks
+# for an older numpy, but runs with that of .venv.
 systems: $(READY)
 	$(PYTHON) -m venv --clear .venv/systems
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$(echo .venv/systems/lib/python*/site-packages)/venv.pth"
-	.venv/systems/bin/python -m pip --disable-pip-version-check -qq install wheel
-	DS_BUILD_OPS=0 .venv/systems/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation -r requirements/systems.in
+	$(SYSTEM_PIP) wheel && DS_BUILD_OPS=0 $(SYSTEM_PIP) --no-build-isolation -r requirements/systems.in && $(SYSTEM_PIP) --no-deps megatron-core==0.15.0
+	printf '#!%s\nfrom torch.distributed.run import main\nmain()\n' "$(CURDIR)/.venv/systems/bin/python" > .venv/systems/bin/torchrun
+	chmod +x .venv/systems/bin/torchrun
 	OMP_NUM_THREADS=1 .venv/systems/bin/python -m pytest -m 'soak or not soak' -rs $(SYSTEMS) $(ARGS)
 
 bench-cluster: $(READY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import logging
 import sys
 from itertools import islice
 from pathlib import Path
@@ -144,20 +143,12 @@ def test_transformers_reads_its_configurations(tmp_path: Path) -> None:
             assert (native.tp_size, native.dp_size) == (plan.tp, plan.dp)
 
 
-@pytest.fixture
-def nanotron_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces nanotron's logging module. In version 0.4 it and the configuration import each other, so neither can be
-    imported first."""
-    stub: Any = ModuleType("nanotron.logging")
-    vars(stub).update({name: value for name, value in vars(logging).items() if not name.startswith("__")})
-    stub.get_logger = logging.getLogger
-    stub.log_rank = stub.human_format = stub.warn_once = lambda *args, **kwargs: None
-    monkeypatch.setitem(sys.modules, "nanotron.logging", stub)
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_nanotron_reads_its_configurations(tmp_path: Path, nanotron_logging: None) -> None:
-    config = installed("nanotron.config")
+def test_nanotron_reads_its_configurations(tmp_path: Path) -> None:
+    try:
+        config = installed("nanotron.config")
+    except ImportError as error:  # version 0.4, the last on PyPI, has a circular import, and no `data_stages`
+        pytest.skip(f"this version of nanotron cannot be imported: {error}")
     fields = config.ParallelismArgs.__dataclass_fields__
     newer = {"recompute_layer", "context_parallel_size"} - set(fields)  # version 0.5 does not have them
     for plan, settings, files in exports("nanotron"):

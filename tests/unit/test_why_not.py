@@ -234,6 +234,29 @@ def test_why_not_as_json_has_terms_that_sum_to_the_gap(capsys: pytest.CaptureFix
     assert math.fsum(term["seconds"] for term in found["terms"]) == found["gap"]
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_two_plans_are_compared_by_terms_that_add_up(language: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LARGE, "--compare", "dp64.z3", "tp8.pp8.z1", "--lang", language]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(display_width, shown.splitlines())) <= TEXT_COLUMNS
+    assert "dp64.z3" in shown and "tp8.pp8" in shown
+    assert main(["plan", *LARGE, "--compare", "dp64.z3", "tp8.pp8.z1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = (plan["estimate"]["time"]["step"] for plan in found["plans"])
+    assert found["gap"] == pytest.approx(second - first, rel=1e-9)
+    assert main(["plan", *LARGE, "--compare", "dp64.z3", "dp64.z3"]) == 0
+    assert "slower" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "words"), [("dp3.z3", "cannot run"), ("tp=8", "is not understood")])
+def test_a_comparison_with_what_cannot_run_is_one_line(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *LARGE, "--compare", "dp64.z3", name]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
 def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     with pytest.raises(NoPlanFits) as caught:
         search_plans(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))

@@ -31,7 +31,7 @@ from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.inputs.job import ClusterChoice, JobFile
-    from meshwright.planner.search.best_plans import SearchResult
+    from meshwright.planner.search.best_plans import RankedPlan, SearchResult
     from meshwright.spec.job import Job
 
 
@@ -92,6 +92,10 @@ class OutputOptions:
                 "the additional time"
             )
         ),
+    ] = None
+    compare: Annotated[
+        tuple[str, str] | None,
+        Parameter(negative="", help="two plans, such as dp8.z1 tp2.dp4: compare their times and memory"),
     ] = None
     advice: Annotated[
         bool,
@@ -155,6 +159,9 @@ def plan(
     if other.system is not None or other.config:
         return _plan_for_system(job, shared, wanted.pin, other, language, json)
     file = read_job_file(job, shared)
+    if shown.compare is not None:
+        _compare_plans(file, shown.compare, language, json)
+        return 0
     if (found := _search(file, wanted, shown.top, language, length)) is None:
         return 0
     question, answer = found
@@ -416,6 +423,34 @@ def _answer_data(
 
         data["advice"] = [translate(sentence, language) for sentence in advise(question, answer, runnable)]
     return data
+
+
+def _compare_plans(file: JobFile, names: tuple[str, str], language: str, json: bool) -> None:
+    """Prints the comparison of two plans. `names` are plan names or plan files.
+
+    Raises: InputError if a name is no plan, or the job cannot run the plan.
+    """
+    from meshwright.core.errors import InputError
+    from meshwright.planner.cost.overlap import with_chosen_bucket
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.plans import read_plan
+    from meshwright.planner.search.explain import priced_plan
+    from meshwright.report.why import plan_pair_data, plan_pair_text
+
+    question = resolve_job(file)
+
+    def priced(name: str) -> RankedPlan:
+        plan = read_plan(name, lambda: question.cluster.devices)
+        if plan is None:
+            raise InputError(Message("--compare {name!r}: name a plan, such as dp8.tp2, or a plan file", name=name))
+        return priced_plan(question, with_chosen_bucket(question, plan))
+
+    first, second = map(priced, names)
+    announce_defaults(file, question.workload, language)
+    if json:
+        print_json(plan_pair_data(first, second))
+    else:
+        print_output(plan_pair_text(first, second, language))
 
 
 def _explain_rejection(

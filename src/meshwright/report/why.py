@@ -17,7 +17,7 @@ from meshwright.report.text import align_columns, round_to_sum, wrap_text
 from meshwright.spec.estimate import MEMORY_KINDS, Estimate, fit_message, largest_memory_kind
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.best_plans import SearchResult
+    from meshwright.planner.search.best_plans import RankedPlan, SearchResult
     from meshwright.planner.search.explain import PlanComparison
 
 STEP_DIGITS = 4
@@ -56,13 +56,47 @@ def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: 
     chosen = answer.chosen
     lines = [wrap_text(translate(sentence, language)) for sentence in _outcome_messages(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
-        lines += [
-            "",
-            time_table(chosen.estimate, found.estimate, language),
-            "",
-            memory_table(chosen.estimate, found.estimate, language),
-        ]
+        heads = table_heading("chosen", language), table_heading("asked", language)
+        lines += ["", _difference_tables((chosen.estimate, found.estimate), heads, language)]
     return "\n".join(lines)
+
+
+def plan_pair_text(first: RankedPlan, second: RankedPlan, language: str = "en") -> str:
+    """Returns the comparison of two plans of one job: a sentence on each plan, then the times and the memory by
+    kind."""
+    gap = _step_gap(first.estimate, second.estimate)
+    lines = [
+        Message("{plan}: {step:seconds} a step; {verdict}", plan=each.name, step=each.estimate.time.step, verdict=fit)
+        for each, fit in ((each, fit_message(each.estimate)) for each in (first, second))
+    ]
+    if gap:
+        slow, fast = (second, first) if gap > 0 else (first, second)
+        share = slow.estimate.time.step / fast.estimate.time.step - 1.0
+        lines.append(
+            Message(
+                "{slow} is slower by {gap:seconds} a step ({share:percent})", slow=slow.name, gap=abs(gap), share=share
+            )
+        )
+    tables = _difference_tables((first.estimate, second.estimate), (first.name, second.name), language)
+    return "\n".join([*(wrap_text(translate(line, language)) for line in lines), "", tables])
+
+
+def plan_pair_data(first: RankedPlan, second: RankedPlan) -> dict[str, Any]:
+    """Returns the data of `plan --compare --json`. `terms` are the differences by kind of time; they add up to `gap`,
+    the step time of the second plan minus that of the first in seconds."""
+    from meshwright.planner.search.explain import time_deltas
+
+    terms = time_deltas(first.estimate, second.estimate)
+    return {
+        "plans": [plan_data(each.plan, each.estimate) for each in (first, second)],
+        "gap": math.fsum(term.seconds for term in terms),
+        "terms": [{"name": term.name, "seconds": term.seconds} for term in terms],
+    }
+
+
+def _difference_tables(pair: tuple[Estimate, Estimate], heads: tuple[str, str], language: str) -> str:
+    """Returns the tables of times and memory of two estimates. `heads`: the headings of their columns."""
+    return "\n".join([_time_table(*pair, heads, language), "", _memory_table(*pair, heads, language)])
 
 
 def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
@@ -117,8 +151,9 @@ def _step_gap(chosen: Estimate, other: Estimate) -> float:
     return factor * (theirs - ours)
 
 
-def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Returns a table of the step times of both plans by kind. Values are rounded so that rows and columns add up."""
+def _time_table(chosen: Estimate, other: Estimate, heads: tuple[str, str], language: str = "en") -> str:
+    """Returns a table of the step times of both plans by kind, under the headings `heads`. Values are rounded so that
+    rows and columns add up."""
     unit, factor, digits = _step_unit(chosen, other)
     items = [
         item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))
@@ -129,12 +164,7 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
     def shown(count: int, sign: str = "") -> str:
         return f"{count / 10**digits:{sign},.{digits}f} {unit}"
 
-    rows = [
-        [
-            table_heading("time a step", language),
-            *(table_heading(head, language) for head in ("chosen", "asked", "difference")),
-        ]
-    ]
+    rows = [[table_heading("time a step", language), *heads, table_heading("difference", language)]]
     for item, mine, theirs_of_it in (*zip(items, ours, theirs, strict=True), ("step", sum(ours), sum(theirs))):
         rows.append(
             [
@@ -147,14 +177,10 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
     return align_columns(rows)
 
 
-def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Returns a table with the bytes of both plans by kind, for each plan on its peak-memory rank."""
-    rows = [
-        [
-            table_heading("memory a device", language),
-            *(table_heading(head, language) for head in ("chosen", "asked", "difference")),
-        ]
-    ]
+def _memory_table(chosen: Estimate, other: Estimate, heads: tuple[str, str], language: str = "en") -> str:
+    """Returns a table with the bytes of both plans by kind, under the headings `heads`, for each plan on its
+    peak-memory rank."""
+    rows = [[table_heading("memory a device", language), *heads, table_heading("difference", language)]]
     for kind in (*MEMORY_KINDS, "total", "reserved"):
         mine, theirs = getattr(chosen.memory, kind), getattr(other.memory, kind)
         difference = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"

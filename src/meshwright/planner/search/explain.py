@@ -344,6 +344,17 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
     )
 
 
+def priced_plan(job: Job, plan: Plan) -> RankedPlan:
+    """Returns `plan` with its estimate.
+
+    Raises:
+        InputError: the job cannot run the plan. The message names all violated rules.
+    """
+    if broken := [fault.message for fault in plan_violations(job, plan)]:
+        raise InputError(Message("{asked} cannot run: {faults}", asked=plan.name, faults=broken))
+    return RankedPlan(plan=plan, estimate=estimate(job, plan))
+
+
 def why_not(
     job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
 ) -> PlanComparison:
