@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from pool import Pool
+from test_coming_from import refresh, run_script
 from test_train_run import environment
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +24,8 @@ from meshwright.core.errors import InputError
 
 ROWS, WIDTH, LENGTH, WORDS = 8, 16, 6, 40
 Pair = namedtuple("Pair", ["ids", "labels"])
-MODELS_PAGE = Path(__file__).parents[2] / "docs" / "en" / "models.md"
+ROOT = Path(__file__).parents[2]
+MODELS_PAGE = ROOT / "docs" / "en" / "models.md"
 
 
 @dataclass
@@ -191,3 +194,17 @@ def test_a_refusal_under_torchrun_is_one_line_of_one_rank(
             sys.excepthook(InputError, refused.value, refused.tb)
         line = "meshwright: plan dp2: pp(1) * dp(2) * cp(1) * tp(1) = 2 ranks, but 1 were started\n"
         assert (ended.value.code, capsys.readouterr().err) == (2, line if rank == "0" else "")
+
+
+def test_the_loop_of_the_readme_trains_as_printed_on_its_ranks(
+    ranks: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    blocks = refresh["blocks"]((ROOT / "README.md").read_text(encoding="utf-8"))
+    (script,) = [block.text for block in blocks if block.language == "python"]
+    (world,) = [
+        int(found[1]) for block in blocks if (found := re.search(r"torchrun --nproc-per-node (\d+)", block.text))
+    ]
+    assert script.index("init_process_group()") < script.index("parallelize(") < script.index("destroy_process_group()")
+    ranks.run(world, run_script, str(tmp_path), script)
+    loss = re.search(r"step 100: loss (\S+)", capfd.readouterr().out)
+    assert loss is not None and float(loss[1]) < 0.5

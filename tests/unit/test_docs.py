@@ -70,6 +70,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
 
 
+def test_the_readme_has_at_most_120_lines_and_a_picture_on_top() -> None:
+    for page in PAIRS[0]:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 120 and lines[2].startswith("![")
+
+
 def test_both_languages_have_the_same_pages() -> None:
     folder = ROOT / "docs" / "zh"
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.md")) == ENGLISH
