@@ -174,6 +174,19 @@ def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: Ru
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+def test_mfu_speed_per_device_and_the_waits_by_axis_are_those_of_the_records(tmp_path: Path) -> None:
+    rated = [record(step, 5.0).with_rates(4, 0.15) for step in range(3)]
+    run = read_run(write_run(tmp_path / "a", rated))
+    summary = summarize_run(run)
+    assert rated[0].rates == {"tokens_per_second_per_device": 500.0, "mfu": pytest.approx(0.3)}
+    assert (summary.mfu.measured, summary.mfu.predicted) == (pytest.approx(0.3), 0.3)
+    assert summary.waits == {name: seconds / 0.5 for name, seconds in rated[0].exposed.items()}
+    assert "500 tokens/s per device, MFU 30.0% (30.0% predicted), waiting for data 20.0%" in run_text(run)
+    assert "waiting for pipeline and bubble" in run_text(run)
+    on_cpus = read_run(write_run(tmp_path / "b", [line.with_rates(4, 0.0) for line in losses(3)]))
+    assert summarize_run(on_cpus).mfu.measured is None and "MFU" not in run_text(on_cpus)
+
+
 def test_the_first_step_which_warms_up_is_in_no_median(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [record(0, 6.0, seconds=60.0), record(1, 5.0)])
     assert summarize_run(read_run(folder)).pair("time", "step").measured == 0.5

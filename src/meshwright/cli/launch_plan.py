@@ -288,7 +288,7 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
 
     Raises: InputError if the plan cannot divide the batch, or if the model's embedding is too small for bytes.
     """
-    from meshwright.planner.cost.step import proof_price
+    from meshwright.planner.cost.step import ideal_seconds, proof_price
     from meshwright.spec.job import LaunchSpec
     from meshwright.spec.record import ProofCost
 
@@ -306,6 +306,7 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
         parameters=question.model.parameters if question is not None else 0,
         vocabulary=vocabulary,
         predicted=choice.estimate.per_stage if choice.estimate is not None else (),
+        ideal_seconds=ideal_seconds(question, choice.estimate),
         proof=proof_price(question, choice.plan, step) if question is not None and step else ProofCost(),
     )
 

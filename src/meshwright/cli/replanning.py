@@ -105,10 +105,11 @@ class Replanner:
     def _take(self, question: Job | None, plan: Plan) -> RankJob:
         from meshwright.cli.launch_plan import PlanChoice, write_run_folder
         from meshwright.core.storage import StorageFailed
-        from meshwright.planner.cost.step import estimate
+        from meshwright.planner.cost.step import estimate, ideal_seconds
 
         priced = None if question is None else estimate(question, plan)
-        other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
+        ideal = ideal_seconds(question, priced)
+        other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage, ideal_seconds=ideal)
         # On a full disk the run continues; the files in the folder describe the previous plan.
         with contextlib.suppress(OSError, StorageFailed):
             write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))

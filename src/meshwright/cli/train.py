@@ -456,7 +456,8 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     """Prints predicted and measured values side by side, and the next commands."""
     from shlex import join
 
-    from meshwright.report.run import check_skipped, read_run, summarize_run
+    from meshwright.report.faults import check_skipped
+    from meshwright.report.run import read_run, summarize_run
     from meshwright.report.run_text import run_text
     from meshwright.report.text import strict_json_data
 
@@ -472,4 +473,4 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     )
     if json:
         print_json(strict_json_data(summarize_run(finished)))
-    check_skipped(finished)
+    check_skipped(finished.steps)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.core.codec import StrictModel
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.messages import Message, mark_msgid, term, translate
 from meshwright.core.storage import read_text
 from meshwright.core.units import show_seconds
@@ -211,3 +212,26 @@ def _recovery_cells(row: FaultRow, language: str) -> tuple[str, str, str]:
         show_seconds(row.lost),
         str(row.again),
     )
+
+
+MAX_SKIPPED_SHARE = 0.05
+"""A run fails if more than this share of its steps changed no weight."""
+
+
+def check_skipped(steps: Sequence[StepRecord]) -> None:
+    """Raises MeshwrightError if more than MAX_SKIPPED_SHARE of `steps` changed no weight. A step that fp16
+    skips to lower its loss scale does not count."""
+    lost = [record for record in steps if record.skipped and record.loss_scale <= 1.0]
+    if lost and len(lost) > MAX_SKIPPED_SHARE * len(steps):
+        raise MeshwrightError(
+            Message(
+                "{count} of {steps} steps changed no weight, because their gradient was not finite (step {first} was "
+                "the first, with loss {loss}): lower the learning rate (--lr, {lr:.3g} in this step), or check data "
+                "and model",
+                count=len(lost),
+                steps=len(steps),
+                first=lost[0].step,
+                loss=f"{lost[0].loss:.4g}",
+                lr=lost[0].lr,
+            )
+        )

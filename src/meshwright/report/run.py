@@ -26,7 +26,7 @@ from pydantic import Field
 
 from meshwright.core import storage
 from meshwright.core.codec import StrictModel, TranslatableText, read_run_file, validate_data
-from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
+from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_count
 from meshwright.report.faults import Goodput, compute_goodput, read_events
@@ -234,6 +234,7 @@ class RunSummary(StrictModel):
     loss: LossCurve | None
     held_out: LossCurve | None
     tokens_per_second: PredictedMeasured
+    mfu: PredictedMeasured = Field(description="as in step records; empty without devices with a nominal peak")
     time: tuple[PredictedMeasured, ...]
     memory: tuple[PredictedMeasured, ...] = Field(
         description="bytes of each kind on the rank with the most bytes of this kind"
@@ -245,6 +246,14 @@ class RunSummary(StrictModel):
     ledger: SampleBalance | None = Field(
         default=None, description="sample accounting: whether every sample was read exactly once"
     )
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Returns the share of a step that the rank with the longest wait waits, by axis. The share of `pipeline`
+        includes the bubble."""
+        step = self.pair("time", "step").measured
+        rows = [row for row in self.time if row.name in _WAITS and row.measured]
+        return {row.name: (row.measured or 0.0) / step for row in rows} if step else {}
 
     def pair(self, kind: str, name: str) -> PredictedMeasured:
         """Returns the row `name` of `time` or `memory`, or an empty row if there is none."""
@@ -369,6 +378,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
         for record in settled
         if record.seconds > 0 and not record.skipped
     ]
+    utilisations = [record.rates["mfu"] for record in settled if "mfu" in record.rates]
+    time = _time_pairs(run.estimate.time if run.estimate else None, settled)
     return RunSummary(
         run=run.folder,
         model=run.model,
@@ -392,7 +403,12 @@ def summarize_run(run: RunFolder) -> RunSummary:
             predicted=run.estimate.tokens_per_second if run.estimate else None,
             measured=median(speeds) if speeds else None,
         ),
-        time=(*_time_pairs(run.estimate.time if run.estimate else None, settled), *_first_step_pairs(run)),
+        mfu=PredictedMeasured(
+            name="MFU",
+            predicted=run.estimate.mfu if run.estimate and utilisations else None,
+            measured=median(utilisations) if utilisations else None,
+        ),
+        time=(*time, *_first_step_pairs(run)),
         memory=_memory_pairs(run.estimate, steps),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
@@ -402,30 +418,6 @@ def summarize_run(run: RunFolder) -> RunSummary:
         if (noun := run.launch or run.job)
         else None,
     )
-
-
-MAX_SKIPPED_SHARE = 0.05
-"""A run fails if more than this share of its steps changed no weight."""
-
-
-def check_skipped(run: RunFolder) -> None:
-    """Raises MeshwrightError if more than MAX_SKIPPED_SHARE of the steps of `run` changed no weight. A step that fp16
-    skips to lower its loss scale does not count."""
-    steps = run.steps
-    lost = [record for record in steps if record.skipped and record.loss_scale <= 1.0]
-    if lost and len(lost) > MAX_SKIPPED_SHARE * len(steps):
-        raise MeshwrightError(
-            Message(
-                "{count} of {steps} steps changed no weight, because their gradient was not finite (step {first} was "
-                "the first, with loss {loss}): lower the learning rate (--lr, {lr:.3g} in this step), or check data "
-                "and model",
-                count=len(lost),
-                steps=len(steps),
-                first=lost[0].step,
-                loss=f"{lost[0].loss:.4g}",
-                lr=lost[0].lr,
-            )
-        )
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
@@ -464,6 +456,7 @@ def _first_step_pairs(run: RunFolder) -> tuple[PredictedMeasured, ...]:
     )
 
 
+_WAITS = ("tensor", "data", "pipeline", "context", "expert", "offload")
 _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 

@@ -112,6 +112,8 @@ def run_text(run: RunFolder, language: str = "en") -> str:
     summary = summarize_run(run)
     said = lambda *parts: translate(Message(", "), language).join(translate(part, language) for part in parts)
     facts = [("planned", said(*_plan_messages(run, summary))), ("trained", said(*_training_messages(summary)))]
+    if speed := _speed_messages(summary):
+        facts.append(("speed", said(*speed)))
     if summary.loss:
         facts.append(
             ("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}")
@@ -193,6 +195,24 @@ def _training_messages(summary: RunSummary) -> list[Message]:
         parts.append(Message("{steps} repeated after a restart", steps=summary.repeated))
     if summary.cut:
         parts.append(Message("{lines} cut off by a kill and ignored", lines=summary.cut))
+    return parts
+
+
+def _speed_messages(summary: RunSummary) -> list[Message]:
+    """Returns tokens per second and device, the MFU, and the share of each wait in a step."""
+    parts = []
+    if summary.tokens_per_second.measured and summary.devices:
+        rate = summary.tokens_per_second.measured / summary.devices
+        parts.append(Message("{rate:parameters} tokens/s per device", rate=rate))
+    if summary.mfu.measured:
+        values = {"measured": f"{summary.mfu.measured:.1%}", "predicted": f"{summary.mfu.predicted or 0.0:.1%}"}
+        parts.append(
+            Message("MFU {measured} ({predicted} predicted)" if summary.mfu.predicted else "MFU {measured}", **values)
+        )
+    for name, share in summary.waits.items():
+        pipeline = Message("waiting for pipeline and bubble {share}", share=f"{share:.1%}")
+        wait = Message("waiting for {kind} {share}", kind=term("row", name), share=f"{share:.1%}")
+        parts.append(pipeline if name == "pipeline" else wait)
     return parts
 
 
@@ -306,6 +326,7 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
         [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs],
     )
     add(say(Message("tokens/s")), [_format_values(run.tokens_per_second, show_count) for run in runs])
+    add("MFU", ["-" if run.mfu.measured is None else f"{run.mfu.measured:.1%}" for run in runs])
     add(say(Message("seconds per step")), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
     add(say(Message("measured/predicted")), [_format_ratio(run.pair("time", "step")) for run in runs])
     for kind in sorted({row.name for run in runs for row in run.time if row.name != "step" and row.measured}):

@@ -170,7 +170,8 @@ class ModelSource(StrictModel):
 class LaunchSpec(StrictModel):
     """The launch file of a training run. `parameters` is the number of parameters that the planner counted, and
     `vocabulary` the number of token ids that the embedding has; both are 0 without an estimate. `predicted` is the
-    estimated memory of each pipeline rank."""
+    estimated memory of each pipeline rank. `ideal_seconds` are the seconds of a step at an MFU of 1, or 0 without an
+    estimate or without devices with a nominal peak."""
 
     model: ModelSource
     workload: Workload
@@ -180,6 +181,7 @@ class LaunchSpec(StrictModel):
     parameters: int = 0
     vocabulary: int = 0
     predicted: tuple[MemoryBreakdown, ...] = ()
+    ideal_seconds: float = 0.0
     proof: ProofCost = ProofCost()
 
     def result(self) -> dict[str, Any]:

@@ -85,6 +85,14 @@ class StepRecord(StrictModel):
         description="bytes that a rank sent over the network, by kind; ranks that share a host's memory send none",
     )
     tokens_per_second: float = 0.0
+    rates: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "tokens_per_second_per_device; mfu (model FLOPs utilisation): FLOPs that the model needs, divided by the "
+            "seconds and the nominal FLOP/s of all devices. A backward counts as two forwards, causal attention counts "
+            "its half, recompute counts nothing. CPU ranks have no nominal peak, so they have no mfu"
+        ),
+    )
     memory: dict[str, float] = Field(
         default_factory=dict,
         description=(
@@ -94,12 +102,6 @@ class StepRecord(StrictModel):
     )
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="whether a non-finite gradient prevented the update on all ranks")
-    expert_load: float | None = Field(
-        default=None,
-        description=(
-            "(token, expert) pairs of the busiest expert, divided by the mean, in the layer with the largest ratio"
-        ),
-    )
     experts: MoeStats | None = Field(default=None, description="expert statistics; null if the model has no experts")
     held_out_loss: float | None = None
     batch: int | None = Field(default=None, description="index of the batch in data order, from 0")
@@ -108,6 +110,26 @@ class StepRecord(StrictModel):
         description="digest of the samples that all ranks read: their count, and the sum of the squares of (index + 1)",
     )
     content: str = Field(default="", description="digest of the bytes that all ranks read")
+
+    @property
+    def expert_load(self) -> float | None:
+        """Returns the (token, expert) pairs of the busiest expert, divided by the mean, in the layer with the largest
+        ratio; None if the model has no experts."""
+        return max(map(max, self.experts.loads), default=None) if self.experts else None
+
+    def with_rates(self, devices: int, ideal_seconds: float) -> StepRecord:
+        """Returns the record with its rates per device. `ideal_seconds`: the seconds of a step at an MFU of 1, or 0.
+
+        >>> record = StepRecord(step=1, loss=2.0, tokens=64, gradient_norm=1, lr=1, seconds=2)
+        >>> record.with_rates(4, 0.5).rates, record.with_rates(4, 0.0).rates
+        ({'tokens_per_second_per_device': 8.0, 'mfu': 0.25}, {'tokens_per_second_per_device': 8.0})
+        """
+        if not self.tokens or not self.seconds:
+            return self
+        rates = {"tokens_per_second_per_device": self.tokens / self.seconds / devices}
+        if ideal_seconds:
+            rates["mfu"] = ideal_seconds / self.seconds
+        return self.model_copy(update={"rates": rates})
 
 
 class RunState(StrictModel):

@@ -141,6 +141,8 @@ class RunConsole:
             words.append(
                 Message("{tokens_per_second} tokens/s", tokens_per_second=show_count(record.tokens_per_second))
             )
+            if (mfu := record.rates.get("mfu")) is not None:
+                words.append(Message("MFU {mfu}", mfu=f"{mfu:.1%}"))
             # With several CPU ranks per host, a record has no `reserved`, since the RSS of each rank includes the
             # memory that these ranks share.
             kind = "reserved" if "reserved" in record.memory else "resident"

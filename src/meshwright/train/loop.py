@@ -234,6 +234,7 @@ class TrainLoop:
             yield next(batches)
 
     def _report(self, records: RecordWriter | None, record: StepRecord) -> None:
+        record = record.with_rates(self.launch.plan.world, self.launch.ideal_seconds)
         if records is not None:
             records.write(record)
         self._say("record", record=record.model_dump(exclude_none=True), late=self.recovery.gap.after())

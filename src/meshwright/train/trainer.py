@@ -249,7 +249,6 @@ class Trainer(TrainState):
             memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
             skipped=not finite,
-            expert_load=max(map(max, self.passes.loads), default=None),
             experts=self.passes.expert_stats,
         )
 

@@ -204,6 +204,7 @@ TERMS: dict[str, dict[str, str]] = {
     "fact": {
         "planned": "planned",
         "trained": "trained",
+        "speed": "speed",
         "loss": "loss",
         "held out": "val loss",
         "skipped": "skipped",

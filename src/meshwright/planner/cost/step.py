@@ -46,7 +46,7 @@ from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis, grid_of_plan
 from meshwright.planner.cost.step_terms import STEP_TERMS
-from meshwright.planner.cost.uncertainty import memory_interval, step_interval
+from meshwright.planner.cost.uncertainty import is_on_host, memory_interval, step_interval
 from meshwright.spec.constraints import check_batch_size, half_sequence_length, validate_plan
 from meshwright.spec.enums import Offload
 from meshwright.spec.estimate import FIT_STATUS_ORDER, Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
@@ -343,6 +343,14 @@ def model_flops(job: Job) -> float:
     layers = job.model.layers
     token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
     return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
+
+
+def ideal_seconds(job: Job | None, estimated: Estimate | None) -> float:
+    """Returns the seconds of a step at an MFU of 1 (`LaunchSpec.ideal_seconds`). CPU ranks have no nominal peak: their
+    rate is measured, so the result is 0."""
+    if job is None or estimated is None or is_on_host(job.cluster):
+        return 0.0
+    return estimated.mfu * estimated.time.step
 
 
 PROOF_REFERENCE_PASSES = 4 / 3

@@ -116,7 +116,7 @@ def is_trusted(job: Job, field: str, value: Any) -> bool:
     """Returns whether the job allows the value `value` of a plan field: any value, or with `trust` measured only values
     of published runs. Fields that the published runs do not distinguish allow
     all values."""
-    return job.trust == "all" or _is_on_host(job.cluster) or is_measured(field, value)
+    return job.trust == "all" or is_on_host(job.cluster) or is_measured(field, value)
 
 
 def is_measured(field: str, value: Any) -> bool:
@@ -133,7 +133,7 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _is_on_host(cluster: Cluster) -> bool:
+def is_on_host(cluster: Cluster) -> bool:
     """Returns whether ranks are CPU processes. Published runs are on accelerators, so they say nothing about them."""
     return any(group.device.name.lower().startswith("cpu") for group in cluster.groups)
 
@@ -153,7 +153,7 @@ def feature_values(plan: Plan) -> dict[str, tuple[str, ...]]:
 def unmeasured_features(cluster: Cluster, plan: Plan) -> tuple[Message, ...]:
     """Returns the features of a plan that no published run has. Offload is not among them: its link is a risk of its
     own (`uses_unmeasured_link` in search/best_plans.py). On CPU ranks the result is empty."""
-    if _is_on_host(cluster):
+    if is_on_host(cluster):
         return ()
     return tuple(
         Message("{field} {value}", field=term("feature", field), value=value)
@@ -169,7 +169,7 @@ def unmeasured_counts(cluster: Cluster, box: PlanGrid) -> Array:
 
     Guarantees: equal to len(unmeasured_features(cluster, plan)) for each plan of the grid.
     """
-    if _is_on_host(cluster):
+    if is_on_host(cluster):
         return np.zeros((1,) * 6)
     missing = lambda field, value: float(not is_measured(field, value))
     kinds = [{choice.kind, choice.rest} if choice.some else {choice.kind} for choice in box.recompute]

@@ -131,7 +131,7 @@ function drawFacts() {
   const facts = [fact(say.plan, DATA.plan || say.unknown, "name"), DATA.ranks && fact(say.ranks, DATA.ranks),
     fact(say.trained, `${grouped(DATA.steps)}${DATA.planned ? ` ${say.of} ${grouped(DATA.planned)}` : ""} ${say.steps}`), fact(say.tokens, parameters(DATA.tokens)),
     loss.length && fact(say.lossNow, loss[loss.length - 1][1].toFixed(4)), held.length && fact(say.heldOutNow, held[held.length - 1][1].toFixed(4)),
-    DATA.speed.measured && fact(say.speed, grouped(DATA.speed.measured)), total && total.measured && fact(say.peakRank, bytes(total.measured)), fact(say.saved, DATA.checkpoints ? String(DATA.checkpoints) : say.none)]
+    DATA.speed.measured && fact(say.speed, grouped(DATA.speed.measured)), DATA.speed.measured && DATA.ranks && fact(say.speedEach, grouped(DATA.speed.measured / DATA.ranks)), DATA.mfu.measured && fact("MFU", percent(DATA.mfu.measured)), total && total.measured && fact(say.peakRank, bytes(total.measured)), fact(say.saved, DATA.checkpoints ? String(DATA.checkpoints) : say.none)]
   fill("chosen", ...facts.filter(Boolean))
 }
 

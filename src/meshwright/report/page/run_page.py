@@ -58,6 +58,7 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         ),
         "seconds": thin_curve([(record.step, record.seconds) for record in steps]),
         "speed": data["tokens_per_second"],
+        "mfu": data["mfu"],
         **{
             kind: [{**row, "ratio": pair.ratio} for row, pair in zip(data[kind], getattr(summary, kind), strict=True)]
             for kind in ("time", "memory")

@@ -1,7 +1,7 @@
 // Labels of the page of a run. The data contain the names of kinds, which equal those of the text output.
 const WORDS = {
   en: {
-    plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "val loss", speed: "tokens/s, median", saved: "checkpoints", peakRank: "peak rank", of: "of", steps: "steps", tokens: "tokens",
+    plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "val loss", speed: "tokens/s, median", speedEach: "tokens/s per device", saved: "checkpoints", peakRank: "peak rank", of: "of", steps: "steps", tokens: "tokens",
     loss: "Loss", train: "training", validation: "validation", expected: "predicted", broke: "a failure or a straggler", step: "step", stepAt: (at) => `step ${at}`,
     time: "Time per step", seconds: "Seconds of each step", memory: "Memory of the peak rank", kind: "", predicted: "predicted", measured: "measured", ratio: "ratio", inside: (row) => `in ${row}`,
     timeline: "Memory of one step", timelineNote: (step, rank, size, at, all, place) => `Step ${step} on rank ${rank}, the peak rank: ${size} at its peak, ${at} into ${all}; at the peak: ${place || "outside of all modules"}.`,
@@ -16,7 +16,7 @@ const WORDS = {
     light: "light", dark: "dark", auto: "auto", other: "中文",
   },
   zh: {
-    plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "验证损失", speed: "token/s（中位数）", saved: "检查点", peakRank: "峰值 rank", of: "/", steps: "步", tokens: "token",
+    plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "验证损失", speed: "token/s（中位数）", speedEach: "每设备 token/s", saved: "检查点", peakRank: "峰值 rank", of: "/", steps: "步", tokens: "token",
     loss: "损失", train: "训练", validation: "验证", expected: "预测", broke: "出了故障，或者变慢", step: "步", stepAt: (at) => `第 ${at} 步`,
     time: "每步时间", seconds: "每一步的秒数", memory: "峰值 rank 的内存", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
     timeline: "一步之内的内存", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，峰值 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
