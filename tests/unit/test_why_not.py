@@ -255,6 +255,7 @@ def test_a_comparison_with_what_cannot_run_is_one_line(
     assert main(["plan", *LARGE, "--compare", "dp64.z3", name]) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
+    assert main(["plan", *LARGE, "--compare", name]) == 2 and "needs 2 values" in capsys.readouterr().err
 
 
 def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:

@@ -125,6 +125,9 @@ def _describe(command: str, error: CycloptsError) -> str:
         return _describe_unknown(command, error.token.keyword or error.token.value, known)
     if isinstance(error, MissingArgumentError):
         if error.keyword:
+            count = error.argument.token_count()[0] if error.argument is not None else 1
+            if count > 1:
+                return Message("{name} needs {count} values", name=error.keyword, count=count)
             return Message("{name} needs a value", name=error.keyword)
         argument = error.argument
         is_option = argument is not None and argument.index != 0
