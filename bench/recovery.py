@@ -67,7 +67,7 @@ def ours(folder: Path, ranks: int) -> list[str]:
     sets = {
         "model.sizes": sizes, "workload.sequence": SEQUENCE, "workload.batch": ROWS, "workload.precision": "fp32",
         "data.source": text, "data.tokenizer": "bytes", "run.folder": folder, "run.checkpoint_every": EVERY,
-        "run.evaluate_every": 0, "run.tensorboard": "false",
+        "run.evaluate_every": 0,
     }  # fmt: skip
     words = [f"--set={name}={value}" for name, value in sets.items()]
     command = [

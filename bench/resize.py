@@ -57,7 +57,7 @@ def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> Launc
         workload={"sequence": 128, "batch": 24, "steps": steps, "precision": "fp32", "optimizer": {"lr": 1e-3}},
         data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
         plan=parse_plan(plan),
-        run={"folder": str(folder / name), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False},
+        run={"folder": str(folder / name), "checkpoint_every": 0, "evaluate_every": 0},
     )
 
 

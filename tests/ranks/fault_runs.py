@@ -67,7 +67,6 @@ def launch(
             "folder": str(folder),
             "checkpoint_every": 0,
             "evaluate_every": 0,
-            "tensorboard": False,
             "hang_timeout": PATIENT,
             **run,
         },

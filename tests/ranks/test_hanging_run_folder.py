@@ -166,7 +166,7 @@ def test_a_name_that_cannot_be_written_costs_the_adoption_until_the_disk_answers
 
 def test_records_wait_in_memory_and_both_ends_of_that_are_said(disk: HangingDisk, tmp_path: Path) -> None:
     notes: list[str] = []
-    records = RecordWriter(tmp_path, False, notes.append)
+    records = RecordWriter(tmp_path, (), notes.append)
     write = lambda step: records.write(StepRecord(step=step, loss=1, tokens=1, gradient_norm=0, lr=0, seconds=1))
     write(1)
     disk.answers.clear()

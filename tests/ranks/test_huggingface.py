@@ -265,7 +265,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--set",
         f"data.source={argparse.__file__}",
     )
-    work += ("--precision", "fp32", "--set", "workload.optimizer.lr=0.003", "--set", "run.tensorboard=false")
+    work += ("--precision", "fp32", "--set", "workload.optimizer.lr=0.003")
     command(place, "train", "--model", "model", "--pin", "pp=2,tp=2", *work, "--folder", "first")
     command(place, "checkpoint", "export", "runs/first", "--to", "out")
     command(place, "train", "--model", "out", "--plan", "dp2.tp2.z3", *work, "--folder", "second")

@@ -100,7 +100,7 @@ def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
 
 def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    records = RecordWriter(tmp_path, False, said.append)
+    records = RecordWriter(tmp_path, (), said.append)
     records.write(record(1))
     records.write(record(2, held_out_loss=3.0))
     lines = [
@@ -109,7 +109,7 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
     assert lines == [record(1), record(2, held_out_loss=3.0)]
     records.close()
     (tmp_path / "full").mkdir()
-    full = RecordWriter(tmp_path / "full", False, said.append)
+    full = RecordWriter(tmp_path / "full", (), said.append)
     (tmp_path / "full" / "records.jsonl").symlink_to("/dev/full")
     full.write(record(3))
     full.write(record(4))
@@ -123,7 +123,7 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
 def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
     lines = tmp_path / "records.jsonl"
     lines.write_text('{"step": 1, "lo')
-    records = RecordWriter(tmp_path, False, print)
+    records = RecordWriter(tmp_path, (), print)
     records.write(record(2))
     records.close()
     assert read_records(lines) == ([record(2)], 1)

@@ -41,7 +41,7 @@ workload: {{sequence: 32, batch: 8, steps: 4, precision: fp32, optimizer: {{lr: 
 data: {{source: text.txt, tokenizer: bytes}}
 cluster: {{name: "local:2"}}
 plan: {{name: {plan}}}
-run: {{tensorboard: false, checkpoint_every: 2{run}}}
+run: {{checkpoint_every: 2{run}}}
 """
 PROVEN = "proven equal to one device before step 1"
 

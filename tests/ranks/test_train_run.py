@@ -35,7 +35,7 @@ workload: {sequence: 32, batch: 8, steps: 40, precision: fp32, optimizer: {lr: 1
 data: {source: text.txt, tokenizer: bytes, held_out: 0.1}
 cluster: {name: "local:2"}
 plan: {name: dp2.z1.mb2}
-run: {checkpoint_every: 4, evaluate_every: 20, tensorboard: false, prove: never}
+run: {checkpoint_every: 4, evaluate_every: 20, prove: never}
 """
 
 

@@ -18,7 +18,7 @@ def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some
         file.truncate(begins - 1)
         file.seek(begins - 1)
         file.write(b"\n")
-    records = RecordWriter(tmp_path, False, said.append)
+    records = RecordWriter(tmp_path, (), said.append)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step, room in ((1, hard), (2, 200), (3, 0), (4, hard)):
         end = (tmp_path / RECORDS_FILE_NAME).stat().st_size
@@ -41,11 +41,10 @@ def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some
 def test_a_run_resumes_where_a_full_disk_cannot_complete_a_cut_line(tmp_path: Path) -> None:
     lines, said = tmp_path / RECORDS_FILE_NAME, list[str]()
     lines.write_text('{"step": 1, "lo')
-    (tmp_path / "tb").write_text("where events should lie")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (lines.stat().st_size, hard))
     try:
-        records = RecordWriter(tmp_path, True, said.append)
+        records = RecordWriter(tmp_path, (), said.append)
         records.write(StepRecord(step=2, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -59,6 +59,7 @@ def _check_packages(launch: LaunchSpec) -> None:
             any(source.endswith(TABLE_SUFFIXES) for source in launch.data.sources),
             Message("a table as data"),
         ),
+        *((name, name, name != "prometheus", Message("run.track={name}", name=name)) for name in launch.run.track),
     ]
     for package, extra, is_needed, what in needed:
         if is_needed and find_spec(package) is None:

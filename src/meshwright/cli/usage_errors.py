@@ -61,7 +61,11 @@ _OPTION_NAMES = {
     "save-freq",
     "--set run.evaluate_every=50": "eval-every eval-steps eval-interval evaluate-every",
     "--set run.keep=3": "save-total-limit keep",
-    "--set run.tensorboard=true": "tensorboard tb",
+    "--set run.track=tensorboard": "tensorboard tb",
+    "--set run.track=wandb": "wandb use-wandb report-to logger tracker trackers track",
+    "--set run.track=mlflow": "mlflow",
+    "--set run.track=swanlab": "swanlab trackio",
+    "--set run.track=prometheus": "prometheus",
     "--resume-from CHECKPOINT": "checkpoint load load-checkpoint ckpt ckpt-path checkpoint-path from-checkpoint",
     "--lora rank=8": "lora-r lora-rank use-peft peft",
     "--lang zh": "language locale",
@@ -94,10 +98,6 @@ REMARKS_BY_NAME = {
     **dict.fromkeys(
         ("num-workers", "workers", "dataloader-num-workers"),
         Message("no option is needed: batches are read in the background"),
-    ),
-    **dict.fromkeys(
-        ("wandb", "report-to", "use-wandb", "mlflow", "trackio", "swanlab", "logger"),
-        Message("no tracker is built in besides TensorBoard: RUN/records.jsonl has every step as one line of JSON"),
     ),
     **dict.fromkeys(
         ("load-in-4bit", "load-in-8bit", "qlora", "quantize", "quantization"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.core.codec import OneLine, StrictModel
 from meshwright.core.messages import Message
@@ -35,6 +35,14 @@ class Job(StrictModel):
     workload: Workload = Workload()
     pins: dict[str, int | str | bool | tuple[int, ...] | tuple[str, ...]] = Field(default_factory=dict)
     trust: Literal["all", "measured"] = "all"
+
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "prometheus"]
+
+
+def _split_names(value: Any) -> Any:
+    """Returns the names in a text such as "wandb,mlflow", which `--set` passes."""
+    return tuple(filter(None, value.replace(" ", "").split(","))) if isinstance(value, str) else value
 
 
 StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]
@@ -74,7 +82,10 @@ class RunConfig(StrictModel):
     evaluate_every: int = Field(
         default=50, ge=0, description="steps between computations of the validation loss; 0: only at the end"
     )
-    tensorboard: bool = Field(default=True, description="also write TensorBoard events, if tensorboard is installed")
+    track: Annotated[tuple[TrackerName, ...], BeforeValidator(_split_names)] = Field(
+        default=(),
+        description="trackers that get the records: tensorboard, wandb, mlflow, swanlab, prometheus (a text file)",
+    )
     balance: bool = Field(
         default=False,
         description=(

@@ -132,7 +132,7 @@ class TrainLoop:
             "begin", step=began, steps=self.steps, data=self.dataset.describe(), parameters=self.parameters,
             source=self.recovery.source, spent=self.spent,
         )  # fmt: skip
-        records = RecordWriter(self.folder, self.launch.run.tensorboard, self._note) if self.channel.rank == 0 else None
+        records = RecordWriter(self.folder, self.launch.run.track, self._note) if self.channel.rank == 0 else None
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             self.dataset.tokenizer.save(self.folder / "tokenizer")
         validation_batches = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))

@@ -17,13 +17,10 @@ compares the loss and the gradients of a small batch under the plan with those o
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +28,7 @@ import numpy as np
 import torch
 import xxhash
 
-from meshwright.core.append_file import CLOSE_SECONDS, AppendOnlyFile
-from meshwright.core.background_thread import BackgroundCall
+from meshwright.core.append_file import AppendOnlyFile
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.messages import Message
 from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
@@ -54,6 +50,7 @@ from meshwright.spec.record import (
 )
 from meshwright.train.silent_corruption import recompute_obstacle
 from meshwright.train.straggler import PhaseSeconds
+from meshwright.train.trackers import TrackerProcess
 from meshwright.train.trainer import ParallelizeOptions, Trainer
 
 HALF_WORD = 2**32
@@ -280,13 +277,13 @@ class StepGap:
 
 
 class RecordWriter:
-    """Writes records.jsonl and, if TensorBoard is installed, events under tb/ in the run folder. Rank 0 uses it.
+    """Writes records.jsonl in the run folder, and starts the trackers that read it. Rank 0 uses it.
 
     A disk that is full or does not answer does not stop the run. The user gets a note, and records are buffered in
     memory until the disk accepts them.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
+    def __init__(self, folder: Path, track: Sequence[str], say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
         """The first step whose record is still buffered in memory, or 0."""
@@ -294,13 +291,7 @@ class RecordWriter:
         """Whether the user knows that records cannot be written."""
         self.last = last_reported_step(folder)
         self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
-        self._writer: Any = None
-        self._drawing = BackgroundCall[None]("write tensorboard")
-        if tensorboard and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            with contextlib.suppress(OSError):  # a full disk is reported when the next record is written
-                self._writer = SummaryWriter(str(folder / "tb"))
+        self._trackers = [TrackerProcess(name, folder, say) for name in track]
 
     def write(self, record: StepRecord) -> None:
         """Appends a record, or buffers it if the disk is full or does not answer."""
@@ -320,18 +311,8 @@ class RecordWriter:
         self._is_behind = error is not None
         if not self._lines.is_waiting:
             self._waits_since = 0
-        if self._writer is not None:
-            self._drawing.attempt(partial(self._events, record))  # lost if the disk is full or does not answer
-
-    def _events(self, record: StepRecord) -> None:
-        add = self._writer.add_scalar
-        add("loss/train", record.loss, record.step)
-        if record.held_out_loss is not None:
-            add("loss/held out", record.held_out_loss, record.step)
-        for name in ("gradient_norm", "lr", "seconds", "tokens_per_second", "loss_scale"):
-            add(f"step/{name}", getattr(record, name), record.step)
-        for kind, size in record.memory.items():
-            add(f"memory/{kind}", size, record.step)
+        for tracker in self._trackers:
+            tracker.check()
 
     def close(self) -> None:
         """Closes the files and reports records that could not be written."""
@@ -345,8 +326,8 @@ class RecordWriter:
                     failure=describe_failure(error),
                 )
             )
-        if self._writer is not None:
-            self._drawing.attempt(self._writer.close, time.monotonic() + CLOSE_SECONDS)
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def last_reported_step(folder: Path) -> int:
