@@ -287,7 +287,10 @@ def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_
             right = code == 0 and f"goes on from the checkpoint of step {last}" in err
             right = right and (
                 name.startswith("run.")
-                or (f"plan {value}, as requested" in err and "instead of plan dp2.z1.mb2, which the run used so far" in err)
+                or (
+                    f"plan {value}, as requested" in err
+                    and "instead of plan dp2.z1.mb2, which the run used so far" in err
+                )
             )
             right = right and all(abs(ours[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
             if name.startswith("run."):

@@ -19,7 +19,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.record import RECORDS_FILE_NAME, StepRecord
 from meshwright.spec.workload import DataConfig, Workload
 from meshwright.train.metrics import RecordWriter
-from meshwright.train.trackers import TRACKERS
+from meshwright.train.trackers import TRACKERS, follow_records
 
 CALLS = "calls.jsonl"
 RECORDER = f"""
@@ -117,6 +117,22 @@ def test_prometheus_reads_the_last_step_while_the_run_goes_on_and_after_it(tmp_p
     records.close()
     text = (tmp_path / "metrics.prom").read_text()
     assert f'meshwright_loss_train{{run="{tmp_path.name}"}} 1.0\n' in text and text.count("# TYPE") > 5
+
+
+def test_a_tracker_that_starts_before_the_first_step_waits_for_records_and_for_whole_lines(tmp_path: Path) -> None:
+    lines = [record(step).to_json(indent=None) + "\n" for step in (1, 2)]
+    growth, polls = ["", lines[0] + lines[1][:20], lines[1][20:]], list[str]()
+
+    def is_ended(seconds: float) -> bool:
+        if text := growth[len(polls)]:
+            with (tmp_path / RECORDS_FILE_NAME).open("a") as file:
+                file.write(text)
+        polls.append((tmp_path / "metrics.prom").read_text() if len(polls) > 1 else "")
+        return len(polls) == len(growth)
+
+    follow_records("prometheus", tmp_path, is_ended)
+    assert 'meshwright_step{run="' in polls[2] and "} 1\n" in polls[2]
+    assert "} 2\n" in (tmp_path / "metrics.prom").read_text()
 
 
 def test_a_tracker_that_fails_is_one_line_and_costs_no_record(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from meshwright.core.storage import (
     describe_failure,
     make_folder,
     open_for_append,
+    path_exists,
     read_file,
     read_text,
     replace_file,
@@ -212,7 +213,7 @@ def tracked_values(record: dict[str, Any]) -> dict[str, float]:
 def follow_records(name: str, folder: Path, is_ended: Callable[[float], bool]) -> None:
     """Sends the records of `folder` to the tracker `name` until `is_ended(seconds)` returns True. It waits for at most
     `seconds` for the end of the run."""
-    state_file = folder / "trackers" / f"{name}.json"
+    path, state_file = folder / RECORDS_FILE_NAME, folder / "trackers" / f"{name}.json"
     make_folder(state_file.parent)
     state = json.loads(read_text(state_file) or "{}")
     tracker, at = TRACKERS[name](), state.get("position", 0)
@@ -220,7 +221,8 @@ def follow_records(name: str, folder: Path, is_ended: Callable[[float], bool]) -
     ended = False
     while not ended:
         ended = is_ended(POLL_SECONDS)
-        whole = read_file(folder / RECORDS_FILE_NAME, at, links=True).rpartition(b"\n")[0]
+        found = read_file(path, at, links=True) if path_exists(path) else b""  # before the first step there is no file
+        whole = found.rpartition(b"\n")[0]
         for line in filter(None, whole.split(b"\n")):
             record = json.loads(line)
             tracker.log(record["step"], tracked_values(record))
