@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -71,3 +74,28 @@ def test_the_wheel_runs_without_this_source_tree(built: Path, tmp_path: Path) ->
 def test_the_citation_names_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["version"], cited["license"], cited["cff-version"]) == (__version__, "Apache-2.0", "1.2.0")
+
+
+INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "ENV", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_dockerfile_is_valid_and_copies_and_installs_what_the_tree_has(kind: str) -> None:
+    path = ROOT / "docker" / f"{kind}.Dockerfile"
+    text = re.sub(r"\\\n\s*", " ", re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    steps = [line.split(" ", 1) for line in text.splitlines()]
+    assert steps[0][0] == "FROM" and {name for name, _ in steps} <= INSTRUCTIONS
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python = re.fullmatch(r"python:(\d+\.\d+)-slim", steps[0][1])
+    assert python is not None and f"Programming Language :: Python :: {python[1]}" in project["classifiers"]
+    pinned = re.search(r"^TORCH +\?= (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None and ["ARG", f"TORCH={pinned[1]}"] in steps
+    sent = {line[1:] for line in path.with_name(f"{path.name}.dockerignore").read_text().splitlines() if line[0] == "!"}
+    copied = {word for name, words in steps if name == "COPY" for word in words.split()[:-1]}
+    assert copied == sent and all((ROOT / word).exists() for word in copied)
+    for script in (words for name, words in steps if name == "RUN"):
+        assert subprocess.run(["sh", "-nc", script], capture_output=True).returncode == 0, script
+    extras = {name for found in re.findall(r"/src\[([\w,]+)\]", text) for name in found.split(",")}
+    assert extras and extras <= project["optional-dependencies"].keys()
+    (entry,) = (json.loads(words)[0] for name, words in steps if name == "ENTRYPOINT")
+    assert entry in project["scripts"]
