@@ -43,9 +43,9 @@ PARTS = {
         },
     ),
     "cuda": SoakPart(
-        10,
+        20,
         "paths of CUDA and NCCL that need no device: messages, order of collectives",
-        {"mesh": "p2p_liveness"},
+        {"mesh": "collective_order p2p_liveness"},
     ),
     "families": SoakPart(
         45,
