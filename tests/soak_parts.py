@@ -104,7 +104,7 @@ PARTS = {
         10,
         "checkpoints that are damaged, saves that end at any call, and disks that fail",
         {
-            "mesh": "checkpoint checkpoint_crash checkpoint_damage storage_faults",
+            "mesh": "checkpoint checkpoint_crash checkpoint_damage checkpoint_engines storage_faults",
             "ranks": "checkpoint_systems storage_runs",
             "unit": "data_order data_stream files",
         },

@@ -1,7 +1,9 @@
-"""Continues a run of Llama with megatron-core on the CPU: `python megatron_core_run.py FOLDER`.
+"""Continues a run of Llama with megatron-core on the CPU: `python megatron_core_run.py FOLDER TP PP RANK`, one process
+for each of TP * PP ranks.
 
 FOLDER/out is a checkpoint in Megatron's form, FOLDER/batches.pt the ids of the next steps. It loads model and optimizer
-with megatron-core's own loader, takes the steps, saves them with its own writer as FOLDER/back and prints the losses.
+with megatron-core's own loader, takes the steps, saves them with its own writer as FOLDER/back and writes the losses to
+FOLDER/losses.json.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ def use_cpu() -> None:
     torch.cuda.synchronize = lambda *given: None
 
 
-def model_and_optimizer(args: Any) -> tuple[Any, Any]:
+def model_and_optimizer(args: Any, tp: int, pp: int) -> tuple[Any, Any]:
     """The model that the arguments of the checkpoint describe, and its float32 optimizer."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -39,7 +42,7 @@ def model_and_optimizer(args: Any) -> tuple[Any, Any]:
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state.initialize_model_parallel(tp, pp)
 
     class NoRandomState:
         def fork(self, *given: Any) -> Any:
@@ -53,12 +56,15 @@ def model_and_optimizer(args: Any) -> tuple[Any, Any]:
         use_cpu_initialization=True, activation_func=torch.nn.functional.silu, hidden_dropout=0.0,
         attention_dropout=0.0,
         apply_rope_fusion=False, gradient_accumulation_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False,
+        masked_softmax_fusion=False, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
     )  # fmt: skip
     model = GPTModel(
         config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings, position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        parallel_output=False, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
     names = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
     groups = [
@@ -78,12 +84,38 @@ def model_and_optimizer(args: Any) -> tuple[Any, Any]:
     return model, FP32Optimizer(torch.optim.AdamW(groups, lr=1.0), OptimizerConfig(optimizer="adam"), fill)
 
 
-def main(folder: Path) -> None:
+def step_of(model: Any, ids: torch.Tensor) -> float | None:
+    """The loss of a forward and backward, which the last of at most two pipeline stages returns."""
+    from megatron.core import parallel_state
+
+    length, given = ids.shape[1], None
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    if not first:
+        given = torch.empty(length, len(ids), model.config.hidden_size)
+        dist.recv(given, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(given.requires_grad_())
+    hidden = torch.ones(length, length).tril().logical_not()[None, None]
+    output = model(ids, torch.arange(length).expand_as(ids), hidden)
+    if not last:
+        following = parallel_state.get_pipeline_model_parallel_next_rank()
+        dist.send(output.detach(), following)
+        gradient = torch.empty_like(output)
+        dist.recv(gradient, following)
+        output.backward(gradient)
+        return None
+    loss = torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    if given is not None:
+        dist.send(given.grad, parallel_state.get_pipeline_model_parallel_prev_rank())
+    return loss.item()
+
+
+def main(folder: Path, tp: int, pp: int, rank: int) -> None:
     from megatron.core import dist_checkpointing
 
     place = folder / "out" / f"iter_{int((folder / 'out' / 'latest_checkpointed_iteration.txt').read_text()):07d}"
     common = dist_checkpointing.load_common_state_dict(str(place))
-    model, optimizer = model_and_optimizer(common["args"])
+    model, optimizer = model_and_optimizer(common["args"], tp, pp)
     state = {"model": model.sharded_state_dict()}
     state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True)
     state = dist_checkpointing.load(state, str(place), strict="raise_unexpected")
@@ -92,25 +124,25 @@ def main(folder: Path) -> None:
     losses = []
     for ids in torch.load(folder / "batches.pt"):
         optimizer.optimizer.zero_grad()
-        length = ids.shape[1]
-        hidden = torch.ones(length, length).tril().logical_not()[None, None]
-        logits = model(ids, torch.arange(length).expand_as(ids), hidden)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
+        losses.append(step_of(model, ids))
         optimizer.optimizer.step()
-        losses.append(loss.item())
     step = common["iteration"] + len(losses)
     target = folder / "back" / f"iter_{step:07d}"
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
     (folder / "back" / "latest_checkpointed_iteration.txt").write_text(str(step))
     state = {"model": model.sharded_state_dict(), "args": common["args"], "iteration": step, "checkpoint_version": 3.0}
     state["optimizer"] = optimizer.sharded_state_dict(state["model"])
     dist_checkpointing.save(state, str(target))
-    print(json.dumps(losses))
+    if losses[0] is not None and rank % tp == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    folder, (tp, pp, rank) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp * pp)}
     use_cpu()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    main(Path(sys.argv[1]))
+    store = dist.FileStore(str(folder / "store"), tp * pp)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp * pp, timeout=timedelta(minutes=3))
+    main(folder, tp, pp, rank)
+    dist.destroy_process_group()

@@ -1,17 +1,22 @@
-"""Loops of accelerate, transformers and DeepSpeed that `meshwright.recording` records."""
+"""Loops of accelerate, transformers, DeepSpeed and Megatron-Core that `meshwright.recording` records."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from recorded_loops import STEPS, Setting, batch_of, build, sum_of_losses
+from recorded_loops import LENGTH, STEPS, VOCABULARY, Setting, batch_of, build, sum_of_losses
+from torch.nn import functional as F
 
+from meshwright.interop.recording.findings import RecordingReport
 from meshwright.interop.recording.recorder import recording
+from meshwright.interop.recording.verify_recording import verify_recording
 
 
 class EngineSetting(NamedTuple):
@@ -164,3 +169,88 @@ def deepspeed_loop(folder: str, setting: EngineSetting) -> None:
                 else:
                     engine.backward(loss * 0)
                 engine.step()
+
+
+class NoRandomStates:
+    """Replaces Megatron's random states of CUDA devices."""
+
+    def fork(self, *given: Any) -> Any:
+        """Returns a context that changes nothing."""
+        return nullcontext()
+
+
+def megatron_model(seed: int) -> Any:
+    """A GPT model of Megatron-Core, of this rank's tensor-parallel shards."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+    # Megatron-Core asks for CUDA devices where the device does not matter
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    tensor_parallel.get_cuda_rng_tracker = NoRandomStates
+    import_module("megatron.core.transformer.dot_product_attention").tensor_parallel = tensor_parallel
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=24,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **dict.fromkeys(("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion"), False),
+        apply_rope_fusion=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY + 1,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def megatron_loss(losses: torch.Tensor, batch: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """The sum of the losses of the valid tokens."""
+    return (losses * batch["loss_mask"]).sum(), float(batch["loss_mask"].sum())
+
+
+def megatron_loop(folder: str, setting: EngineSetting) -> None:
+    """Trains a GPT model of Megatron-Core with tensor parallelism over all ranks."""
+    set_environment()
+    from megatron.core import parallel_state
+
+    model = megatron_model(setting.seed)
+    if setting.fault == "wrong shard":
+        for parameter in model.decoder.layers[1].mlp.linear_fc1.parameters():
+            dist.broadcast(parameter.data, 0)
+    if setting.fault == "no reduction of outputs":  # as of an expert, whose outputs another module reduces
+        model.decoder.layers[1].mlp.linear_fc2.explicit_expert_comm = True
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    causal = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
+    with recording(folder, model, steps=STEPS) as recorder:
+        for step in range(STEPS):
+            data = [batch_of(Setting(seed=setting.seed), step, at) for at in range(setting.micro_batches)]
+            count = sum(int((labels != -100).sum()) for _, labels in data)
+            for ids, labels in data:
+                mask = (labels != -100).float()
+                recorder.batch(loss_mask=mask)
+                losses = model(ids, torch.arange(LENGTH).expand_as(ids), causal, labels=labels.clamp(min=0))
+                (megatron_loss(losses, {"loss_mask": mask})[0] / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parallel_state.destroy_model_parallel()
+
+
+def verify_megatron(folder: str, seed: int) -> RecordingReport:
+    """Compares a recording of Megatron-Core with its model on one rank."""
+    set_environment()
+    return verify_recording(folder, lambda: megatron_model(seed), megatron_loss)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +38,7 @@ import meshwright
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.interop.recording.findings import RecordingReport
+from meshwright.interop.recording.layout import ShardedBy, parts_of
 from meshwright.interop.recording.trace_format import HEADER_KEY, trace_name
 from meshwright.interop.recording.verify_recording import verify_recording
 
@@ -218,6 +220,18 @@ def inside_context_parallel(folder: str) -> str:
 def test_a_part_of_a_sequence_must_be_described(ranks: Pool, tmp_path: Path) -> None:
     for said in ranks.run(2, inside_context_parallel, str(tmp_path)):
         assert "give sequence=SequenceShard(dim, group, positions)" in said
+
+
+def test_a_gated_weight_of_megatron_core_has_a_part_of_the_gate_and_of_the_up_projection() -> None:
+    model = nn.Module()
+    model.linear_fc1, model.linear_fc2 = nn.Linear(3, 8), nn.Linear(4, 3)
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    for gated, rows in ((True, ((4, 8), (12, 16))), (False, ((8, 16),))):
+        model.config = SimpleNamespace(gated_linear_unit=gated)
+        found = {part.name: part.region.ranges for part in parts_of(model, ShardedBy({}, 1, 2, (0, 1)), True)}
+        assert found["linear_fc1.weight"] == (rows, ((0, 3),)) and found["linear_fc1.bias"] == (rows,)
+        assert found["linear_fc2.bias"] == (((3, 6),),)
 
 
 MODEL = """

@@ -1,4 +1,4 @@
-"""Recordings of accelerate, transformers and DeepSpeed. An engine that is not installed is skipped."""
+"""Recordings of accelerate, transformers, DeepSpeed and Megatron-Core. An engine that is not installed is skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from model_families import build_family
 from pool import Pool
-from recorded_engines import EngineSetting, accelerate_loop, deepspeed_loop, transformers_trainer
+from recorded_engines import (
+    EngineSetting,
+    accelerate_loop,
+    deepspeed_loop,
+    megatron_loop,
+    transformers_trainer,
+    verify_megatron,
+)
 from recorded_loops import Setting, build, loss_of
 from transformers_modes import differences, train_on_one_device, train_under
 
@@ -54,6 +61,37 @@ def test_an_engine_equals_one_device_unless_a_fault_is_planted(
     shown = "\n".join([*report.lines(), *(found.line() for found in report.findings)])
     assert [found.cause for found in report.findings] == ([cause] if cause else []), shown
     if not cause:
+        assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
+
+
+MEGATRON = [
+    (1, EngineSetting("megatron"), "", ""),
+    (2, EngineSetting("megatron", seed=1), "", ""),
+    (2, EngineSetting("megatron", fault="no reduction of outputs"), "layers.1.mlp", "missing all-reduce"),
+    (2, EngineSetting("megatron", fault="wrong shard"), "layers.1.mlp.linear_fc1", "wrong shard"),
+]
+"""The number of tensor-parallel ranks, a setting, and the module and the cause that must be found."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("world", "setting", "module", "cause"), MEGATRON)
+def test_a_gpt_of_megatron_core_equals_one_device_unless_a_fault_is_planted(
+    tmp_path: Path, world: int, setting: EngineSetting, module: str, cause: str
+) -> None:
+    """The feed-forward is gated: each rank has rows of the gate and of the up projection in one weight."""
+    pytest.importorskip("megatron.core")
+    report = None
+    for ranks, work, given in ((world, megatron_loop, setting), (1, verify_megatron, 9)):
+        pool = Pool()  # Megatron-Core retains its groups
+        try:
+            report = pool.run(ranks, work, str(tmp_path / "trace"), given)[0]
+        finally:
+            pool.close()
+    shown = "\n".join([*report.lines(), *(found.line() for found in report.findings)])
+    assert [found.cause for found in report.findings][:1] == ([cause] if cause else []), shown
+    if cause:
+        assert module in report.findings[0].module, shown
+    else:
         assert len(report.steps) == 2 and all(step.outputs and step.gradients and step.updates for step in report.steps)
 
 

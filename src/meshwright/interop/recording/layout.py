@@ -121,13 +121,28 @@ def parts_of(model: nn.Module, by: ShardedBy | None, first: bool) -> list[LocalP
         if flat is not None:
             found += _flat_parts(path, module, flat)
             flat_ids |= {id(flat), *(id(parameter) for parameter in flat._params or ())}
+    gated = gated_ids(model)
     for name, parameter in model.named_parameters():
         if id(parameter) not in flat_ids:
-            found.append(_part_of(clean(name), parameter, by, first))
+            found.append(_part_of(clean(name), parameter, by, first, id(parameter) in gated))
     return found
 
 
-def _part_of(name: str, parameter: nn.Parameter, by: ShardedBy | None, first: bool) -> LocalPart:
+def gated_ids(model: nn.Module) -> set[int]:
+    """Returns the ids of the fused first weights of gated feed-forward layers of Megatron-Core, whose attributes do not
+    say that a rank has a part of the gate and a part of the up projection.
+
+    Source: NVIDIA/Megatron-LM d98e8a64, core/transformer/mlp.py (`apply_swiglu_sharded_factory`).
+    """
+    fused = [
+        getattr(module, "linear_fc1", None)
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), "gated_linear_unit", False)
+    ]
+    return {id(each) for first in fused if isinstance(first, nn.Module) for each in first.parameters(recurse=False)}
+
+
+def _part_of(name: str, parameter: nn.Parameter, by: ShardedBy | None, first: bool, gated: bool) -> LocalPart:
     if isinstance(parameter, DTensor):
         mine = all(
             _is_sharded(place) or (coordinate := parameter.device_mesh.get_coordinate()) is None or not coordinate[at]
@@ -145,7 +160,7 @@ def _part_of(name: str, parameter: nn.Parameter, by: ShardedBy | None, first: bo
             mine,
             parameter.requires_grad,
         )
-    region = _plain_region(name, parameter, by)
+    region = _plain_region(name, parameter, by, gated)
 
     def gradient() -> torch.Tensor | None:
         main = getattr(parameter, "main_grad", None)  # Megatron-Core accumulates here
@@ -169,12 +184,14 @@ def _gradient_region(parameter: DTensor) -> TensorRegion | None:
     return dtensor_region(gradient)
 
 
-def _plain_region(name: str, parameter: nn.Parameter, by: ShardedBy | None) -> TensorRegion:
-    """Returns the region of a plain tensor: a shard if Megatron's attributes or the user's patterns say so."""
+def _plain_region(name: str, parameter: nn.Parameter, by: ShardedBy | None, gated: bool) -> TensorRegion:
+    """Returns the region of a plain tensor: a shard if Megatron's attributes or the user's patterns say so. `gated`:
+    whether a shard consists of two parts."""
     shape, stride, dim = tuple(parameter.shape), 1, None
     if by is not None:
         if getattr(parameter, "tensor_model_parallel", False):
             dim, stride = int(parameter.partition_dim), int(getattr(parameter, "partition_stride", 1))  # type: ignore[attr-defined]
+            stride *= 1 + gated
         dim = next((value for pattern, value in by.dims.items() if fnmatch.fnmatchcase(name, pattern)), dim)
     if by is None or dim is None or by.size == 1:
         return TensorRegion(shape=shape)
