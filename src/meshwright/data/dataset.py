@@ -445,17 +445,31 @@ def _choose_tokenizer(
             )
         )
 
+    folder = _bpe_folder(data, files, signatures, size, source, say)
+    return LibraryTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), "bpe")
+
+
+def choose_tokenizer_name(data: DataConfig, files: list[Path], vocabulary: int, say: LogFunction) -> str:
+    """Returns `bytes`, or the folder of a BPE tokenizer that is trained on all `files`, for `data.tokenizer`."""
+    signatures, source = _file_signatures(files), ", ".join(data.sources)
+    if isinstance(_choose_tokenizer(data, files, signatures, vocabulary, source, say), ByteTokenizer):
+        return "bytes"
+    return str(_bpe_folder(data, files, signatures, vocabulary or DEFAULT_BPE_VOCABULARY, source, say))
+
+
+def _bpe_folder(
+    data: DataConfig, files: list[Path], signatures: list[list[object]], size: int, source: str, say: LogFunction
+) -> Path:
     def make(folder: Path) -> None:
         say(Message("training a BPE of {size:,} tokens on {source}, once", size=size, source=source))
         text = train_bpe(_sample_text(iter_document_chunks(files, data.field), files), size)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
-    folder = cached_folder(
+    return cached_folder(
         f"bpe-{_json_digest(_CACHE_VERSION, signatures, data.field, size)}",
         make,
         lambda folder: (folder / "tokenizer.json").exists(),
     )
-    return LibraryTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), "bpe")
 
 
 def _sample_text(found: Iterator[DocumentChunk], files: list[Path]) -> Iterator[str]:

@@ -115,9 +115,13 @@ def sample_rows(seed: int, first: int, count: int, size: int) -> Int64Array:
     [0, 1, 2, 3, 4]
     """
     assert size > 0, "there is no row to read"
-    numbers = np.arange(first, first + count, dtype=np.int64)
+    return rows_of_samples(seed, np.arange(first, first + count, dtype=np.int64), size)
+
+
+def rows_of_samples(seed: int, numbers: Int64Array, size: int) -> Int64Array:
+    """Returns the rows of the samples `numbers` of a data set of `size` rows."""
     epochs = numbers // size
-    rows = np.empty(count, dtype=np.int64)
+    rows = np.empty(len(numbers), dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
         rows[chosen] = permute_indices(numbers[chosen] % size, size, derive_key(seed, int(epoch)))

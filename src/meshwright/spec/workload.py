@@ -332,6 +332,9 @@ class DataConfig(StrictModel):
     """
 
     source: str | tuple[str, ...] = "stdlib"
+    weights: tuple[float, ...] = Field(
+        default=(), description="share of the samples from each source, in their order; empty: sources are joined"
+    )
     field: str = Field(
         default="text", min_length=1, description="field with the text in each JSON line, or column in a Parquet table"
     )
@@ -352,6 +355,22 @@ class DataConfig(StrictModel):
         if not source or not all(source):
             raise ValueError(Message("no file is named: write 'stdlib', a path, or a list of paths"))
         return source
+
+    @model_validator(mode="after")
+    def _weighted(self) -> DataConfig:
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                Message(
+                    "{weights} weights for {sources} sources: write one for each",
+                    weights=len(self.weights),
+                    sources=len(self.sources),
+                )
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(Message("weights must be positive numbers: leave out a source that is not to be read"))
+        if any(weight < 0.001 * sum(self.weights) for weight in self.weights):
+            raise ValueError(Message("a weight is less than 0.001 of the sum of all: leave this source out"))
+        return self
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -41,8 +41,9 @@ from meshwright.analysis.run_conditions import MAX_RANDOM_PARAMS, random_weights
 from meshwright.checkpoint.hf_weights import has_weights
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
-from meshwright.data.dataset import DataObjective, Dataset, open_dataset
+from meshwright.data.dataset import DataObjective, Dataset
 from meshwright.data.loader import BatchLoader
+from meshwright.data.mixture import open_mixture
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime.deferred_init import build_deferred
 from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
@@ -313,7 +314,7 @@ def open_training_data(
             )
         )
     vocabulary = vocabulary_size(launch.model, model) or launch.vocabulary
-    return open_dataset(
+    return open_mixture(
         launch.data, launch.workload.sequence, vocabulary, objective, note, positions, report_corruption
     )
 
