@@ -63,6 +63,7 @@ def test_twenty_flaps_of_a_link_cost_nothing_but_the_wait(place: Path, space: st
         up, step = time.monotonic(), nodes.step()
         nodes.wait_for_next(step, 0)
         waits.append(time.monotonic() - up)
+    print([(round(flap, 2), round(wait, 2)) for flap, wait in zip(flaps, waits, strict=True)])
     last = stopped(nodes)
     whole = Apart(place, "calm", space, steps=last)
     code, err, other = whole.end()
@@ -71,7 +72,6 @@ def test_twenty_flaps_of_a_link_cost_nothing_but_the_wait(place: Path, space: st
     assert happened == []
     equal = nodes.losses() == whole.losses() and weights(place, "flaps", last) == weights(place, "calm", last) != {}
     step_seconds = median(record.seconds for record in read_run(whole.folder).steps if record.seconds)
-    print([(round(flap, 2), round(wait, 2)) for flap, wait in zip(flaps, waits, strict=True)])
     in_time = sum(wait <= 0.5 + step_seconds for wait in waits)
     times = {
         "in_time": f"{in_time} of {FAULTS}",

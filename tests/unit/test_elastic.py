@@ -1,7 +1,9 @@
 """Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No
 process is started."""
 
+import math
 import threading
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from meshwright.elastic.hang_detector import (
     ACCELERATOR_LIMITS,
     CPU_LIMITS,
     FORK_SERVER_SECONDS,
+    WARMUP_STEPS,
     HangDetector,
     HangLimits,
     StepPace,
@@ -515,6 +518,31 @@ def test_a_fork_server_that_starts_no_rank_is_blamed_after_five_minutes() -> Non
         assert FORK_SERVER_SECONDS < clock[0] - began < FORK_SERVER_SECONDS + 0.5
         assert hung.rank == -1 and hung.blames_server and hung.silent > FORK_SERVER_SECONDS
         assert hung.words == "hung: the process that starts ranks has not started rank 1 for 5 min 0 s"
+    holdings.close()
+
+
+@pytest.mark.parametrize("outage", [0.0, 3.0, 6.0])
+def test_silence_counts_again_as_long_after_an_outage_as_it_lasted(outage: float) -> None:
+    """TCP doubles the time between two attempts to send. A heartbeat from before the outage may arrive behind it."""
+    holdings, clock, blind, patience = SharedFileStore(2), [0.0], [False], 2.0
+    pace, signs = StepPace(deque([0.1]), 0.1, WARMUP_STEPS), lambda process: ProcStats("S")
+    watch = HangDetector(holdings, patience, lambda: clock[0], signs, pace, lambda: blind[0])
+    holdings.begin()
+
+    def named_at(end: float) -> float:
+        while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < end:
+            clock[0] += 0.1
+        return clock[0] if hung is not None else math.inf
+
+    for rank in range(2):
+        assert named_at(1.0) == math.inf
+        holdings.pulse(rank).at(RankPhase.reduce, 1)
+    blind[0] = True
+    assert named_at(1.0 + outage) == math.inf
+    blind[0], over = False, clock[0]
+    assert named_at(over + 0.1) == math.inf
+    holdings.pulse(0).at(RankPhase.agree)
+    assert named_at(over + 60.0) == pytest.approx(over + outage + patience, abs=0.4)
     holdings.close()
 
 

@@ -17,7 +17,9 @@ The limit of a rank that trains is `patience` seconds (an argument) or the durat
 whichever is longer. The limit is longer while the rank starts, saves or evaluates. In the first steps of a generation
 (start of all ranks), it is at least TIMEOUT_STEPS times the longest warm-up step so far. Until WARMUP_STEPS steps have
 been observed, it is even longer. If a signal has stopped a process, its limit is shorter (STOPPED_PROCESS_SECONDS).
-Time in the run queue does not count as silence, so that no rank is killed because its machine is overloaded.
+Time in the run queue does not count as silence, so that no rank is killed because its machine is overloaded. Nor does
+the time while a node sends nothing, and as long again afterwards: TCP doubles the time between two attempts to send, so
+connections may stay silent after an outage for as long as it lasted.
 
 [Note: at work] Work outside of training may take an hour without a heartbeat: one rank encodes a corpus or reads
 weights from a slow disk, and all others wait. So while a rank is at work, no rank outside of training counts as silent.
@@ -221,6 +223,9 @@ class HangDetector:
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
     """For each rank outside of training: the bytes that it had moved when its last wait for a disk began, and the time
     when that wait began."""
+    _blind_since: float | None = None
+    _excused: float = float("-inf")
+    """Silence before this time does not count, because connections recover from an outage."""
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
@@ -243,7 +248,12 @@ class HangDetector:
         if self.blind() or not all(living.values()):  # silence proves nothing now, so it is counted anew
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = before.since = now
+            if self._blind_since is None and self.blind():
+                self._blind_since = now
             return None
+        if self._blind_since is not None:
+            self._excused = max(self._excused, now + (now - self._blind_since))
+            self._blind_since = None
         self._count_steps()
         self._excuse(living, now)
         silent: dict[int, float] = {}
@@ -260,7 +270,7 @@ class HangDetector:
             if seen is None or seen.word != beat:
                 self._seen[rank] = _ObservedField(beat, now, signs(process).in_line)
             else:
-                silent[rank] = now - seen.at
+                silent[rank] = now - max(seen.at, self._excused)
         shortest = min(self._limits)
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
@@ -421,7 +431,9 @@ class HangDetector:
         """Returns whether more than half of the limit of `rank` has passed since it last checked for the data that it
         awaits. Time in the run queue does not count."""
         seen = self._waits[rank]
-        return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
+        return self.clock() - max(seen.at, self._excused) - (
+            self.signs(process).in_line - seen.in_line
+        ) > 0.5 * self._limit(rank, process)
 
     def _trains(self, rank: int) -> bool:
         return RankPhase.data <= self.holdings.pulse(rank).read(HeartbeatField.phase) <= self.terms.last

@@ -5,13 +5,14 @@ the call, the other ranks would wait for this rank forever. So the raising rank 
 default process group. A rank that waits longer than STORE_POLL_SECONDS reads the store at this interval and raises the
 error that it finds. During shorter waits the store is not read.
 
-Only waits of the host are interrupted. The code that waits for shared memory reads the store itself (shm/memory.py). A
-wait for NCCL never blocks the host, so no code reads the store during it.
+Only waits of the host are interrupted. A thread reads the store, because a read blocks for seconds if the link to the
+store fails, and a rank that waits must still report that it waits (elastic/hang_detector.py). The code that waits for
+shared memory polls what the thread has read (shm/memory.py). A wait for NCCL never blocks the host, so no code reads
+the store during it.
 
-[Note: waits inside gloo] A wait for gloo blocks inside the library. So a thread reads the store during the wait. To
-interrupt the wait, the thread starts a receive that times out immediately. gloo then closes all connections of this
-rank in the process group. The group cannot be used afterwards. Source: gloo/transport/tcp/unbound_buffer.cc,
-`waitRecv`.
+[Note: waits inside gloo] A wait for gloo blocks inside the library. To interrupt the wait, the thread starts a receive
+that times out immediately. gloo then closes all connections of this rank in the process group. The group cannot be used
+afterwards. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BARRIER_TIMEOUT_SECONDS = 1800.0
 """Maximum seconds for which a rank waits, after an exception, for the other ranks to raise too."""
 
 MAX_IDLE_POLLS = 25
-"""The thread that reads the store during gloo waits ends after this number of consecutive intervals without a wait."""
+"""The thread that reads the store ends after this number of consecutive intervals without a wait."""
 
 MAX_MESSAGE_CHARACTERS = 200
 """Maximum number of characters of the propagated message of an exception outside of PROPAGATED_ERROR_CLASSES."""
@@ -132,7 +133,9 @@ class ErrorPropagator:
         repeatedly, because the supervisor would otherwise consider this rank hung."""
         self._call_number = self._raised_in = 0
         self._is_inside = False
-        self._due = 0.0
+        self._polled = float("-inf")
+        self._seen: ErrorRecord | None = None
+        """The record that the thread has read last."""
         self._final_record: ErrorRecord | None = None
         self._lost: BaseException | None = None
         self._interrupt_cause: RemoteRankError | None = None
@@ -207,17 +210,18 @@ class ErrorPropagator:
     # --- waiting
 
     def poll(self, waited: float) -> None:
-        """Reads the store, at most once per STORE_POLL_SECONDS. Does not read it if `waited`, the seconds for which
-        this rank has waited so far, is below STORE_POLL_SECONDS.
+        """Checks whether another rank has raised. Does nothing if `waited`, the seconds for which this rank has waited
+        so far, is below STORE_POLL_SECONDS. Never blocks.
 
         Raises:
             RemoteRankError: another rank has raised.
         """
-        now = time.monotonic()
-        if waited < STORE_POLL_SECONDS or now < self._due:
+        if waited < STORE_POLL_SECONDS or self._store is None:
             return
-        self._due = now + STORE_POLL_SECONDS
-        if (raised := self._raised()) is not None:
+        self._polled = time.monotonic()
+        if self._thread is None:
+            self._start()
+        if (raised := self._error_of(self._seen)) is not None:
             raise raised
 
     def connection_lost(self, error: ConnectionError) -> ConnectionError:
@@ -270,11 +274,14 @@ class ErrorPropagator:
         idle = 0
         while idle < MAX_IDLE_POLLS:
             time.sleep(STORE_POLL_SECONDS)
-            wait = self._wait
-            idle = idle + 1 if wait is None else 0
-            if wait is None or time.monotonic() - wait.began < STORE_POLL_SECONDS:
+            wait, now = self._wait, time.monotonic()
+            is_polled = now - self._polled < 2 * STORE_POLL_SECONDS
+            idle = 0 if wait is not None or is_polled else idle + 1
+            if not is_polled and (wait is None or now - wait.began < STORE_POLL_SECONDS):
                 continue
-            if (raised := self._raised()) is not None and self._wait is wait:
+            self._seen = self._read(self._key)
+            raised = None if wait is None else self._error_of(self._seen)
+            if raised is not None and wait is not None and self._wait is wait:
                 self._interrupt_cause = raised
                 self._set(BROKEN_GROUP_KEY, raised.record)
                 interrupt_gloo(wait.process)
@@ -286,10 +293,13 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """Returns the error of another rank, None if no other rank has raised. The other rank may have raised in this
+        """Reads the store. Returns the error of another rank, None if no other rank has raised."""
+        return self._error_of(self._read(self._key))
+
+    def _error_of(self, record: ErrorRecord | None) -> RemoteRankError | None:
+        """Returns the error of another rank in `record`, None if there is none. The other rank may have raised in this
         call, in the previous or in the next one, because ranks differ by at most one call. Excludes errors that all
         ranks raised."""
-        record = self._read(self._key)
         if record is None:
             return None
         if record.call >= self._call_number - 1 and record.call > self._raised_in:
