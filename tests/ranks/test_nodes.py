@@ -144,6 +144,10 @@ class Nodes:
         log = self.folder / "events.jsonl"
         return list(map(json.loads, log.read_text().splitlines())) if log.exists() else []
 
+    def incidents(self) -> list[dict]:
+        """The events that a run without a fault does not have."""
+        return [event for event in self.events() if event["kind"] not in ("save", "ended")]
+
 
 def knock(nodes: Nodes) -> list[dict]:
     """What somebody without the token is told, until the line is cut."""

@@ -47,7 +47,7 @@ def test_a_link_that_is_down_for_a_while_costs_nothing_but_the_wait(place: Path,
         nodes.link("up")
     code, err, other = nodes.end()
     assert (code, other) == (0, 0), err
-    assert [event for event in nodes.events() if event["kind"] != "save"] == []
+    assert nodes.incidents() == []
     assert sorted(nodes.losses()) == list(range(201))
 
 
@@ -65,7 +65,7 @@ def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place
     assert ranks and not any(rank.is_running() for rank in ranks), "both parts train"
     code, err, other = nodes.end()
     assert (code, other) == (0, 75), err
-    lost, fault, _, recovery = [event for event in nodes.events() if event["kind"] != "save"]
+    lost, fault, _, recovery = nodes.incidents()
     assert lost["kind"] == "node_lost" and "silent for 15 s" in fault["cause"]
     assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 10
     assert sorted(nodes.losses()) == list(range(201))
