@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "checkpoint_systems.md"
 STEPS, STOP = 5, 3
 """Steps of every run, and the steps before it changes its system."""
 
@@ -151,10 +153,33 @@ def train_and_save(name: str, plan: str, folder: str, precision: str = "fp64") -
     trainer.save(folder)
 
 
-def assert_losses(found: list[float], name: str, precision: str = "fp64") -> None:
+ROWS: list[tuple[str, ...]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Writes the losses, if the systems are installed (`make systems`)."""
+    yield
+    if any("DeepSpeed" in row[0] for row in ROWS):
+        heads = (
+            "from",
+            "to",
+            "model",
+            "precision",
+            f"losses of steps {STOP + 1} to {STEPS}",
+            "one device",
+            "difference",
+        )
+        lines = ["| " + " | ".join(row) + " |" for row in (heads, ("---",) * len(heads), *ROWS)]
+        title = f"# Runs that change the system after step {STOP}\n\nWritten by `make systems`.\n\n"
+        RESULTS.write_text(title + "\n".join(lines) + "\n")
+
+
+def assert_losses(found: list[float], name: str, way: tuple[str, str], precision: str = "fp64") -> None:
     limit, expected = TOLERANCE[precision][0], alone(name, precision, STEPS, None)["losses"][STOP:]
     worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
-    print(f"largest relative difference of a loss: {worst:.1e}")
+    shown = (", ".join(f"{loss:.9f}" for loss in losses) for losses in (found, expected))
+    ROWS.append((*way, name, precision, *shown, f"{worst:.1e}"))
     assert worst <= limit, (found, expected)
 
 
@@ -173,7 +198,7 @@ def test_a_run_begun_with_fsdp2_goes_on_here_under_two_plans(
     ranks.run(2, save_fsdp2, name, form, str(tmp_path / "dcp"))
     for plan in plans:
         losses, updates, step = ranks.run(parse_plan(plan).world, go_on, name, plan, str(tmp_path / "dcp"))[0]
-        assert_losses(losses, name)
+        assert_losses(losses, name, ("FSDP2, DCP", f"`{plan}`"))
         assert updates == [STEPS] and step == STOP
 
 
@@ -184,7 +209,8 @@ def test_a_run_begun_with_fsdp2_goes_on_here_under_two_plans(
 def test_a_run_begun_here_goes_on_with_fsdp2(ranks: Any, tmp_path: Path, name: str, plan: str) -> None:
     ranks.run(parse_plan(plan).world, train_and_save, name, plan, str(tmp_path))
     export_checkpoint(tmp_path / f"step-{STOP:08d}", tmp_path / "dcp", "dcp")
-    assert_losses(ranks.run(2, load_fsdp2, name, str(tmp_path / "dcp"))[0], name)
+    found = ranks.run(2, load_fsdp2, name, str(tmp_path / "dcp"))[0]
+    assert_losses(found, name, (f"`{plan}`", "FSDP2, DCP"))
 
 
 @pytest.mark.soak
@@ -196,14 +222,14 @@ def test_a_run_begun_with_deepspeed_goes_on_here_and_back(ranks: Any, tmp_path: 
     ranks.close()
     for plan in ("tp2", "dp2.z3"):
         losses, updates, step = ranks.run(2, go_on, "llama", plan, str(tmp_path / "zero"), "fp32")[0]
-        assert_losses(losses, "llama", "fp32")
+        assert_losses(losses, "llama", (f"DeepSpeed, ZeRO {stage}", f"`{plan}`"), "fp32")
         assert updates == [STEPS] and step == STOP
     ranks.run(2, train_and_save, "llama", "tp2", str(tmp_path / "ours"), "fp32")
     export_checkpoint(tmp_path / "ours" / f"step-{STOP:08d}", tmp_path / "universal", "deepspeed")
     ranks.close()
     back = ranks.run(2, unchecked, deepspeed_steps, "llama", stage, str(tmp_path / "universal"), True)[0]
     ranks.close()
-    assert_losses(back, "llama", "fp32")
+    assert_losses(back, "llama", ("`tp2`", f"DeepSpeed, ZeRO {stage}, universal"), "fp32")
 
 
 def grouped(given: Any) -> torch.optim.Optimizer:
