@@ -182,7 +182,7 @@ def test_the_record_says_how_much_busier_the_busiest_expert_is_whatever_the_plan
             )
     model(batch["input_ids"])
     expected_load = max(float(counts.max() * 8 / counts.sum()) for counts in chosen)
-    assert set(ranks.run(parse_plan(plan).world, load_of, plan)) == {expected_load}
+    assert set(ranks.run(parse_plan(plan).world, load_of, plan)) == {round(expected_load, 3)}  # as records round it
 
 
 def load_of(plan: str) -> float:

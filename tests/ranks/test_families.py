@@ -238,12 +238,15 @@ class DroppingModel(torch.nn.Module):
         return self.head(x)
 
 
+class Kept(list[torch.Tensor]):
+    """A list that recompute does not restore, because its class is derived."""
+
+
 def drop(plan: str) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     """What was dropped of the shares and of the whole, in the first pass and when it was computed again; the loss."""
     torch.manual_seed(0)
     trainer = parallelize(DroppingModel(), optimizer_of, plan, precision="fp64")
-    shares: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
+    shares, whole = Kept(), Kept()
     ids = torch.arange(16).view(2, 8)
     trainer.step({"input_ids": ids, "labels": ids})  # what is asked once, before the first step, drops nothing
     for block in trainer.engine.model.blocks:

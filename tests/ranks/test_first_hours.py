@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,5 +207,8 @@ def test_the_loop_of_the_readme_trains_as_printed_on_its_ranks(
     ]
     assert script.index("init_process_group()") < script.index("parallelize(") < script.index("destroy_process_group()")
     ranks.run(world, run_script, str(tmp_path), script)
-    loss = re.search(r"step 100: loss (\S+)", capfd.readouterr().out)
+    shown, end = "", time.monotonic() + 30.0
+    while (loss := re.search(r"step 100: loss (\S+)\n", shown)) is None and time.monotonic() < end:
+        time.sleep(0.05)  # what a rank prints may arrive after its answer
+        shown += capfd.readouterr().out
     assert loss is not None and float(loss[1]) < 0.5

@@ -66,12 +66,16 @@ def test_the_core_adds_at_most_110_megabytes_to_torch() -> None:
     assert 0 < sum(sizes.values()) <= MOST_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:5]
 
 
-def test_the_lock_file_holds_all_that_the_project_asks_for() -> None:
+TRACKERS = {"wandb", "mlflow-skinny", "swanlab"}
+"""Their own dependencies are many. The tests replace them by their documented calls where they are not installed."""
+
+
+def test_the_lock_file_holds_all_that_the_project_asks_for_but_trackers() -> None:
     versions = locked()
     asked = PROJECT["dependencies"] + [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
     for requirement in map(Requirement, asked):
         name = canonicalize_name(requirement.name)
-        if name != "torch":
+        if name != "torch" and name not in TRACKERS:
             assert versions[name] in requirement.specifier, f"{requirement} but the lock file has {versions[name]}"
 
 
