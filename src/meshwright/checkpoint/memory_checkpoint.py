@@ -224,7 +224,7 @@ class MemorySnapshot:
 
         ctypes releases the GIL, so other threads run during the copy.
         """
-        for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
+        for first, part in parts(source):
             begin, size = to + first, part.numel()
             target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
             for at in range(0, size, COPY_CHUNK_BYTES):

@@ -93,7 +93,10 @@ class D2HStaging:
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the bytes of `source`, a uint8 vector on the device, as pairs of offset and bytes in host memory. The
-        bytes are valid until the next pair is requested."""
+        bytes are valid until the next pair is requested. A `source` in host memory is one part."""
+        if backend_of(source.device).memory_is_host:
+            yield from single_chunk(source)
+            return
 
         def start(chunk: int, at: int, size: int) -> None:
             """Starts the copy of `size` bytes at offset `at` into chunk `chunk`."""

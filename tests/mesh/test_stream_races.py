@@ -1,0 +1,66 @@
+"""No stream and no thread uses memory that another one may still use. The check sees what it should: without any one of
+the waits that a step runs, it finds a race."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import make_optimizer
+from race_detector import RaceDetector, detected_races
+from traced_mesh import SEQUENCE, constant_model, graph_of
+
+from meshwright.core.ipc import Heartbeat, RankPhase, open_heartbeats
+from meshwright.train.memory_checkpointer import MemoryCheckpointer
+from meshwright.train.trainer import parallelize
+
+PLANS = ("dp1", "off-activations.mb4", "off-activations-disk.mb4", "off-optimizer")
+
+EQUIVALENT = {
+    ("off-activations.mb4", "wait_event of activation_offload.py:OffloadedTensor.__del__"),
+    ("off-activations-disk.mb4", "wait_event of activation_offload.py:OffloadedTensor.__del__"),
+    # In a whole step, `take` has waited. The wait is for a graph that is dropped without a backward.
+    ("off-activations-disk.mb4", "wait_event of activation_offload.py:OffloadedTensor.let_go"),
+    # The host has waited for the file, which a thread writes after it has waited for the copy.
+    ("off-optimizer", "wait_stream of offloaded.py:OffloadedShard.__init__"),
+    # Each copy of this plan follows the same wait in `apply_offloaded_update`.
+}
+"""Waits whose absence cannot be seen in a step, by plan."""
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer without step counts: the copy of AdamW's counts makes the host wait for all kernels anyway."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def train(plan: str, folder: Path, dropped: str = "") -> RaceDetector:
+    """Trains three steps, with an in-memory checkpoint of each in `dp1`."""
+    graph = graph_of("llama", 2)
+    with detected_races(dropped) as detector:
+        made = parallelize(
+            constant_model("llama", 2), momentum if plan == "dp1" else make_optimizer, plan, precision="bf16", clip=1.0,
+            anatomy=graph, offload_to=folder, prove="never",
+        )  # fmt: skip
+        made.engine.preflight.skip()
+        made.engine.preflight.analysed = None
+        (folder / "copies").touch()
+        copies = MemoryCheckpointer(str(folder / "copies"), made, Heartbeat(open_heartbeats("", 1), 0), {})
+        made.on_phase = lambda phase: copies.finish() if phase == RankPhase.update else None
+        batch = {name: torch.arange(SEQUENCE).repeat(4, 1) for name in ("input_ids", "labels")}
+        for step in range(3):
+            made.step(batch)
+            if plan == "dp1":
+                copies.begin({"step": step})
+        copies.finish()
+        made.close()
+    return detector
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_memory_is_used_without_an_order_and_each_wait_is_needed(plan: str, tmp_path: Path) -> None:
+    whole = train(plan, tmp_path)
+    assert whole.races == set() and whole.waits
+    missed = {wait for wait in whole.waits if not train(plan, tmp_path, wait).races}
+    assert missed == {wait for name, wait in EQUIVALENT if name == plan}
