@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -99,13 +101,17 @@ def loop_of(system: str) -> str:
     return dict(FILE.findall(block.text))["loop.py"]
 
 
-def run_script(folder: str, script: str) -> None:
-    """Runs a script as torchrun does, on a rank of the pool, which has joined its process group already."""
+def run_script(folder: str, script: str) -> str:
+    """Runs a script as torchrun does, on a rank of the pool, which has joined its process group already. Returns what
+    the script prints."""
     made, destroyed, before = dist.init_process_group, dist.destroy_process_group, Path.cwd()
     dist.init_process_group = dist.destroy_process_group = lambda *given, **more: None
     os.chdir(folder)
+    shown = io.StringIO()
     try:
-        exec(compile(script, "loop.py", "exec"), {"__name__": "__main__"})
+        with contextlib.redirect_stdout(shown):
+            exec(compile(script, "loop.py", "exec"), {"__name__": "__main__"})
+        return shown.getvalue()
     finally:
         dist.init_process_group, dist.destroy_process_group = made, destroyed
         os.chdir(before)
