@@ -117,9 +117,9 @@ def test_a_loss_reads_activations_that_each_rank_has_whole(ranks: Any, what: str
 @pytest.mark.parametrize(
     ("what", "plan", "line"),
     [
-        ("inner", "tp2.mb8", "reads an activation that tp splits"),
-        ("inner", "tp2.sp.mb8", "reads an activation that sp splits"),
-        ("output", "tp2.sp.mb8", "reads an activation that sp splits"),
+        ("inner", "tp2.mb8", "reads an activation that tp shards"),
+        ("inner", "tp2.sp.mb8", "reads an activation that sp shards"),
+        ("output", "tp2.sp.mb8", "reads an activation that sp shards"),
         ("output", "pp2.mb4", "use pp1"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Finds the state that the code of a model shares outside of its modules: class attributes, global variables, and
-attributes of functions and global objects.
+"""Finds the state that the code of a model shares outside of its modules: class attributes, global variables,
+attributes of functions and global objects, and the closure variables and objects of the user's hooks.
 
 A forward may change such a state, for example a call counter (`global CALLS`, `type(self).calls += 1`). Checks restore
 it after their forwards (dry_run.py), so that they do not change the training. Code of several pipeline stages that
@@ -208,10 +208,7 @@ def user_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:
     for module in modules:
         for hooks in HOOK_ATTRIBUTES:
             for hook in getattr(module, hooks).values():
-                function = hook
-                while isinstance(function, functools.partial):
-                    function = function.func
-                if is_users_module(getattr(function, "__module__", None)):
+                if is_users_module(getattr(_function_of(hook) or hook, "__module__", None)):
                     yield hook
 
 
