@@ -9,7 +9,7 @@
 #                    MESHWRIGHT_SOAK=2/8: the second of eight parts, added to the tables of the others in bench/results
 #   make systems     the tests of export, import, recordings and checkpoints with the other systems installed, in .venv/systems
 #   make bench-cluster  regret on emulated clusters (Linux, root)
-#   make docs        write the command pages   make gpu-check   one CUDA device: train, speed, memory against the estimate
+#   make docs        write the command pages   make gpu-check   a CUDA device in six parts: speed, memory, NCCL, faults
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
 #   make release     build sdist and wheel in dist/, check and try them with both ends of the range of torch; publishes nothing
 #
@@ -103,7 +103,7 @@ docs: $(READY)
 	$(PYTEST) tests/unit/test_docs.py
 
 gpu-check: $(READY)
-	$(BIN)/python bench/gpu_check.py $(ARGS)
+	$(BIN)/python -m bench.gpu_check $(ARGS)
 
 setup: $(READY)
 

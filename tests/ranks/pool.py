@@ -42,6 +42,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from meshwright.runtime.backend import backend_of, init_local_device
+
 # seconds that the other ranks get to answer after one has failed: they may be waiting for it inside a collective
 GRACE = 3.0
 # seconds by which a collective gives up after the test process has: a rank that hangs does not answer, it does not fail
@@ -61,6 +63,21 @@ CHECKED_FILES = frozenset(Path(__file__).with_name(f"test_{name}.py") for name i
 """Files whose tests need the checks of rows and writes; the others compare with one device themselves, where the checks
 would cost more than the steps."""
 assert all(file.is_file() for file in CHECKED_FILES), "a file of CHECKED_FILES has another name now"
+
+
+DEVICE_VARIABLE = "MESHWRIGHT_TEST_DEVICE"
+"""With the value `cuda`, ranks compute on CUDA devices and communicate through NCCL (`make gpu-check`). If there are
+fewer devices than ranks, they share one device, which NCCL 2.30 and later support. Otherwise they use the CPU."""
+
+
+def join(rank: int, world: int, store: dist.Store, limit: timedelta) -> None:
+    """Joins the default process group of a call. The first call of a rank selects its device."""
+    backend = "gloo"
+    if os.environ.get(DEVICE_VARIABLE) == "cuda":
+        os.environ["LOCAL_RANK"] = str(rank)
+        backend = backend_of(init_local_device()).process_group_backend
+        assert backend != "gloo", f"{DEVICE_VARIABLE}=cuda, but torch sees no CUDA device"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
 def checks() -> str:
@@ -143,13 +160,14 @@ class Pool:
         return answers
 
     def _grow(self, world: int) -> None:
-        if len(self._workers) < world:
+        forked = os.environ.get(DEVICE_VARIABLE) != "cuda"  # backward starts threads and the driver, in the parent too
+        if forked and len(self._workers) < world:
             warm()
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         while len(self._workers) < world:
             rank = len(self._workers)
             ours, theirs = context.Pipe()
-            inherited = [pipe for _, pipe in self._workers] + [ours]
+            inherited = [*(pipe for _, pipe in self._workers), ours] if forked else []
             process = context.Process(target=_serve, args=(rank, theirs, inherited), daemon=True)
             process.start()
             theirs.close()
@@ -190,7 +208,7 @@ def _call(rank: int, message: bytes, answer: Callable[[bytes], None]) -> None:
     try:
         world, path, timeout, os.environ["MESHWRIGHT_CHECKS"], function, args = pickle.loads(message)
         store, limit = dist.FileStore(path, world), timedelta(seconds=timeout + LATER)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        join(rank, world, store, limit)
         dist.barrier()  # nobody leaves while another still connects
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)

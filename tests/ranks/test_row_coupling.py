@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
@@ -180,3 +182,31 @@ def test_a_term_that_comes_in_at_step_2_is_refused_there_without_proofs_too(rank
 def test_rows_that_see_each_other_pass_together_on_one_rank(ranks: Any) -> None:
     for kind in ("gate", "zero head", "frequency", "backward", "hook"):
         assert ranks.run(1, under, kind, "dp1.mb4")[0] == pytest.approx(alone(kind), rel=1e-10)
+
+
+def most_tokens(plan: str) -> int:
+    """On every rank: the largest number of token ids that a real forward of the first two steps gets, with rows of
+    2,048 tokens."""
+    torch.manual_seed(0)
+    model = build_reference_model(
+        {"kind": "llama", "layers": 2, "hidden": 8, "heads": 2, "ffn": 8, "vocab": 16, "seq": 2048}
+    )
+    seen = []
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        if inputs[0].device.type == "cpu":
+            seen.append(inputs[0].numel())
+
+    model.model.embed_tokens.register_forward_pre_hook(note)
+    trainer = parallelize(model, adamw, plan, precision="fp64")
+    ids = torch.randint(0, 16, (4, 2048), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        trainer.step({"input_ids": ids, "labels": ids})
+    return max(seen)
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb1", "dp2.mb2", "tp2.sp.mb1"])
+def test_the_checks_run_no_more_tokens_than_a_micro_batch(ranks: Any, plan: str) -> None:
+    """On a device that a plan fills, a pass of more rows would run out of memory in the first step."""
+    rows = parse_plan(plan).micro_batch
+    assert ranks.run(parse_plan(plan).world, most_tokens, plan) == [rows * 2048] * parse_plan(plan).world

@@ -50,6 +50,7 @@ SUBLAYERS = {
         "parallel_context": 3,
         "stage_placeholder": 4,
         "loss_divisors": 3,
+        "softmax": 3,
         "loss": 4,
         "non_tensor_state": 4,
         "tensor_parallel": 5,

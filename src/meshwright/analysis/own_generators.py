@@ -7,9 +7,9 @@ generator that a run draws from.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -48,12 +48,32 @@ class GeneratorStates:
             each.set_state(now)
 
 
-class GeneratorRecorder(TorchFunctionMode):
-    """Adds to `found` each generator that a torch function gets as an argument. A generator that the code makes for one
-    draw disappears from this set. It runs for each function of a check, and `isinstance` of a generator is three times
-    as slow as `issubclass`, since torch's metaclass looks for fake objects."""
+class UsedGenerators:
+    """Generators that a run has drawn from. A generator that the code makes for one draw does not count: nothing but
+    this object refers to it then. (A generator of torch 2.11 supports no weak references.)"""
 
-    def __init__(self, found: WeakSet[torch.Generator]) -> None:
+    def __init__(self) -> None:
+        self._found: dict[int, torch.Generator] = {}
+
+    def add(self, generator: torch.Generator) -> None:
+        """Adds `generator`."""
+        self._found[id(generator)] = generator
+
+    def alive(self) -> list[torch.Generator]:
+        """Returns the generators that other code refers to, and forgets the rest."""
+        keys = list(self._found)
+        for key in keys:
+            if sys.getrefcount(self._found[key]) <= 2:  # the dictionary, and the argument of getrefcount
+                del self._found[key]
+        return list(self._found.values())
+
+
+class GeneratorRecorder(TorchFunctionMode):
+    """Adds to `found` each generator that a torch function gets as an argument. It runs for each function of a check,
+    and `isinstance` of a generator is three times as slow as `issubclass`, since torch's metaclass looks for fake
+    objects."""
+
+    def __init__(self, found: UsedGenerators) -> None:
         super().__init__()
         self.found = found
 

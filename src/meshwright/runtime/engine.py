@@ -8,18 +8,18 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.own_generators import UsedGenerators
 from meshwright.analysis.recompute_tape import saved_tensor_state
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -145,6 +145,8 @@ class StepChecks(Protocol):
 
     stages_run: bool
     """Whether the dry run of the stages is done."""
+    accepts_shorter_rows: Callable[[Engine, Sequence[Batch]], bool] | None
+    """Returns whether the model runs the same code for shorter rows."""
     steps: int
     """Number of training steps that have begun."""
     checked: int
@@ -155,7 +157,7 @@ class StepChecks(Protocol):
     once: OncePerStepBuffers
     written: set[str]
     """Names of the parameters that a forward of the model writes to."""
-    generators: WeakSet[torch.Generator]
+    generators: UsedGenerators
     """The `torch.Generator` objects that the passes of the checks have drawn from."""
 
     @property

@@ -13,9 +13,8 @@ which backward turns into the gradient in place. For each label:
     G   the log-sum-exp of the logits of all ranks
 
 The full softmax is the local softmax x exp(L - G). So for each label, one all-reduce takes the maximum of one number,
-and one sums two numbers. Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3,
-vocabulary-parallel cross-entropy. The form with L is this project's: it computes every exponential once, and torch's
-cross_entropy computes every exponential twice.
+and one sums two numbers. Backward needs no communication. Source: Shoeybi et al., Megatron-LM (2019), section 3. The
+form with L is this project's: it computes every exponential once, torch's cross_entropy twice.
 
 The chunked loss computes the product with the vocabulary and its cross-entropy for one chunk of labels at a time. So
 the logits of all labels never exist at the same time.
@@ -53,6 +52,7 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.loss_divisors import LossDivisors, find_divisors
 from meshwright.runtime.shard.access_guard import ForwardAccessGuard
+from meshwright.runtime.softmax import wide_softmax
 from meshwright.spec.plan import Plan
 
 IGNORE_INDEX = -100
@@ -111,7 +111,7 @@ def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: Comm
     part of the vocabulary, whether this part contains it, and exp(L - G) of the module docstring (None without a
     group)."""
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    softmax = torch.softmax(logits, dim=-1, dtype=precise)
+    softmax = wide_softmax(logits, precise)
     peak = logits.amax(dim=-1).to(precise)
     above = -softmax.amax(dim=-1).log()  # log-sum-exp minus the largest logit
     valid = labels != IGNORE_INDEX

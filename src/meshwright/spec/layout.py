@@ -38,6 +38,9 @@ CHUNK_ELEMENTS = 1 << 19
 """Elements that an optimizer updates at a time if the update needs temporary memory or states are offloaded. This is 2
 MiB of each float32 state."""
 
+SOFTMAX_PARTS = 8
+"""Number of parts in which the softmax of low-precision logits is computed. One part at a time is in float32."""
+
 SWAP_BUFFERS = 4
 """Chunks of offloaded states in memory: one is being updated, one is being stored, and two are being fetched."""
 

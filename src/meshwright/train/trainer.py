@@ -156,6 +156,7 @@ class Trainer(TrainState):
         self.recount: SdcRecompute | None = None
         """Recomputes suspicious gradients if set (silent_corruption.py). The training loop sets it."""
         rows = RowCounts(prover.copy, lambda line: prover.say(line))
+        engine.preflight.accepts_shorter_rows = rows.accepts_shorter_rows
         self.passes = StepPasses(StepInvariants(engine, optimizer, prover), rows)
 
     # --- steps ------------------------------------------------------------------------------------

@@ -197,10 +197,10 @@ def _chunked_loss_bytes(
 
 
 def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Array) -> Array:
-    """Returns the bytes of the float32 copy of low-precision logits that torch creates on a CPU, over axes (b, s) of
-    GRID_AXES. Returns 0 on other devices and for float32 logits."""
+    """Returns the bytes of the float32 copy of low-precision logits on a CPU, over axes (b, s) of GRID_AXES. Only one
+    of SOFTMAX_PARTS parts is copied at a time. Returns 0 on other devices and for float32 logits."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
-    return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]
+    return (tokens * (layer.fixed_split / tp / constants.SOFTMAX_PARTS if copied else 0.0))[:, None]
 
 
 ABSENT_MOMENT_BYTES = -1e30

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.spec.layout import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from meshwright.spec.layout import MAX_INFLIGHT_REDUCE as MAX_INFLIGHT_REDUCE
+from meshwright.spec.layout import SOFTMAX_PARTS as SOFTMAX_PARTS
 from meshwright.spec.layout import SWAP_BUFFERS as SWAP_BUFFERS
 
 ALLOCATOR_OVERHEAD = 1.12

@@ -182,7 +182,7 @@ def _check_rows_independent(
             if counts
             else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )
-        if engine.preflight.generators and not counts and not parts:
+        if engine.preflight.generators.alive() and not counts and not parts:
             why = Message("such as random numbers of a torch.Generator, drawn for all rows together")
         shown = Message(
             "their loss is {together:.6g} in one pass but {separate:.6g} in separate passes (relative difference "

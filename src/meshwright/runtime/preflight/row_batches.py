@@ -28,6 +28,40 @@ def joint_rows(batches: Sequence[Batch]) -> Batch:
     }
 
 
+MIN_SHORTENED_LENGTH = 1024
+"""Rows with fewer positions are not shortened: their activations are small."""
+
+
+def shorten_rows(batches: Sequence[Batch], divisor: int = 1) -> Sequence[Batch]:
+    """Returns `batches` with so few positions that a check, which runs up to one row more than the first micro-batch
+    has, needs no more memory for activations than this micro-batch. `divisor` divides the positions further: checks run
+    compiled blocks without compilation, which needs more memory. The positions are dimension 1 of the token ids and
+    of all other tensors of equal size. The new length has a large power of 2 in common with the length, so that context
+    and tensor ranks can divide it. Returns `batches` unchanged if they have three rows or more, few positions, or no
+    token ids.
+
+    >>> [value.shape for value in shorten_rows([{"input_ids": torch.zeros(1, 3072, dtype=torch.long)}])[0].values()]
+    [torch.Size([1, 1536])]
+    """
+    rows = num_rows(batches[0])
+    lengths = {
+        value.shape[1]
+        for value in batches[0].values()
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype == torch.int64
+    }
+    length = lengths.pop() if len(lengths) == 1 else 0
+    if rows > 2 or length < MIN_SHORTENED_LENGTH:
+        return batches
+    short = length * rows // (rows + 1) // divisor
+    common = min(length & -length, 1 << (short // 8).bit_length())
+    short -= short % common
+
+    def cut(value: Any) -> Any:
+        return value[:, :short] if isinstance(value, torch.Tensor) and value.shape[1:2] == (length,) else value
+
+    return [{name: cut(value) for name, value in batch.items()} for batch in batches]
+
+
 def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
     """Returns `count` copies of the first row of `batch`. Copy i is rolled by i positions along the sequence, so that
     all copies differ."""

@@ -39,7 +39,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -49,6 +48,7 @@ from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
+from meshwright.analysis.own_generators import UsedGenerators
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
@@ -66,6 +66,7 @@ from meshwright.runtime.preflight.batch_separability import (
 )
 from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
+from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
     check_replaced_storage,
@@ -378,12 +379,16 @@ class Preflight:
     once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
     written: set[str] = field(default_factory=set)
     """Names of the parameters that a pass of the model writes to."""
-    generators: WeakSet[torch.Generator] = field(default_factory=WeakSet)
+    generators: UsedGenerators = field(default_factory=UsedGenerators)
     """The `torch.Generator` objects that the passes of the checks have drawn from."""
     paths: PassRecorder = field(default_factory=CodePaths)
     """Records the code paths of models that read tensor values."""
     evaluation: EvaluationAnalysis | str = ""
     """The analysis that must run before the first evaluation, or why the model cannot be evaluated."""
+    accepts_shorter_rows: Callable[[Engine, Sequence[Batch]], bool] | None = None
+    """Returns whether the model runs the same code for shorter rows (train/step/row_counts.py). None means no."""
+    shortens: bool | None = None
+    """Whether the checks shorten rows, so that they need no more memory than a training step. None: not known yet."""
     evaluated: bool = field(default_factory=lambda: os.environ.get(CHECKS_ENV) == "never")
     """Whether the rows of an evaluation have been checked."""
     analysed: AnalysisGuard | None = None
@@ -437,10 +442,13 @@ class Preflight:
             if rows and not trains:
                 self.evaluated = check_evaluation_separable(engine, batches)
             elif rows:
+                if self.shortens is None:
+                    self.shortens = self.accepts_shorter_rows is not None and self.accepts_shorter_rows(engine, batches)
+                parts = shorten_rows(batches, 2 if engine.mesh.plan.compile else 1) if self.shortens else batches
                 with self.paths.learning():
-                    self.once.names = check_pass_writes(engine, batches)
-                    check_own_generators(engine.mesh.plan, self.generators, engine.run.keeping.generators)
-                    check_batch_separable(engine, batches)
+                    self.once.names = check_pass_writes(engine, parts)
+                    check_own_generators(engine.mesh.plan, self.generators.alive(), engine.run.keeping.generators)
+                    check_batch_separable(engine, parts)
                 self.checked = self.steps + 1
             engine.zero.reshard_all()
             self.stages_run = True

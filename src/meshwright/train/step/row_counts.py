@@ -9,6 +9,8 @@ is refused if their losses differ. If they do not, the search goes on above this
 includes the plain numbers of arithmetic functions, such as `x / max(len(x), 8)`. A forward of more than
 MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the memory of a rank, so a line reports the code instead.
 
+The same copy shows whether the model runs the same code for shorter rows (`Preflight.shortens`).
+
 A model that does not run on the meta device is not checked, and neither is code of the user's loss.
 """
 
@@ -26,10 +28,12 @@ from meshwright.analysis.example_inputs import MetaRunMode
 from meshwright.analysis.model_copy import ModelCopy, isolated_run
 from meshwright.core.errors import PlanRefused
 from meshwright.core.messages import Message
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.preflight.batch_separability import MAX_COMPARED_MICRO_BATCHES
 from meshwright.runtime.preflight.code_paths import CallSite, Path, Recorder, describe_path
+from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
 from meshwright.train.step.state import TrainState
 
@@ -75,10 +79,21 @@ class RowCounts:
         if rows > low:
             self._compare(state, batches, fewest, low, rows)
 
+    def accepts_shorter_rows(self, engine: Engine, batches: Sequence[Batch]) -> bool:
+        """Returns whether shorter rows (`shorten_rows`) call the same torch functions at the same places. False if the
+        rows are too short to be shortened, or if the model does not run on the meta device. All ranks call it."""
+        short = shorten_rows(batches, 2 if engine.mesh.plan.compile else 1)[0]
+        same = self.copy is not None and short is not batches[0]
+        if same:
+            path = self._path(engine, batches[0], 1)
+            same = bool(path) and self._path(engine, short, 1) == path
+        return all(gather_objects(same))
+
     def _compare(self, state: TrainState, batches: Sequence[Batch], fewest: int, low: int, first: int) -> bool:
         """Compares a forward of `first` rows, whose call sites differ from those of `low` rows, with forwards of
         micro-batches of `fewest` rows. Returns False if they are too many rows; then a line says so."""
-        place = describe_path(self._codes, self._path(state, batches[0], first) ^ self._path(state, batches[0], low))
+        here, other = (self._path(state.engine, batches[0], rows) for rows in (low, first))
+        place = describe_path(self._codes, here ^ other)
         if first > MAX_COMPARED_MICRO_BATCHES * fewest:
             self._say(
                 Message(
@@ -109,31 +124,31 @@ class RowCounts:
     def _next_other(self, state: TrainState, example: Batch, low: int, bounds: Sequence[int]) -> int:
         """Returns the smallest number of rows above `low` with other call sites than `low`, if one of `bounds` above
         `low` has other call sites, otherwise 0."""
-        path = self._path(state, example, low)
-        other = next((each for each in bounds if each > low and self._path(state, example, each) != path), 0)
+        path = self._path(state.engine, example, low)
+        other = next((each for each in bounds if each > low and self._path(state.engine, example, each) != path), 0)
         return self._first_other(state, example, low, other) if other else 0
 
     def _first_other(self, state: TrainState, example: Batch, low: int, high: int) -> int:
         """Returns the smallest number of rows above `low` with other call sites than `low`, which `high` has, by
         bisection."""
-        path = self._path(state, example, low)
+        path = self._path(state.engine, example, low)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._path(state, example, middle) == path else (low, middle)
+            low, high = (middle, high) if self._path(state.engine, example, middle) == path else (low, middle)
         return high
 
-    def _path(self, state: TrainState, example: Batch, rows: int) -> Path:
+    def _path(self, engine: Engine, example: Batch, rows: int) -> Path:
         """Returns the call sites of a forward with `rows` rows. They are empty if the copy does not run."""
         assert self.copy is not None
         model = self.copy.model
-        modes = dict(state.engine.model.named_modules())
+        modes = dict(engine.model.named_modules())
         for path, module in model.named_modules():
             module.training = modes[path].training if path in modes else module.training
         recorder = Recorder(self._codes)
         twins = MetaTwins(model, None)
-        inputs = state.engine.objective.inputs({name: _of_rows(value, rows) for name, value in example.items()})
+        inputs = engine.objective.inputs({name: _of_rows(value, rows) for name, value in example.items()})
         try:
-            with dry_run(model, {}, as_it_trains=True), isolated_run(state.engine.model), MetaRunMode(), recorder:
+            with dry_run(model, {}, as_it_trains=True), isolated_run(engine.model), MetaRunMode(), recorder:
                 call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
         except Exception:  # the first step says what does not run
             return frozenset()
