@@ -3,7 +3,7 @@
     A device    matrix products, attention, memory, copies, and the product's own probe
     B training  layers of Llama 3 8B, eager and compiled: MFU, step and memory beside the estimates
     C memory    plans that save memory: bytes, peaks and losses beside the estimates
-    D options   fp8, copies of activations beside kernels, in-memory checkpoints
+    D options   the first loss in float32, copies of activations beside kernels, fp8 beside bf16
     E mesh      2 to 8 ranks over NCCL, every plan against one device
     F faults    training that is killed, resumed and watched
 
@@ -16,7 +16,8 @@
 Each part runs in a process of its own, for at most 10 minutes, prints claims with figures and verdicts, and writes
 bench/results/gpu/<part>.json; bench/results/gpu.md is the table of all. A part that has results is left out, so an
 interrupted check goes on. On fewer than 8 devices part E needs NCCL 2.30 or later; MESHWRIGHT_NCCL names the file
-libnccl.so.2 of one that is later than torch's. Exit codes: 0 all required claims are met, 1 one is missed, 2 no device or bad input.
+libnccl.so.2 of one that is later than torch's. Exit codes: 0 all required claims are met, 1 one is missed, 2 no device
+or bad input.
 """
 
 from __future__ import annotations

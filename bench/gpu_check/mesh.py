@@ -47,12 +47,8 @@ LIMIT = 45.0
 
 EQUAL_PLANS_GOAL = 20
 MOST_RANKS, SHARING_NCCL = 8, (2, 30)
-SHARED_DEVICE = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_CUMEM_ENABLE": "1",
-}
+SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+"""What NCCL needs for ranks that share one device."""
 
 
 @contextmanager
@@ -76,16 +72,20 @@ def shared_scheduler() -> Iterator[bool]:
 
 
 def prepare(bench: Bench) -> None:
-    """Sets what the ranks inherit. They are forked from this process, which has not started the driver."""
+    """Sets the environment of the ranks, which are new processes on CUDA, and forks of this one on the CPU.
+
+    Raises: InputError if ranks must share a device and NCCL is too old for it."""
     sys.path[:0] = [str(TESTS), str(TESTS / "ranks")]
     os.environ |= {"MESHWRIGHT_MEASURED": "0", "MESHWRIGHT_PROVE": "never", "OMP_NUM_THREADS": "1"}
     if bench.tiny:
         return
     os.environ["MESHWRIGHT_TEST_DEVICE"] = "cuda"
+    if torch.cuda.device_count() >= MOST_RANKS:
+        return
     for name, value in SHARED_DEVICE.items():
         os.environ.setdefault(name, value)
     own = torch.cuda.nccl.version()
-    if torch.cuda.device_count() < MOST_RANKS and own < SHARING_NCCL and not os.environ.get("MESHWRIGHT_NCCL"):
+    if own < SHARING_NCCL and not os.environ.get("MESHWRIGHT_NCCL"):
         raise InputError(
             f"part E needs {MOST_RANKS} devices, or NCCL {'.'.join(map(str, SHARING_NCCL))} for ranks that share one; "
             f"torch has NCCL {'.'.join(map(str, own))}: set MESHWRIGHT_NCCL to the libnccl.so.2 of a later one"

@@ -3,7 +3,6 @@ in an empty environment."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
