@@ -83,7 +83,7 @@ soak-parts:
 systems: $(READY)
 	$(PYTHON) -m venv --clear .venv/systems
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$(echo .venv/systems/lib/python*/site-packages)/venv.pth"
-	$(SYSTEM_PIP) wheel && DS_BUILD_OPS=0 $(SYSTEM_PIP) --no-build-isolation -r requirements/systems.in && $(SYSTEM_PIP) --no-deps megatron-core==0.15.0
+	$(SYSTEM_PIP) wheel && DS_BUILD_OPS=0 $(SYSTEM_PIP) --no-build-isolation -r requirements/systems.in && $(SYSTEM_PIP) --no-deps megatron-core==0.15.0 nemo-automodel==0.7.0
 	for command in torchrun=torch.distributed.run meshwright=meshwright.__main__; do \
 	  file=.venv/systems/bin/$${command%=*} && printf '#!%s\nimport sys\nfrom %s import main\nsys.exit(main())\n' \
 	    "$(CURDIR)/.venv/systems/bin/python" "$${command#*=}" > $$file && chmod +x $$file; \

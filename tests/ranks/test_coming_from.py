@@ -138,7 +138,8 @@ def test_a_system_that_runs_on_cpus_is_proved_as_its_page_says(system: str, tmp_
     (block,) = marked(system, "proof")
     for mark in block.marks:
         if mark.startswith("needs="):
-            pytest.importorskip(mark.removeprefix("needs="))
+            # nanotron 0.4 of PyPI is installed, but has a circular import
+            pytest.importorskip(mark.removeprefix("needs="), exc_type=ImportError)
     done = refresh["run"](block, tmp_path)
     assert done.returncode == 0 and done.stdout.endswith("equal to one device\n"), done.stdout
     assert (tmp_path / "report.html").stat().st_size > 1000

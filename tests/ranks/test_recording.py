@@ -343,3 +343,28 @@ def test_a_recording_changes_no_number_of_the_training(tmp_path: Path) -> None:
                 optimizer.zero_grad()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
+
+
+class RotaryModel(nn.Module):
+    """Rotates hidden states in the complex plane, as the rotary embedding of torchtitan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(self.up(given).unflatten(-1, (3, 2))) * self.turns
+        return self.down(torch.view_as_real(turned).flatten(-2))
+
+
+def test_a_complex_buffer_keeps_its_imaginary_part(tmp_path: Path) -> None:
+    model = RotaryModel()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with meshwright.recording(tmp_path, model):
+        for _ in range(2):
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(5, (8,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = verify_recording(tmp_path, RotaryModel)
+    assert not report.findings and all(step.outputs == 3 for step in report.steps), report.lines()

@@ -14,6 +14,13 @@ from meshwright.interop.recording.layout import fill_region, local_shape, slice_
 from meshwright.interop.recording.trace_format import RankTrace, RecordedPiece
 
 BuildModel = Callable[[], nn.Module]
+CASTS = {
+    torch.float64: nn.Module.double,
+    torch.float32: nn.Module.float,
+    torch.bfloat16: nn.Module.bfloat16,
+    torch.float16: nn.Module.half,
+}
+"""`Module.to(dtype)` would discard the imaginary part of complex buffers; these leave them as they are."""
 
 
 class LoadedModel:
@@ -79,7 +86,7 @@ class LoadedModel:
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Returns a new model with the recorded first weights and buffers, in `dtype`."""
-        model = self.factory().to(dtype)
+        model = CASTS[dtype](self.factory())
         model.train()
         for path in {path for trace in self.traces for path in trace.header.evaluated}:
             if path in self.paths:
