@@ -140,6 +140,37 @@ def test_megatron_gets_the_options_that_its_users_expect() -> None:
     assert found.plan.name == "dp2.tp4.pp2.z1.mb2" and not found.changes and len(found.numerics) >= 2
 
 
+NOT_EXPRESSIBLE = {
+    "megatron": ("dp8.pp2.z1.zbv", "no schedule=zbv"),
+    "megatron_bridge": ("dp8.pp2.z1.zbv", "no schedule=zbv"),
+    "torchtitan": ("dp16.z1", "no zero=1"),
+    "deepspeed": ("dp16.z1.rc-attn", "no recompute=attn"),
+    "fsdp2": ("dp16.z1", "no zero=1"),
+    "accelerate": ("dp16.z1", "no zero=1"),
+    "transformers": ("dp16.z1", "no zero=1"),
+    "nanotron": ("dp4.tp2.pp2.z2", "no zero=2"),
+    "automodel": ("dp4.tp2.pp2.z1", "no zero=1"),
+}
+"""For each system a plan that it cannot express, and what its export says."""
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_files_of_an_export_say_what_is_not_expressible_its_cost_and_the_numerics(name: str) -> None:
+    job, plan, (_, said) = llama_job(), parse_plan(NOT_EXPRESSIBLE[name][0]), NOT_EXPRESSIBLE[name]
+    found = export_plan(job, plan, name, read_sizes("llama2-7b"))
+    assert found.plan != plan
+    (text,) = (text for text in found.files.values() if "# not expressible:" in text)
+    changes, numerics = text.partition("# not expressible:\n")[2].split("# numerics:\n")
+    assert f"{SYSTEMS[name].title} has {said}; it has " in changes
+    size = r"[\d.]+ [KMG]iB"
+    cost = rf"#   cost: {found.plan.name} instead of {plan.name}: [\d.]+ m?s a step instead of [\d.]+ m?s "
+    assert re.search(rf"{cost}\([+-][\d.]+%\), {size} on the peak rank instead of {size}", changes), changes
+    notes = [line for line in numerics.splitlines() if line.startswith("#   ")]
+    assert all(re.search(r"\([\w-]+/[\w-]+, [\w/.]+:\d+\)$", note) for note in notes), notes
+    assert any(re.search("loss .*(mean|sum|divide)", note) for note in notes), notes
+    assert any(re.search("gradients .*(float32|dtype|DTYPE)", note) for note in notes), notes
+
+
 def test_an_export_names_what_the_system_cannot_express_and_the_cost() -> None:
     job, plan = llama_job(), parse_plan("dp8.pp2.z2")
     found = export_plan(job, plan, "deepspeed", read_sizes("llama2-7b"))

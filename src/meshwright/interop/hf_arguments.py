@@ -147,6 +147,11 @@ TRAINER_NUMERICS = (
         "huggingface/transformers",
     ),
     NumericsNote(
+        Message("with bf16 or fp16, FSDP also reduces gradients in this dtype, not in float32"),
+        "src/accelerate/utils/dataclasses.py:2137",
+        "huggingface/accelerate",
+    ),
+    NumericsNote(
         Message("weight decay applies to all parameters except biases and norms, as here"),
         "src/transformers/trainer.py:1408",
         "huggingface/transformers",

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.messages import Message
 from meshwright.interop.formats import torchrun_line, write_yaml
 from meshwright.interop.megatron import MEGATRON
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key, OneOf, read_only, readings, write_only
+from meshwright.interop.system import ABSENT, Key, NumericsNote, OneOf, read_only, readings, write_only
 
 NAMES = {
     "--tensor-model-parallel-size": "model.tensor_model_parallel_size",
@@ -146,7 +147,16 @@ MEGATRON_BRIDGE = MEGATRON._replace(
     write=write,
     needs_sizes=False,
     workload={"precision": ("bf16", "fp8", "fp16"), "optimizer": ("adamw", "sgd-momentum", "muon")},
-    numerics=tuple(note._replace(repository=MEGATRON.repository) for note in MEGATRON.numerics[:1]),
+    numerics=(
+        MEGATRON.numerics[0]._replace(repository=MEGATRON.repository),
+        NumericsNote(
+            Message(
+                "the preset of mixed_precision replaces ddp.grad_reduce_in_fp32: bf16_mixed accumulates and reduces "
+                "gradients in float32, fp16_mixed in fp16"
+            ),
+            "src/megatron/bridge/training/mixed_precision.py:138",
+        ),
+    ),
     renamed={"model.activations_checkpoint_granularity": "model.recompute_granularity"},
     adjust=_adjust,
 )
