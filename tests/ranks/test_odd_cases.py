@@ -46,6 +46,8 @@ RUNS = {
     "hooks on accumulated gradients where one is deferred": ("hook:accumulated", "pp2.mb4.zbv | pp2.mb8.zbh1"),
 }
 REFUSALS = {
+    "code for few rows behind a head of zeros": ("head:zero once:few-rows", "dp1.mb2 | dp2.mb2 pp2.mb2.gpipe"),
+    "a norm that reentrant checkpoints share": ("flow:reentrant stack:shared-module", "dp1 | dp2.z3 tp2"),
     "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 | pp2.mb2.z3"),
     "reused blocks between which lists are made": ("back:tolist stack:reused", "pp2.mb2"),
     "a counter that two stages increment": ("between:counter", "pp2.mb8.zbv | pp2.mb8"),

@@ -116,6 +116,8 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
     if any(gather_objects(engine.preflight.paths.asks)):
         check_joined_separable(engine, batches, rows, pieces)
+        with perturb_constants(engine):
+            check_joined_separable(engine, batches, rows, pieces)
     _check_rows_independent(
         engine,
         [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole],

@@ -66,6 +66,7 @@ from meshwright.runtime.preflight.batch_separability import (
 )
 from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
+from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
@@ -471,10 +472,11 @@ class Preflight:
             self.steps = self.checked = steps
 
     def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
-        """Compares a forward of `rows` rows with forwards of micro-batches (batch_separability.py). Every rank calls
-        this method, before a step."""
+        """Compares a forward of `rows` rows with forwards of micro-batches (batch_separability.py). Constant weights,
+        which would hide a difference, contain noise. Every rank calls this method, before a step."""
         engine.open_ungated()
-        found = find_row_count_difference(engine, batches, rows)
+        with perturb_constants(engine):
+            found = find_row_count_difference(engine, batches, rows)
         engine.zero.reshard_all()
         engine.forget()
         return found
@@ -486,6 +488,8 @@ class Preflight:
         engine.open_ungated()
         with self.paths.learning():
             check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
+            with perturb_constants(engine):
+                check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
         engine.zero.reshard_all()
         engine.forget()
 

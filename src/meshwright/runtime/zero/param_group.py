@@ -25,6 +25,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime.comm.async_collectives import CollectiveWork
 from meshwright.runtime.comm.compression import ReducerPair, make_compressed_reducer
 from meshwright.runtime.comm.group import ShardPlacement, without_replicas
@@ -166,7 +168,15 @@ class FlatParamGroup:
         count = gradients.counter.counts[name]
         if self.reducer is not None:
             self.reducer.received.add(name)
-            assert count <= self.reducer.passes + 1, f"a gradient of {name} arrived after its group was complete"
+            if count > self.reducer.passes + 1:
+                raise InputError(
+                    Message(
+                        "the gradient of {name} arrived again after the gradients of its layer were complete: several "
+                        "checkpoints with use_reentrant=True share this parameter; use use_reentrant=False, or "
+                        "recompute in the plan (rc-full)",
+                        name=name,
+                    )
+                )
         accumulate_into(*gradients.slot(name), gradient)
         if complete and gradients.is_reduced_after(count) and self.reducer is not None:
             self.reducer.mark_ready(self)
