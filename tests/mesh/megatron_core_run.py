@@ -1,5 +1,5 @@
-"""Continues a run of Llama with megatron-core on the CPU: `python megatron_core_run.py FOLDER TP PP RANK`, one process
-for each of TP * PP ranks.
+"""Continues a run of Llama with megatron-core on the CPU: `python megatron_core_run.py FOLDER TP PP`. It imports
+megatron-core once and forks the TP * PP ranks: on a loaded machine, imports take longer than everything else.
 
 FOLDER/out is a checkpoint in Megatron's form, FOLDER/batches.pt the ids of the next steps. It loads model and optimizer
 with megatron-core's own loader, takes the steps, saves them with its own writer as FOLDER/back and writes the losses to
@@ -14,11 +14,13 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 warnings.simplefilter("ignore")
 
@@ -138,11 +140,18 @@ def main(folder: Path, tp: int, pp: int, rank: int) -> None:
         (folder / "losses.json").write_text(json.dumps(losses))
 
 
-if __name__ == "__main__":
-    folder, (tp, pp, rank) = Path(sys.argv[1]), map(int, sys.argv[2:])
+def run_rank(rank: int, folder: Path, tp: int, pp: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(tp * pp)}
-    use_cpu()
     store = dist.FileStore(str(folder / "store"), tp * pp)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tp * pp, timeout=timedelta(minutes=3))
     main(folder, tp, pp, rank)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for module in ("dist_checkpointing", "optimizer.optimizer", "models.gpt.gpt_layer_specs"):
+        import_module(f"megatron.core.{module}")
+    folder, (tp, pp) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    use_cpu()
+    start_processes(run_rank, (folder, tp, pp), tp * pp, start_method="fork")
