@@ -91,17 +91,21 @@ class RankGrid:
         """
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
-    def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """Returns two lists of ranks that include `rank`. The ranks of the first list together have one replica of the
-        states. The ranks of the second list have the same shard of the states."""
-        place, (copy, shard) = self.place(rank), self.holding(rank)
-        state_ranks = [
-            self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
-            for replicate in range(self.sizes.dp_replicate)
-            for each in range(self.sizes.dp_shard)
-            for piece in range(self.sizes.cp)
-        ]
-        return state_ranks[copy * self.plan.shards :][: self.plan.shards], state_ranks[shard :: self.plan.shards]
+    def ranks_of_replica(self, rank: int) -> list[int]:
+        """Returns the ranks that together have the same replica of the states as `rank`, in order of their shards."""
+        first = self.holding(rank)[0] * self.plan.shards
+        return [self._state_rank(rank, at) for at in range(first, first + self.plan.shards)]
+
+    def ranks_of_shard(self, rank: int) -> list[int]:
+        """Returns the ranks that have the same shard of the states as `rank`, in order of their replicas."""
+        count = self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp
+        return [self._state_rank(rank, at) for at in range(self.holding(rank)[1], count, self.plan.shards)]
+
+    def _state_rank(self, rank: int, at: int) -> int:
+        """Returns the rank of the pipeline and tensor coordinates of `rank` with shard `at`, counted over replicas."""
+        replica, piece = divmod(at, self.sizes.cp)
+        replicate, shard = divmod(replica, self.sizes.dp_shard)
+        return self.rank(self.place(rank)._replace(dp_replicate=replicate, dp_shard=shard, cp=piece))
 
 
 def rank_strides(plan: Plan) -> dict[str, int]:

@@ -153,8 +153,7 @@ class GroupFactory:
         last = plan.stage_to_rank(plan.stages - 1)
         if last == plan.stage_to_rank(0):
             return None
-        columns = [column for rank in range(plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
-        return self.by_parts("tie", [[column[0], column[last]] for column in columns])
+        return self.by_parts("tie", [[column[0], column[last]] for column in ranks_along(grid, "pp")])
 
 
 def first_field(name: str) -> int:
@@ -203,10 +202,9 @@ def create_axis_groups(
         "world": dist.group.WORLD,
         **{name: device_mesh.get_group(name) for name in sizes},
     }
-    for first in range(plan.world) if plan.cp > 1 else ():
-        pieces = grid.along(first, "cp")
-        group = dist.new_group(pieces) if pieces[0] == first else None
-        if group is not None and topology.rank in pieces:
+    for pieces in ranks_along(grid, "cp") if plan.cp > 1 else ():
+        group = dist.new_group(pieces)
+        if topology.rank in pieces:
             groups["cp"] = group
     return device_mesh, groups
 
@@ -219,12 +217,28 @@ def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
     >>> found["shards"], found["copies"], found["tp"]
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]])
     """
-    every = range(grid.plan.world)
-    found = {"world": [list(every)]}
-    for name in ("pp", "cp", "tp"):
-        found[name] = [ranks for first in every if (ranks := grid.along(first, name))[0] == first]
-    for at, name in enumerate(("shards", "copies")):
-        found[name] = [ranks for first in every if (ranks := grid.sharing(first)[at])[0] == first]
+    return {
+        "world": [list(range(grid.plan.world))],
+        **{name: ranks_along(grid, name) for name in ("pp", "cp", "tp")},
+        "shards": _partition(grid, grid.ranks_of_replica),
+        "copies": _partition(grid, grid.ranks_of_shard),
+    }
+
+
+def ranks_along(grid: RankGrid, axis: str) -> list[list[int]]:
+    """Returns the groups along `axis`, as lists of ranks in order of their coordinate."""
+    return _partition(grid, lambda rank: grid.along(rank, axis))
+
+
+def _partition(grid: RankGrid, part_of: Callable[[int], list[int]]) -> list[list[int]]:
+    """Returns all parts, in order of their lowest rank. Calls `part_of`, which takes time in proportion to the part,
+    once for each part: of 4,096 ranks, calls for each rank would take minutes."""
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for rank in range(grid.plan.world):
+        if rank not in seen:
+            found.append(part_of(rank))
+            seen.update(found[-1])
     return found
 
 
@@ -238,9 +252,8 @@ def create_p2p_groups(topology: Topology) -> dict[tuple[int, int], dist.ProcessG
     grid = topology.grid
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = grid.plan.pp
-    for first in range(grid.plan.world) if stages > 1 else ():
-        column = grid.along(first, "pp")
-        for source in range(stages) if column[0] == first else ():
+    for column in ranks_along(grid, "pp") if stages > 1 else ():
+        for source in range(stages):
             for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
                 group = dist.new_group([column[source], column[target]])
                 if topology.rank in column:
