@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from contextlib import nullcontext
@@ -20,7 +21,8 @@ from meshwright.interop.recording.verify_recording import verify_recording
 
 
 class EngineSetting(NamedTuple):
-    """How an engine trains. `stage` is the ZeRO stage of DeepSpeed, `low` a 16-bit precision."""
+    """How an engine trains. `stage` is the ZeRO stage of DeepSpeed, `low` a 16-bit precision. `pipeline`: with a
+    stage of the model on each rank."""
 
     engine: str
     stage: int = 0
@@ -29,6 +31,7 @@ class EngineSetting(NamedTuple):
     seed: int = 0
     clip: float = 0.0
     fault: str = ""
+    pipeline: bool = False
 
 
 def set_environment(port: int = 29511) -> None:
@@ -179,22 +182,22 @@ class NoRandomStates:
         return nullcontext()
 
 
-def megatron_model(seed: int) -> Any:
-    """A GPT model of Megatron-Core, of this rank's tensor-parallel shards."""
+def megatron_model(seed: int, pipeline: int = 1) -> Any:
+    """A GPT model of Megatron-Core: this rank's tensor-parallel shards, or its pipeline stage."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(dist.get_world_size())
+        parallel_state.initialize_model_parallel(dist.get_world_size() // pipeline, pipeline)
     # Megatron-Core asks for CUDA devices where the device does not matter
     torch.cuda.current_device = lambda: torch.device("cpu")
     tensor_parallel.get_cuda_rng_tracker = NoRandomStates
     import_module("megatron.core.transformer.dot_product_attention").tensor_parallel = tensor_parallel
     torch.manual_seed(seed)
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=4,
         hidden_size=16,
         num_attention_heads=4,
         num_query_groups=2,
@@ -207,6 +210,8 @@ def megatron_model(seed: int) -> Any:
         attention_dropout=0.0,
         **dict.fromkeys(("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion"), False),
         apply_rope_fusion=False,
+        pipeline_model_parallel_size=pipeline,
+        pipeline_dtype=torch.float32,
     )
     return GPTModel(
         config,
@@ -215,6 +220,8 @@ def megatron_model(seed: int) -> Any:
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
@@ -245,6 +252,46 @@ def megatron_loop(folder: str, setting: EngineSetting) -> None:
                 recorder.batch(loss_mask=mask)
                 losses = model(ids, torch.arange(LENGTH).expand_as(ids), causal, labels=labels.clamp(min=0))
                 (megatron_loss(losses, {"loss_mask": mask})[0] / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parallel_state.destroy_model_parallel()
+
+
+def megatron_pipeline(folder: str, setting: EngineSetting) -> None:
+    """Trains a GPT model of Megatron-Core with a pipeline stage on each rank, all forwards before all backwards."""
+    set_environment()
+    from megatron.core import parallel_state
+
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model = megatron_model(setting.seed, last + 1)
+    first_layer = rank * len(model.decoder.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    causal = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
+    names = lambda name: re.sub(r"layers\.(\d+)", lambda found: f"layers.{first_layer + int(found[1])}", name)
+    with recording(folder, model, steps=STEPS, names=names) as recorder:
+        for step in range(STEPS):
+            data = [batch_of(Setting(seed=setting.seed), step, at) for at in range(setting.micro_batches)]
+            count, kept = sum(int((labels != -100).sum()) for _, labels in data), []
+            for ids, labels in data:
+                mask, given = (labels != -100).float(), torch.empty(LENGTH, len(ids), 16)
+                recorder.batch(loss_mask=mask)
+                if rank:
+                    dist.recv(given, rank - 1)
+                    model.set_input_tensor(given.requires_grad_())
+                output = model(ids, torch.arange(LENGTH).expand_as(ids), causal, labels=labels.clamp(min=0))
+                if rank == last:
+                    output = megatron_loss(output, {"loss_mask": mask})[0] / count
+                else:
+                    dist.send(output.detach(), rank + 1)
+                kept.append((given, output))
+            for at, (given, output) in enumerate(kept):
+                gradient = torch.ones_like(output)
+                if rank != last:
+                    dist.recv(gradient, rank + 1)
+                if not (setting.fault == "skipped micro-batch" and rank == 0 and at == 1):
+                    output.backward(gradient)
+                if rank:
+                    dist.send(given.grad, rank - 1)
             optimizer.step()
             optimizer.zero_grad()
     parallel_state.destroy_model_parallel()

@@ -13,6 +13,7 @@ from recorded_engines import (
     accelerate_loop,
     deepspeed_loop,
     megatron_loop,
+    megatron_pipeline,
     transformers_trainer,
     verify_megatron,
 )
@@ -69,8 +70,11 @@ MEGATRON = [
     (2, EngineSetting("megatron", seed=1), "", ""),
     (2, EngineSetting("megatron", fault="no reduction of outputs"), "layers.1.mlp", "missing all-reduce"),
     (2, EngineSetting("megatron", fault="wrong shard"), "layers.1.mlp.linear_fc1", "wrong shard"),
+    (2, EngineSetting("megatron", pipeline=True, seed=2), "", ""),
+    (4, EngineSetting("megatron", pipeline=True, seed=3), "", ""),
+    (2, EngineSetting("megatron", pipeline=True, fault="skipped micro-batch"), "", "skipped micro-batch"),
 ]
-"""The number of tensor-parallel ranks, a setting, and the module and the cause that must be found."""
+"""The number of tensor-parallel or pipeline ranks, a setting, and the module and the cause that must be found."""
 
 
 @pytest.mark.soak
@@ -81,13 +85,15 @@ def test_a_gpt_of_megatron_core_equals_one_device_unless_a_fault_is_planted(
     """The feed-forward is gated: each rank has rows of the gate and of the up projection in one weight."""
     pytest.importorskip("megatron.core")
     report = None
-    for ranks, work, given in ((world, megatron_loop, setting), (1, verify_megatron, 9)):
+    loop = megatron_pipeline if setting.pipeline else megatron_loop
+    for ranks, work, given in ((world, loop, setting), (1, verify_megatron, 9)):
         pool = Pool()  # Megatron-Core retains its groups
         try:
             report = pool.run(ranks, work, str(tmp_path / "trace"), given)[0]
         finally:
             pool.close()
     shown = "\n".join([*report.lines(), *(found.line() for found in report.findings)])
+    assert report.stages == (world if setting.pipeline else 1)
     assert [found.cause for found in report.findings][:1] == ([cause] if cause else []), shown
     if cause:
         assert module in report.findings[0].module, shown

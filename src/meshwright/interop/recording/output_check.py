@@ -39,7 +39,8 @@ class OutputCheck:
             for at, micro in enumerate(self.topology.recorded(rank, self.judge.step).micro_batches):
                 source = self.topology.source_of(rank, at)
                 for each in micro.outputs if source is not None else ():
-                    recorded[each.path, each.call].append((rank, source, each))  # type: ignore[arg-type]
+                    if each.path not in self.topology.divided[rank]:
+                        recorded[each.path, each.call].append((rank, source, each))  # type: ignore[arg-type]
         pairs = [
             (found.outputs[0].digest, self.judge.other.outputs[key].outputs[0].digest)
             for key, found in self.judge.truth.outputs.items()

@@ -8,7 +8,7 @@ assigned to the replicas in the order of ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -64,15 +64,25 @@ class RecordedTopology:
     def stages(self) -> list[list[int]]:
         """Returns the ranks of each pipeline stage, the first stage first."""
         found: dict[int, list[int]] = defaultdict(list)
+        # a module without parameters of its own, such as a sequence of layers, may be in every stage
+        owners = {name.rpartition(".")[0] for name in self.canonical}
         for rank, trace in enumerate(self.traces):
-            paths = [
-                self.positions[each.path]
-                for micro in trace.header.steps[0].micro_batches
-                for each in micro.outputs
-                if each.path and each.path in self.positions
-            ]
-            found[min(paths, default=0)].append(rank)
+            paths = _output_paths(trace) & self.positions.keys()
+            found[min((self.positions[path] for path in paths & owners or paths), default=0)].append(rank)
         return [found[position] for position in sorted(found)]
+
+    @cached_property
+    def divided(self) -> list[set[str]]:
+        """Returns, for each rank, the modules of which other stages have a part. Their outputs are not those of the
+        full model."""
+        own = [set().union(*(_output_paths(self.traces[rank]) for rank in stage)) for stage in self.stages]
+        outer = [_containers(paths) for paths in own]
+        found: list[set[str]] = [set() for _ in self.traces]
+        for at, stage in enumerate(self.stages):
+            others = set().union(*(outer[:at] + outer[at + 1 :]))
+            for rank in stage:
+                found[rank] = own[at] & others
+        return found
 
     @cached_property
     def replicas(self) -> list[list[int]]:
@@ -234,6 +244,16 @@ class RecordedTopology:
         if len(different) == 1 and sum(mask.shape[different[0]] for mask in masks) == shape[different[0]]:
             return self.sequences.sort([rank for rank, *_ in found], torch.cat(masks, different[0]), different[0])
         return None
+
+
+def _output_paths(trace: RankTrace) -> set[str]:
+    """Returns the modules whose outputs a rank has recorded, without the model itself."""
+    return {each.path for micro in trace.header.steps[0].micro_batches for each in micro.outputs} - {""}
+
+
+def _containers(paths: Collection[str]) -> set[str]:
+    """Returns the modules that contain the modules `paths`."""
+    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
 
 
 def unpack_mask(bits: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
