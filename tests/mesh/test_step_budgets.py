@@ -1,5 +1,6 @@
-"""Budgets of a training step on a device with streams: how often the host waits for a value of the device, and how many
-kernels a block launches. The device is played on the CPU (recording_backend.py)."""
+"""Budgets of a training step on a device with streams: how often the host waits for a value of the device, how many
+kernels a block launches, and how many graph breaks a compiled block has. The device is played on the CPU
+(recording_backend.py)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ import pytest
 import torch
 from equality import make_batch, make_optimizer
 from recording_backend import recording_device
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from traced_mesh import trace
 
 from meshwright.models.registry import build_reference_model
+from meshwright.runtime import compile
+from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -114,3 +119,36 @@ def test_a_block_launches_no_more_kernels_than_its_budget() -> None:
         counts.append(kernels.count)
     of_a_block = counts[1] - counts[0]
     assert of_a_block["mm"] > 0 and sum(of_a_block.values()) / 2 <= KERNELS_OF_A_BLOCK, of_a_block
+
+
+GRAPH_BREAKS = {
+    "dp2.compile": (0, 1),
+    "dp2.z3.compile": (0, 1),
+    "tp2.compile": (9, 8),
+    "tp2.sp.compile": (11, 8),
+    "cp2.compile": (3, 4),
+    "cp2.ulysses.compile": (3, 4),
+}
+"""By plan: the breaks of the graph of a block of a Llama, and the compiled graphs that its forward calls. The goal is 0
+and 1: each call is overhead of the host, and the compiler fuses nothing across a break. A number may only fall."""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own
+@pytest.mark.parametrize("plan", GRAPH_BREAKS)
+def test_a_compiled_block_has_no_more_graph_breaks_than_its_budget(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts in one step of two micro-batches of two blocks. Equal blocks share what is compiled for the first one."""
+    calls: list[int] = []
+
+    def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        return lambda *given: (calls.append(1), graph.forward(*given))[1]
+
+    monkeypatch.setattr(compile, "compiler_backend", lambda: counting)
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        trace(parse_plan(plan), "llama", [0], steps=1)
+        found = sum(counters["graph_break"].values()), len(calls) / 4
+        assert found == GRAPH_BREAKS[plan], dict(counters["graph_break"])
+    finally:
+        torch._dynamo.reset()
+        counters.clear()
