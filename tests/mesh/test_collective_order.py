@@ -3,12 +3,15 @@ wait for each other in a circle. The ranks are traced on the paths of NCCL (trac
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 from traced_mesh import RankTrace, differences, stuck, trace
 
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.grid import Coords, RankGrid
+from meshwright.spec.plan import Plan, parse_plan
 
 DENSE = """
 dp64 dp64.mb2 dp64.z1 dp64.z2 dp64.z3 dp64.z3.rc-full dp8x8.z1 dp8x8.z2 dp8x8.z3 dp64x1.z1 dp64.z3.lc2
@@ -75,3 +78,127 @@ def test_two_calls_in_the_wrong_order_on_one_rank_are_found(small: list[RankTrac
         checked += 1
         assert found, f"nobody notices {two} before {one}"
     assert checked > 20
+
+
+def program(trace: RankTrace, grid: RankGrid) -> list[Any]:
+    """Returns the calls of a rank with each communicator and each peer relative to the rank's own coordinates."""
+    own = grid.place(trace.rank)
+    shapes: dict[Any, Any] = {}
+
+    def relative(ranks: tuple[int, ...]) -> Any:
+        if ranks not in shapes:
+            places = [grid.place(rank) for rank in ranks]
+            lowest = Coords(*map(min, zip(*places, strict=True)))
+            shapes[ranks] = hash(
+                tuple(tuple(one - low for one, low in zip(place, lowest, strict=True)) for place in places)
+            )
+        return shapes[ranks]
+
+    def distance(rank: int) -> tuple[int, ...]:
+        return tuple((to - at) % size for to, at, size in zip(grid.place(rank), own, grid.sizes, strict=True))
+
+    return [
+        [(relative(call.group[0]), call.group[1], call.what, tuple(map(distance, call.pair or ()))) for call in launch]
+        for launch in trace.launches
+    ]
+
+
+def programs_by_states(traces: list[RankTrace], plan: Plan) -> dict[tuple[int, int], list[list[Any]]]:
+    """Returns by pipeline coordinate and shard of the states the different programs of these ranks."""
+    grid, found = RankGrid(plan), dict[tuple[int, int], list[list[Any]]]()
+    for each in traces:
+        known = found.setdefault((grid.place(each.rank).pp, grid.holding(each.rank)[1]), [])
+        one = program(each, grid)
+        known += [one] * (one not in known)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("llama", "dp2x2.tp2.sp.z1"),
+        pytest.param("llama", "dp2x2.tp2.sp.pp4.cp2.z1", marks=pytest.mark.soak),
+        pytest.param("llama", "dp16.tp4.sp.interleaved2.pp2.z3", marks=pytest.mark.soak),
+        pytest.param("mixture", "dp8.tp2.sp.pp4.ep4.interleaved2.z1", marks=pytest.mark.soak),
+    ],
+)
+def test_the_calls_of_a_rank_depend_on_its_stages_and_its_shard_alone(kind: str, plan: str) -> None:
+    """So some tensor ranks, context ranks and replicas represent the others (`sampled_ranks`)."""
+    parsed = parse_plan(plan)
+    traces = trace(parsed, kind, range(parsed.world), steps=1)
+    found = programs_by_states(traces, parsed)
+    assert {key: len(programs) for key, programs in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == parsed.pp * parsed.shards and differences(traces) == []
+
+
+LARGE = """
+llama3-405b      1024 llama   dp4x128.tp2.sp.z3.rc-sac.off-activations
+llama3-70b       1024 llama   dp4x128.cp2.z3.rc-full12+sac
+qwen3-235b-a22b  1024 mixture dp4x256.z3.mb4.rc-full
+gpt3-175b        1024 tied    dp16.tp4.sp.pp8.cp2.z1.mb3.interleaved12
+mt-nlg-530b      1024 tied    dp16.tp8.sp.pp8.z1.interleaved13
+mixtral-8x22b    1024 mixture dp8x4.pp4.cp8.ep8.z1.interleaved14
+nemotron4-340b   4096 llama   dp16x128.tp2.sp.z3.mb2.rc-sac.off-activations
+gpt-1t-sc21      4096 tied    dp32.tp8.sp.pp16.z1.interleaved8
+deepseek-v3      4096 mixture dp2x16.pp32.cp4.ep8.z1
+llama3-405b      4096 llama   dp2x4.tp4.sp.pp32.cp4.z1.zbv
+"""
+"""The planner's first plan that this version runs (`meshwright plan --runnable`) for large models of the catalogue on
+128 or 512 nodes of 8 h100-80gb or a100-80gb, with the world size and the kind of `constant_model` that is traced."""
+
+
+def sampled_ranks(plan: Plan) -> list[int]:
+    """Returns all pipeline ranks of the first rank, and of the first and the last rank the lines along each axis: all
+    ranks of a line if these are at most 8, else the first three, the middle one and the last one. If the states are
+    sharded over more ranks, a tensor rank beside each of these too, as both reduce what their shard has in common."""
+    grid, found = RankGrid(plan), {*RankGrid(plan).along(0, "pp")}
+    for end in (0, plan.world - 1):
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            line = grid.along(end, axis)
+            ranks = {*line} if len(line) <= 8 else {*line[:3], line[len(line) // 2], line[-1]}
+            found |= ranks.union(*(grid.along(rank, "tp")[:2] for rank in ranks if axis == "dp_shard"))
+    return sorted(found)
+
+
+def most_groups(plan: Plan, kind: str) -> int:
+    """Returns the largest number of communicators of a rank: at most 9 for data, tensor and pipeline parallelism (all
+    ranks, an axis each of pp, tp, shards and replicas, and one to and one from each of two pipeline neighbours), the
+    one of tied weights, 3 of context ranks and 5 of experts."""
+    axes = (plan.pp, plan.tp, plan.shards, plan.state_replicas)
+    messages = 2 * min(2, plan.pp - 1)
+    return 1 + sum(size > 1 for size in axes) + messages + (kind == "tied") + 3 * (plan.cp > 1) + 5 * (plan.ep > 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "name"),
+    [
+        pytest.param(int(world), kind, plan, id=f"{model}-{world}", marks=[pytest.mark.soak] * (at > 0))
+        for at, (model, world, kind, plan) in enumerate(map(str.split, LARGE.strip().splitlines()))
+    ],
+)
+def test_sampled_ranks_of_a_large_mesh_call_each_collective_in_one_order(
+    world: int, kind: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Traces `sampled_ranks` in the set-up and one step of as many micro-batches as pipeline ranks. All rules of the
+    64-rank meshes hold for the calls of these ranks among each other. The plan is the planner's. The model is small, so
+    that nothing large is allocated: one block for each virtual stage (one more than the blocks that the plan recomputes
+    differently), a hidden size of 16, as many experts as expert ranks, at least 8."""
+    plan = parse_plan(name)
+    assert plan.world == world
+    traces = trace(plan, kind, sampled_ranks(plan), steps=1, micro_batches=plan.pp)
+    assert all(each.launches for each in traces)
+    assert differences(traces) == [] and stuck(traces) == []
+    assert all(len(programs) == 1 for programs in programs_by_states(traces, plan).values())
+    groups = max(len({call.group for call in chain(*each.launches)} | {*each.groups.values()}) for each in traces)
+    setup = sorted(each.setup for each in traces)
+    for what, value in {
+        "ranks": len(traces), "groups of a rank": groups, "groups that a rank creates": len(traces[0].created),
+        "CPU seconds of the set-up, median": setup[len(setup) // 2], "longest": setup[-1],
+    }.items():  # fmt: skip
+        record_property(what, value)
+    assert groups <= most_groups(plan, kind)
+    assert setup[-1] < LONGEST_SETUP
+
+
+LONGEST_SETUP = 30.0
+"""CPU seconds. With groups found by a search of all ranks for each rank, 4,096 ranks take minutes each."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +51,8 @@ class Call:
 class RankTrace:
     """What one rank does, in order: the process groups that it creates, its own and others, and its launches. A launch
     is one collective, one message, or messages that start together. `header`: the content of messages that state a
-    shape (runtime/pipeline/p2p.py)."""
+    shape (runtime/pipeline/p2p.py). `setup`: CPU seconds of `parallelize`. `trains`: whether the
+    set-up has ended."""
 
     rank: int
     world: int
@@ -57,12 +60,16 @@ class RankTrace:
     created: list[tuple[int, ...]] = field(default_factory=list)
     launches: list[list[Call]] = field(default_factory=list)
     groups: dict[dist.ProcessGroup, Communicator] = field(default_factory=dict)
+    counts: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    setup: float = 0.0
+    trains: bool = False
 
     def new_group(self, ranks: Sequence[int] | None, *arguments: Any, **more: Any) -> Any:
         every = tuple(range(self.world)) if ranks is None else tuple(ranks)
         made = CREATE(ranks, *arguments, **more)
         if isinstance(made, dist.ProcessGroup):
-            self.groups[made] = (every, self.created.count(every))
+            self.groups[made] = (every, self.counts[every])
+        self.counts[every] += 1
         self.created.append(every)
         return made
 
@@ -194,25 +201,28 @@ def traced_rank(rank: int, world: int, header: Sequence[int] = ()) -> Iterator[R
 
 
 SEQUENCE, HIDDEN = 16, 16
+ROUTE = moe.MoeRouter.forward
 
 
 def balanced_router(router: moe.MoeRouter, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives all experts the same number of tokens."""
+    """Gives all experts the same number of tokens in training. Before, checks compare routes under other shapes."""
+    if not TRACES[-1].trains:
+        return ROUTE(router, hidden)
     scores = F.linear(hidden, router.weight)
     index = torch.arange(len(hidden) * router.top_k).view(-1, router.top_k) % len(router.weight)
     return scores.gather(1, index).softmax(-1), index
 
 
 @functools.cache
-def graph_of(kind: str, layers: int) -> ModelGraph:
-    return analyze_model(constant_model(kind, layers), use_random_weights=True)
+def graph_of(kind: str, layers: int, experts: int = 8) -> ModelGraph:
+    return analyze_model(constant_model(kind, layers, experts), use_random_weights=True)
 
 
-def constant_model(kind: str, layers: int) -> nn.Module:
+def constant_model(kind: str, layers: int, experts: int = 8) -> nn.Module:
     """A model of `kind` ('llama', 'tied' or 'mixture') whose shards are equal on all ranks."""
     sizes: dict[str, Any] = {"layers": layers, "hidden": HIDDEN, "heads": 8, "kv_heads": 8, "ffn": 32, "vocab": 64}
     if kind == "mixture":
-        sizes |= {"kind": "decoder", "experts": 8, "top_k": 2, "moe_ffn": 32}
+        sizes |= {"kind": "decoder", "experts": experts, "top_k": 2, "moe_ffn": 32}
     model = build_reference_model({**sizes, "seq": SEQUENCE, "tied": kind == "tied"})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -220,18 +230,23 @@ def constant_model(kind: str, layers: int) -> nn.Module:
     return model
 
 
-def trace(plan: Plan, kind: str, ranks: Iterable[int], steps: int = 2) -> list[RankTrace]:
-    """Returns what `ranks` of the plan do in the set-up and in `steps` steps without checks."""
+def trace(
+    plan: Plan, kind: str, ranks: Iterable[int], steps: int = 2, micro_batches: int | None = None
+) -> list[RankTrace]:
+    """Returns what `ranks` of the plan do in the set-up and in `steps` steps without checks. Each replica has
+    `micro_batches`, by default two for each pipeline rank and two more."""
     found = []
-    layers = max(2, plan.stages)
-    graph_of(kind, layers)
+    size = (kind, max(2, plan.stages * (1 + plan.recompute_layers)), max(8, plan.ep))
+    graph = graph_of(*size)
     shape = (plan.micro_batch, SEQUENCE // plan.cp // (plan.tp if plan.sequence_parallel else 1), HIDDEN)
-    rows = (sum(plan.shares) or plan.dp * (2 * plan.pp + 2 * (plan.pp > 1))) * plan.micro_batch
+    micro_batches = micro_batches or 2 * plan.pp + 2 * (plan.pp > 1)
+    rows = (sum(plan.shares) or plan.dp * micro_batches) * plan.micro_batch
     batch = {name: torch.arange(SEQUENCE).repeat(rows, 1) for name in ("input_ids", "labels")}
     for rank in ranks:
         with traced_rank(rank, plan.world, (1, 3, *shape)) as record:
-            model = constant_model(kind, layers)
-            made = parallelize(model, still, plan, anatomy=graph_of(kind, layers), clip=1.0, prove="never")
+            model, began = constant_model(*size), time.process_time()
+            made = parallelize(model, still, plan, anatomy=graph, clip=1.0, prove="never")
+            record.setup, record.trains = time.process_time() - began, True
             made.engine.preflight.skip()
             made.engine.preflight.analysed = None
             for _ in range(steps):
