@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from recording_backend import RecordedEvent, RecordedStream, RecordingBackend
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwright.analysis import dry_run
 from meshwright.runtime.backend import Backend, CpuBackend
 from meshwright.runtime.offload.swap_file import SwapFile
 from meshwright.train.memory_checkpointer import D2HStaging
@@ -315,6 +316,11 @@ def detected_races(dropped: str = "") -> Iterator[RaceDetector]:
             detector.run("memmove", [part], [], False)
             yield at, part
 
+    @contextmanager
+    def hidden_from_others() -> Iterator[None]:
+        with _disable_current_modes(), Accesses(detector):
+            yield
+
     arrived = D2HStaging.parts
     Backend.by_type["cpu"] = detector
     try:
@@ -326,6 +332,7 @@ def detected_races(dropped: str = "") -> Iterator[RaceDetector]:
             mock.patch.object(D2HStaging, "parts", parts),
             mock.patch.object(SwapFile, "read", moved("read")),
             mock.patch.object(SwapFile, "write", moved("write")),
+            mock.patch.object(dry_run, "_disable_current_modes", hidden_from_others),
             Accesses(detector),
         ):
             yield detector

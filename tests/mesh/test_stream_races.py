@@ -16,7 +16,13 @@ from meshwright.core.ipc import Heartbeat, RankPhase, open_heartbeats
 from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import parallelize
 
-PLANS = ("dp1", "off-activations.mb4", "off-activations-disk.mb4", "off-optimizer")
+HOST_WEIGHTS = "z3.off-optimizer.off-parameters.mb2"
+FILE_WEIGHTS = "z3.off-optimizer-disk.off-parameters-disk.mb2"
+HOST_GRADIENTS = "z3.off-optimizer.off-gradients.mb2"
+PLANS = (
+    "dp1", "off-activations.mb4", "off-activations-disk.mb4", "off-optimizer", HOST_WEIGHTS, FILE_WEIGHTS,
+    HOST_GRADIENTS,
+)  # fmt: skip
 
 EQUIVALENT = {
     ("off-activations.mb4", "wait_event of activation_offload.py:OffloadedTensor.__del__"),
@@ -24,8 +30,18 @@ EQUIVALENT = {
     # In a whole step, `take` has waited. The wait is for a graph that is dropped without a backward.
     ("off-activations-disk.mb4", "wait_event of activation_offload.py:OffloadedTensor.let_go"),
     # The host has waited for the file, which a thread writes after it has waited for the copy.
-    ("off-optimizer", "wait_stream of offloaded.py:OffloadedShard.__init__"),
-    # Each copy of this plan follows the same wait in `apply_offloaded_update`.
+    *(
+        (plan, "wait_stream of offloaded.py:OffloadedShard.__init__")
+        for plan in ("off-optimizer", HOST_WEIGHTS, FILE_WEIGHTS, HOST_GRADIENTS)
+    ),
+    # Each copy of these plans follows the same wait in `apply_offloaded_update`.
+    (HOST_GRADIENTS, "wait_stream of updater.py:apply_offloaded_update"),
+    # The host has waited for the copies of the gradients, which follow all kernels that use the weights.
+    (HOST_WEIGHTS, "wait_event of param_swapper.py:CpuShard.release"),
+    (FILE_WEIGHTS, "wait_event of param_swapper.py:NvmeShard.release"),
+    # In a whole step, `acquire` has waited. The wait is for weights that are fetched and not used.
+    (FILE_WEIGHTS, "synchronize of swapper.py:StateSwapper._new_pages"),
+    # The allocator of pinned memory waits for the copies out of freed memory too.
 }
 """Waits whose absence cannot be seen in a step, by plan."""
 
