@@ -28,7 +28,7 @@ settings.register_profile("new", **CALM)
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("MESHWRIGHT_TEST_DEVICE") != "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks of the tests share memory, which devices do not
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are written for CPU ranks
     os.environ.setdefault("MESHWRIGHT_MEASURED", "0")  # what somebody measured on this machine must not change answers
     os.environ.setdefault(
         "MESHWRIGHT_PROVE", "never"

@@ -1,23 +1,23 @@
-"""`make gpu-check`: what a CUDA device does beside what the planner says of it, in six parts.
+"""`make gpu-check`: measures a CUDA device in six parts, and compares the results with the planner's estimates.
 
-    A device    matrix products, attention, memory, copies, and the product's own probe
-    B training  layers of Llama 3 8B, eager and compiled: MFU, step and memory beside the estimates
-    C memory    plans that save memory: bytes, peaks and losses beside the estimates
-    D options   the first loss in float32, copies of activations beside kernels, fp8 beside bf16
-    E mesh      2 to 8 ranks over NCCL, every plan against one device
-    F faults    training that is killed, resumed and watched
+    A device    matrix products, attention, memory, copies, and the result of `meshwright probe`
+    B training  layers of Llama 3 8B, eager and compiled: MFU, step time and memory
+    C memory    plans that save memory: bytes, peaks and losses
+    D options   the first loss in float32, offloaded activations, fp8
+    E mesh      2 to 8 ranks over NCCL, every plan compared with one device
+    F faults    training that is killed and resumed
 
     make gpu-check                       # all parts
     make gpu-check ARGS="--parts E,B,A"  # some of them, in this order
     make gpu-check ARGS=--mesh           # part E alone
     make gpu-check ARGS=--again          # also parts that have results of this device and this version
-    make gpu-check ARGS=--cpu            # the same programs on the CPU, tiny: tests them, not a device
+    make gpu-check ARGS=--cpu            # runs the same programs on the CPU with a tiny model, to test the programs
 
 Each part runs in a process of its own, for at most 10 minutes, prints claims with figures and verdicts, and writes
-bench/results/gpu/<part>.json; bench/results/gpu.md is the table of all. A part that has results is left out, so an
-interrupted check goes on. On fewer than 8 devices part E needs NCCL 2.30 or later; MESHWRIGHT_NCCL names the file
-libnccl.so.2 of one that is later than torch's. Exit codes: 0 all required claims are met, 1 one is missed, 2 no device
-or bad input.
+bench/results/gpu/<part>.json; bench/results/gpu.md is the table of all. A part that has results is skipped, so an
+interrupted check can be continued. On fewer than 8 devices part E needs NCCL 2.30 or later. MESHWRIGHT_NCCL names the
+file libnccl.so.2 of a later version than torch's. Exit codes: 0 all required claims are met, 1 one is missed, 2 no
+device or bad input.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -63,7 +63,7 @@ class Findings:
     data: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Writes the findings to the file `MESHWRIGHT_PART_FILE`. A part that is cut off leaves what it saved last."""
+        """Writes the findings to the file `MESHWRIGHT_PART_FILE`. If the part is stopped later, this file remains."""
         found = {"claims": [asdict(claim) for claim in self.claims], "data": self.data}
         Path(os.environ["MESHWRIGHT_PART_FILE"]).write_text(json.dumps(found, default=str))
 
@@ -130,7 +130,7 @@ def make_batch(sizes: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Frees all memory without owner and restarts the count of the peak. Returns the bytes that are still allocated."""
+    """Frees unused memory and resets the peak counter. Returns the bytes that are still allocated."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -150,7 +150,6 @@ class Measured:
     bytes: dict[str, int]
     peak: int
     reserved: int
-    first_step: float
 
 
 @contextmanager
@@ -201,9 +200,7 @@ def train(sizes: dict[str, Any], job: Job, plan: Plan, steps: int, device: torch
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    return Measured(
-        losses, statistics.median(seconds[WARM_STEPS:]), trainer.bytes(), max(peak - before, 0), reserved, seconds[0]
-    )
+    return Measured(losses, statistics.median(seconds[WARM_STEPS:]), trainer.bytes(), max(peak - before, 0), reserved)
 
 
 def relative(measured: float, expected: float) -> float:
@@ -214,6 +211,26 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def spread(values: Sequence[float]) -> float:
-    """The largest relative difference from the first value."""
-    return max(abs(value / values[0] - 1) for value in values)
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of `spans`, (start, stop) each, as spans that do not overlap.
+
+    >>> joined([(3, 4), (0, 2), (1, 2.5)])
+    [(0, 2.5), (3, 4)]
+    """
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """The time that spans of both lists cover.
+
+    >>> common([(0, 4), (6, 8)], [(1, 2), (3, 7)])
+    3
+    """
+    lengths = [sum(stop - start for start, stop in joined(spans)) for spans in (one, other, one + other)]
+    return lengths[0] + lengths[1] - lengths[2]

@@ -1,5 +1,5 @@
-"""Part A, device: matrix products of the shapes of Llama 3 8B with clock and power, attention by kernel, memory
-bandwidth, pinned copies both ways, the bytes of a context, and the product's own probe beside these figures."""
+"""Part A, device: measures matrix products of the shapes of Llama 3 8B with clock and power, attention by kernel,
+memory bandwidth, pinned copies in both directions, and the bytes of a context. Compares the results with the probe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRODUCTS = {
 """Input and output features of the products of a block of Llama 3 8B, and of its head."""
 
 SECONDS_EACH = 3.0
-"""How long each product repeats: the clock falls when the device grows warm."""
+"""Duration of each measurement of a product. The clock falls while the device becomes warm."""
 
 PROBE_TOLERANCE = 0.10
 

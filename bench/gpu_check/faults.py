@@ -1,5 +1,6 @@
-"""Part F, faults: a trainer that loads what another one saved goes on as if nothing had been; `meshwright train` trains
-on one device, again from where it stopped, watches the memory of a step, and heals a rank that is killed."""
+"""Part F, faults: checks that a trainer that loads a checkpoint has the losses of an uninterrupted run, and that
+`meshwright train` trains on one device, continues from its checkpoint, traces the memory of a step, and recovers a rank
+that is killed."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.memory import read_timelines
 
-GOES_ON = (("dp1", True, False), ("dp1", None, False), ("dp1", True, True), ("dp1.off-optimizer50", True, False))
-"""Plans under which a run goes on, with whether the optimizer uses fused kernels and whether sums are exact. The last
+RESUMED_PLANS = (("dp1", True, False), ("dp1", None, False), ("dp1", True, True), ("dp1.off-optimizer50", True, False))
+"""Plans under which a run continues, with whether the optimizer uses fused kernels and whether sums are exact. The last
 one, which offloads half of the states, is for CUDA only."""
 
 LOSS_TOLERANCE = 1e-5
@@ -33,7 +34,7 @@ LIMIT = 240.0
 
 
 def saved_and_loaded(plan: str, fused: bool | None, exact: bool) -> tuple[list[float], list[float]]:
-    """The losses of three steps behind the first one, without a stop and with one."""
+    """The losses of steps 2 to 4, without an interruption and from a checkpoint."""
     batch, kind = make_batch(TINY, 4), mw.recipe("fp32").but(exact=exact)
 
     def make() -> Any:
@@ -58,11 +59,11 @@ def saved_and_loaded(plan: str, fused: bool | None, exact: bool) -> tuple[list[f
 
 
 def check_saves(found: Findings, tiny: bool) -> None:
-    for plan, fused, exact in GOES_ON[:3] if tiny else GOES_ON:
-        name = f"{plan}{', exact' if exact else ''}{', fused' if fused else ''}: goes on from a checkpoint"
+    for plan, fused, exact in RESUMED_PLANS[:3] if tiny else RESUMED_PLANS:
+        name = f"{plan}{', exact' if exact else ''}{', fused' if fused else ''}: continues from a checkpoint"
         try:
             through, again = saved_and_loaded(plan, fused, exact)
-        except Exception as error:  # the other plans are tried all the same
+        except Exception as error:  # an error of one plan must not prevent the others
             found.claim(name, first_line(error), False)
             continue
         apart = max(abs(one / other - 1) for one, other in zip(again, through, strict=True))
@@ -97,12 +98,12 @@ def check_command(found: Findings, bench: Bench, folder: Path) -> None:
     try:
         (timeline,) = read_timelines(folder)
     except InputError as error:
-        found.claim("train: the memory of a step is watched", str(error), False)
+        found.claim("train: the memory of a step is traced", str(error), False)
         return
     counted = {record["step"]: record["memory"] for record in records}[timeline.step]["total"]
     near = abs(timeline.total / counted - 1) <= MEMORY_TOLERANCE
     figure = f"{show_bytes(timeline.total)}, the device counts {show_bytes(counted)}"
-    found.claim(f"train: watched memory within {MEMORY_TOLERANCE:.0%} of the device's count", figure, near)
+    found.claim(f"train: traced memory within {MEMORY_TOLERANCE:.0%} of the device's count", figure, near)
 
 
 def check_kill(found: Findings, bench: Bench, folder: Path) -> None:
@@ -135,7 +136,9 @@ def check_kill(found: Findings, bench: Bench, folder: Path) -> None:
     figure = f"killed at step {at}, next step after {show_seconds(again)}, losses {apart:.1e} apart" if again else ""
     met = complete and apart <= LOSS_TOLERANCE * (1 if bench.tiny else 1000)
     found.data["killed"] = {"step": at, "recovery": again, "apart": apart}
-    found.claim("train: a killed rank is healed, and losses are those without the kill", figure or said[-300:], met)
+    found.claim(
+        "train: a killed rank recovers, and the losses are those of a run without the kill", figure or said[-300:], met
+    )
 
 
 def run(bench: Bench) -> Findings:

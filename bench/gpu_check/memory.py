@@ -1,5 +1,5 @@
-"""Part C, memory: plans that save memory, beside the plain plan. The bytes of parameters, gradients and optimizer
-states and the peak beside the estimate, and losses that are those of the plain plan."""
+"""Part C, memory: trains under plans that save memory. Compares the bytes of parameters, gradients and optimizer
+states and the memory peak with the estimate, and the losses with those of the plan without these options."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SIZES: dict[str, Any] = {
     "layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 2816, "vocab": 32000, "seq": 2048,
 }  # fmt: skip
 BATCH = 16
-WAYS = (
+OPTIONS = (
     "", "rc-full", "rc-attn", "lc4", "compile", "off-activations", "off-optimizer", "off-optimizer50",
     "off-optimizer-disk", "z3.off-parameters", "z2.off-optimizer.off-gradients",
     "z3.off-optimizer.off-gradients.off-parameters",
 )  # fmt: skip
-"""What each plan adds to the plain plan, which comes first."""
+"""The options that each plan adds to `dp1`. The plan without options comes first."""
 
 FIRST_LOSS_TOLERANCE, LAST_LOSS_TOLERANCE = 1e-6, 1e-3
 """Relative differences of losses: a chunked loss and kernels for bfloat16 may sum in another order."""
@@ -64,12 +64,12 @@ def run(bench: Bench) -> Findings:
     job = make_job(sizes, bench.cluster, batch, precision)
     plain: Measured | None = None
     # The memory of a CPU is the host's memory: nothing can be offloaded there.
-    for way in WAYS if not bench.tiny else [way for way in WAYS if "off" not in way and way != "compile"]:
+    for way in OPTIONS if not bench.tiny else [way for way in OPTIONS if "off" not in way and way != "compile"]:
         plan = parse_plan(".".join(part for part in ("dp1", f"mb{batch // 4}", way) if part))
         try:
             estimate = mw.estimate(job, plan)
             measured = train(sizes, job, plan, bench.steps, bench.device)
-        except Exception as error:  # the other plans are measured all the same
+        except Exception as error:  # an error of one plan must not prevent the others
             found.claim(f"{plan.name}: trains", first_line(error), False)
             continue
         plain = plain or measured

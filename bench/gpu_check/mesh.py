@@ -1,7 +1,6 @@
-"""Part E, mesh: 2 to 8 ranks over NCCL, every plan against one device: losses, gradients and weights of three steps.
-With fewer devices than ranks, all ranks share one device, which NCCL 2.30 and later support
-(NCCL_MULTI_RANK_GPU_ENABLE); MESHWRIGHT_NCCL names a library to use instead of torch's own. The models, the plans and
-the tolerances are those of tests/ranks/equality.py. One device is here the CPU with plain PyTorch."""
+"""Part E, mesh: trains under 40 plans on up to 8 ranks over NCCL, and compares losses, gradients and weights with plain
+PyTorch on the CPU. The models and tolerances are those of tests/ranks/equality.py. On a machine with one device, all
+ranks share it, which NCCL 2.30 and later support; MESHWRIGHT_NCCL names a library to use instead of torch's."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ PLANS = (
 """Each parallel axis alone, their pairs, each pipeline schedule, offload, and eight ranks last."""
 
 LIMIT = 45.0
-"""Seconds in which a plan must end. A rank that waits for ever is a failure."""
+"""Time limit of a plan in seconds."""
 
 EQUAL_PLANS_GOAL = 20
 MOST_RANKS, SHARING_NCCL = 8, (2, 30)
@@ -53,8 +52,8 @@ SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NC
 
 @contextmanager
 def shared_scheduler() -> Iterator[bool]:
-    """Starts CUDA's multi-process service, if this machine has it, and ends it. Without it, the processes of one device
-    take turns: a collective of eight ranks takes 126 ms instead of 0.05 ms (H100). Yields whether it runs."""
+    """Starts CUDA's multi-process service, if this machine has it, and ends it. Without it, the device runs one
+    process at a time: a collective of eight ranks takes 126 ms instead of 0.05 ms (H100). Yields whether it runs."""
     program = shutil.which("nvidia-cuda-mps-control") or "/usr/local/nvidia/bin/nvidia-cuda-mps-control"
     if not Path(program).is_file() or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield False

@@ -1,11 +1,13 @@
-"""Part B, training: a model with the layers of Llama 3 8B, as many as fit, eager and compiled. The causal MFU, the step
-and the memory beside their estimates, the time by category of kernel, the idle share, and waits of the host."""
+"""Part B, training: a model with the layers of Llama 3 8B, as many as fit, eager and compiled. Compares step time and
+memory with the estimates, and measures the causal MFU, the time by kernel category, the fraction of a step in which the
+device is idle, and how often the host waits for the device."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -19,6 +21,7 @@ from bench.gpu_check.common import (
     choose_plan,
     first_line,
     free_memory,
+    joined,
     make_batch,
     make_job,
     make_trainer,
@@ -46,6 +49,14 @@ CATEGORIES = {
     "compiled": ("triton",),
 }
 """Parts of kernel names, in lower case, by category. The first match counts; all else is `other`."""
+
+
+HOPPER = 989.4e12
+NOMINAL_FLOPS = {
+    "NVIDIA H100 80GB HBM3": HOPPER, "NVIDIA H200": HOPPER, "NVIDIA GH200 480GB": HOPPER,
+    "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12,
+}  # fmt: skip
+"""Dense bf16 FLOP/s of the data sheet, by the name that the driver reports. The MFU is relative to it."""
 
 
 def category_of(kernel: str) -> str:
@@ -86,7 +97,7 @@ def select(bench: Bench, compiled: bool) -> tuple[dict[str, Any], Job, Plan, Any
 
 
 def profile_step(trainer: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One step under torch's profiler: seconds of kernels by category, idle share of the device, waits of the host."""
+    """Profiles one step: seconds of kernels by category, idle fraction of the device, and waits of the host."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -107,10 +118,7 @@ def profile_step(trainer: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]
             names[event.name[:100]] += (stop - start) / 1e6
             kernels.append((start, stop))
     span = (max(stop for _, stop in kernels) - min(start for start, _ in kernels)) / 1e6 if kernels else 0.0
-    busy, until = 0.0, 0.0
-    for start, stop in sorted(kernels):
-        busy += max(stop - max(start, until), 0.0) / 1e6
-        until = max(until, stop)
+    busy = sum(stop - start for start, stop in joined(kernels)) / 1e6
     waits["cudaDeviceSynchronize"] -= 1  # that of this function
     return {
         "seconds": dict(seconds.most_common()), "kernels": len(kernels), "span": span,
@@ -120,7 +128,8 @@ def profile_step(trainer: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]
 
 
 class Laps:
-    """Seconds between marks, printed as they pass: a part that is cut off shows where."""
+    """Measures the seconds of consecutive sections, and prints each at its end. If a part exceeds its time limit, the
+    output shows in which section."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -161,7 +170,7 @@ def measure(bench: Bench, compiled: bool) -> Findings:
     step = statistics.median(seconds)
     flops = causal_flops(sizes, job.model.parameters, job.workload.tokens)
     peak_rate = job.cluster.groups[0].device.peak.get("bf16", 0.0)
-    nominal = NOMINAL.get(bench.name, 0.0)
+    nominal = NOMINAL_FLOPS.get(bench.name, 0.0)
     mfu = flops / step / nominal if nominal else 0.0
     found.data |= {
         "model": sizes, "parameters": job.model.parameters, "plan": plan.name, "losses": losses, "seconds": seconds,
@@ -200,25 +209,18 @@ def measure(bench: Bench, compiled: bool) -> Findings:
     return found
 
 
-NOMINAL = dict.fromkeys(
-    ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 SXM5 80GB", "NVIDIA GH200 480GB"), 989400000000000.0
-) | {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12}
-"""Dense bf16 FLOP/s of the data sheet by the driver's name of a device. MFU is relative to it."""
-
-
 def run(bench: Bench) -> Findings:
     found = Findings()
     for compiled in (False, True) if not bench.tiny else (False,):
+        kind = "compiled" if compiled else "eager"
         try:
             one = measure(bench, compiled)
-        except Exception as error:  # the other way is measured all the same
-            found.claim(f"{'compiled' if compiled else 'eager'}: trains", first_line(error), False)
-            import traceback
-
-            found.data[f"{'compiled' if compiled else 'eager'}_error"] = traceback.format_exc()
+        except Exception as error:  # an error in eager mode must not prevent the compiled run
+            found.claim(f"{kind}: trains", first_line(error), False)
+            found.data[f"{kind}_error"] = traceback.format_exc()
             continue
         found.claims += one.claims
-        found.data["compiled" if compiled else "eager"] = one.data
+        found.data[kind] = one.data
         found.save()
         if not bench.tiny:
             torch._dynamo.reset()

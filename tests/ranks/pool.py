@@ -66,8 +66,8 @@ assert all(file.is_file() for file in CHECKED_FILES), "a file of CHECKED_FILES h
 
 
 DEVICE_VARIABLE = "MESHWRIGHT_TEST_DEVICE"
-"""With the value `cuda`, ranks compute on CUDA devices and communicate through NCCL (`make gpu-check`). If there are
-fewer devices than ranks, they share one device, which NCCL 2.30 and later support. Otherwise they use the CPU."""
+"""With the value `cuda`, ranks compute on CUDA devices and communicate through NCCL (`make gpu-check`). If the machine
+has one device, all ranks share it, which NCCL 2.30 and later support. With any other value, ranks use the CPU."""
 
 
 def join(rank: int, world: int, store: dist.Store, limit: timedelta) -> None:
@@ -160,7 +160,9 @@ class Pool:
         return answers
 
     def _grow(self, world: int) -> None:
-        forked = os.environ.get(DEVICE_VARIABLE) != "cuda"  # backward starts threads and the driver, in the parent too
+        forked = (
+            os.environ.get(DEVICE_VARIABLE) != "cuda"
+        )  # backward in the parent process starts the driver and threads, which a fork cannot use
         if forked and len(self._workers) < world:
             warm()
         context: Any = multiprocessing.get_context("fork" if forked else "spawn")

@@ -49,11 +49,14 @@ class GeneratorStates:
 
 
 class UsedGenerators:
-    """Generators that a run has drawn from. A generator that the code makes for one draw does not count: nothing but
-    this object refers to it then. (A generator of torch 2.11 supports no weak references.)"""
+    """Generators that a run has drawn from. A generator that the code creates for one draw does not count: after the
+    draw, only this object refers to it. It counts references because generators of torch 2.11 support no weak ones."""
 
     def __init__(self) -> None:
         self._found: dict[int, torch.Generator] = {}
+        unused = {0: torch.Generator()}
+        self._unused_count = sys.getrefcount(unused[0])
+        """The number of references to a generator to which nothing but a dictionary refers."""
 
     def add(self, generator: torch.Generator) -> None:
         """Adds `generator`."""
@@ -61,9 +64,8 @@ class UsedGenerators:
 
     def alive(self) -> list[torch.Generator]:
         """Returns the generators that other code refers to, and forgets the rest."""
-        keys = list(self._found)
-        for key in keys:
-            if sys.getrefcount(self._found[key]) <= 2:  # the dictionary, and the argument of getrefcount
+        for key in list(self._found):
+            if sys.getrefcount(self._found[key]) <= self._unused_count:
                 del self._found[key]
         return list(self._found.values())
 

@@ -145,8 +145,8 @@ class StepChecks(Protocol):
 
     stages_run: bool
     """Whether the dry run of the stages is done."""
-    accepts_shorter_rows: Callable[[Engine, Sequence[Batch]], bool] | None
-    """Returns whether the model runs the same code for shorter rows."""
+    accepts_shorter_rows: Callable[[Engine, Batch, Batch], bool] | None
+    """Returns whether the model runs identical code for a batch and for the same batch with shorter rows."""
     steps: int
     """Number of training steps that have begun."""
     checked: int

@@ -66,7 +66,6 @@ from meshwright.runtime.preflight.batch_separability import (
 )
 from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
-from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
@@ -386,10 +385,10 @@ class Preflight:
     """Records the code paths of models that read tensor values."""
     evaluation: EvaluationAnalysis | str = ""
     """The analysis that must run before the first evaluation, or why the model cannot be evaluated."""
-    accepts_shorter_rows: Callable[[Engine, Sequence[Batch]], bool] | None = None
-    """Returns whether the model runs the same code for shorter rows (train/step/row_counts.py). None means no."""
+    accepts_shorter_rows: Callable[[Engine, Batch, Batch], bool] | None = None
+    """Returns whether a batch and its shorter rows run identical code (train/step/row_counts.py). None means no."""
     shortens: bool | None = None
-    """Whether the checks shorten rows, so that they need no more memory than a training step. None: not known yet."""
+    """Whether the checks use shorter rows, to need no more memory than a step. None: not known yet."""
     evaluated: bool = field(default_factory=lambda: os.environ.get(CHECKS_ENV) == "never")
     """Whether the rows of an evaluation have been checked."""
     analysed: AnalysisGuard | None = None
@@ -443,9 +442,7 @@ class Preflight:
             if rows and not trains:
                 self.evaluated = check_evaluation_separable(engine, batches)
             elif rows:
-                if self.shortens is None:
-                    self.shortens = self.accepts_shorter_rows is not None and self.accepts_shorter_rows(engine, batches)
-                parts = shorten_rows(batches, 2 if engine.mesh.plan.compile else 1) if self.shortens else batches
+                parts = self._shortened(engine, batches)
                 with self.paths.learning():
                     self.once.names = check_pass_writes(engine, parts)
                     check_own_generators(engine.mesh.plan, self.generators.alive(), engine.run.keeping.generators)
@@ -455,6 +452,13 @@ class Preflight:
             self.stages_run = True
             engine.forget()
         self.once.made = {}
+
+    def _shortened(self, engine: Engine, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Returns `batches` with shorter rows (`shorten_rows`) if the model runs identical code for them."""
+        short = shorten_rows(batches, divisor=2 if engine.mesh.plan.compile else 1)
+        if self.shortens is None:
+            self.shortens = bool((accepts := self.accepts_shorter_rows) and accepts(engine, batches[0], short[0]))
+        return short if self.shortens else batches
 
     def _check_evaluation_analysis(self, plan: Plan) -> None:
         if isinstance(self.evaluation, EvaluationAnalysis):
@@ -472,24 +476,20 @@ class Preflight:
             self.steps = self.checked = steps
 
     def compare_row_counts(self, engine: Engine, batches: Sequence[Batch], rows: int) -> tuple[float, float] | None:
-        """Compares a forward of `rows` rows with forwards of micro-batches (batch_separability.py). Constant weights,
-        which would hide a difference, contain noise. Every rank calls this method, before a step."""
+        """Compares a forward of `rows` rows with forwards of micro-batches (batch_separability.py). Every rank calls
+        this method, before a step."""
         engine.open_ungated()
-        with perturb_constants(engine):
-            found = find_row_count_difference(engine, batches, rows)
+        found = find_row_count_difference(engine, batches, rows)
         engine.zero.reshard_all()
         engine.forget()
         return found
 
     def compare_micro_batches(self, engine: Engine, batches: Sequence[Batch], pieces: int) -> None:
-        """Compares a forward of all rows of `batches` with separate forwards. `pieces`: the number of micro-batches of
-        the step on all ranks. Every rank calls this method, after the passes of a step. Raises PlanRefused if they
-        differ."""
+        """Compares a forward of all rows of `batches` with separate forwards, and raises PlanRefused if they differ.
+        `pieces`: the number of micro-batches of the step on all ranks. Every rank calls it, after a step's passes."""
         engine.open_ungated()
         with self.paths.learning():
             check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
-            with perturb_constants(engine):
-                check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
         engine.zero.reshard_all()
         engine.forget()
 

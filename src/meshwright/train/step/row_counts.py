@@ -33,7 +33,6 @@ from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch
 from meshwright.runtime.preflight.batch_separability import MAX_COMPARED_MICRO_BATCHES
 from meshwright.runtime.preflight.code_paths import CallSite, Path, Recorder, describe_path
-from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.step_checks import CHECKS_ENV
 from meshwright.train.step.state import TrainState
 
@@ -79,15 +78,14 @@ class RowCounts:
         if rows > low:
             self._compare(state, batches, fewest, low, rows)
 
-    def accepts_shorter_rows(self, engine: Engine, batches: Sequence[Batch]) -> bool:
-        """Returns whether shorter rows (`shorten_rows`) call the same torch functions at the same places. False if the
-        rows are too short to be shortened, or if the model does not run on the meta device. All ranks call it."""
-        short = shorten_rows(batches, 2 if engine.mesh.plan.compile else 1)[0]
-        same = self.copy is not None and short is not batches[0]
-        if same:
-            path = self._path(engine, batches[0], 1)
-            same = bool(path) and self._path(engine, short, 1) == path
-        return all(gather_objects(same))
+    def accepts_shorter_rows(self, engine: Engine, batch: Batch, short: Batch) -> bool:
+        """Returns whether a row of `batch` and a row of `short`, which has fewer positions, have the same call sites.
+        Returns False if the copy does not run, or if `short` is `batch`. All ranks call it."""
+        accepts = False
+        if self.copy is not None and short is not batch:
+            path = self._path(engine, batch, 1)
+            accepts = bool(path) and self._path(engine, short, 1) == path
+        return all(gather_objects(accepts))
 
     def _compare(self, state: TrainState, batches: Sequence[Batch], fewest: int, low: int, first: int) -> bool:
         """Compares a forward of `first` rows, whose call sites differ from those of `low` rows, with forwards of
