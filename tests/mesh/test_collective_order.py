@@ -161,12 +161,11 @@ def sampled_ranks(plan: Plan) -> list[int]:
 
 
 def most_groups(plan: Plan, kind: str) -> int:
-    """Returns the largest number of communicators of a rank: at most 9 for data, tensor and pipeline parallelism (all
-    ranks, an axis each of pp, tp, shards and replicas, and one to and one from each of two pipeline neighbours), the
-    one of tied weights, 3 of context ranks and 5 of experts."""
+    """Returns the largest number of communicators of a rank: at most 5 for data, tensor and pipeline parallelism (all
+    ranks, and an axis each of pp, tp, shards and replicas), the one of tied weights, 3 of context ranks and 5 of
+    experts."""
     axes = (plan.pp, plan.tp, plan.shards, plan.state_replicas)
-    messages = 2 * min(2, plan.pp - 1)
-    return 1 + sum(size > 1 for size in axes) + messages + (kind == "tied") + 3 * (plan.cp > 1) + 5 * (plan.ep > 1)
+    return 1 + sum(size > 1 for size in axes) + (kind == "tied") + 3 * (plan.cp > 1) + 5 * (plan.ep > 1)
 
 
 @pytest.mark.parametrize(

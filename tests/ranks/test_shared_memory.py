@@ -106,9 +106,9 @@ def messages(count: int) -> list[bool]:
     right = []
     for pair in range(count // 2):
         for number in (2 * pair, 2 * pair + 1):
-            wire.send(torch.full((number % 5 + 1, 3), float(number)), P2PKey(kind, 1, number), 1 - mesh.rank, ())
+            wire.send([torch.full((number % 5 + 1, 3), float(number))], P2PKey(kind, 1, number), 1 - mesh.rank, ())
         for number in (2 * pair + 1, 2 * pair):
-            got = wire.receive(P2PKey(other, 1, number), 1 - mesh.rank)
+            (got,) = wire.receive(P2PKey(other, 1, number), 1, 1 - mesh.rank)
             right.append(got.shape == (number % 5 + 1, 3) and bool((got == number).all()))
     return right
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.runtime.comm.group import CommGroup, ShardPlacement
@@ -28,15 +27,13 @@ from meshwright.spec.plan import Plan
 @dataclass(frozen=True)
 class ParallelContext:
     """The parallel context of a rank. `groups`: the communication groups of this rank by name, except groups of one
-    rank. `device_mesh`: the axes with more than one rank. `p2p_groups`: a group for each ordered pair of neighbouring
-    pipeline coordinates (sender, receiver). On CPUs `p2p_groups` is empty, and messages use the default group."""
+    rank. `device_mesh`: the axes with more than one rank."""
 
     plan: Plan
     topology: Topology
     device: torch.device
     groups: Mapping[str, CommGroup] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
-    p2p_groups: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     state_swapper: StateSwapper | None = None
     """Swaps optimizer states and weights; None if the plan offloads neither of them."""
     activation_store: ActivationStore | None = None

@@ -120,8 +120,6 @@ class TrialRunner:
         groups = [
             one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
         ]
-        # All ranks must destroy the groups in the same order.
-        groups += [channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])]
         del trainer
         gc.collect()
         for group in groups:

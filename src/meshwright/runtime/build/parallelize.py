@@ -109,7 +109,6 @@ def make_parallel_context(
         device,
         factory.groups,
         device_mesh,
-        {} if backend_of(device).memory_is_host else topologies.create_p2p_groups(topology),
         make_state_swapper(plan, device, offload_to),
         make_activation_store(plan, device, offload_to),
         error_propagator or ErrorPropagator(),

@@ -242,25 +242,6 @@ def _partition(grid: RankGrid, part_of: Callable[[int], list[int]]) -> list[list
     return found
 
 
-def create_p2p_groups(topology: Topology) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Creates one process group for each ordered pair of neighbouring pipeline ranks. Returns the groups of this rank's
-    pipeline by (source, target), as pipeline coordinates.
-
-    NCCL runs the messages of a group one after the other. With one group for both directions, two ranks that both send
-    first would wait for each other. gloo matches messages by tag, so one group is enough for gloo.
-    """
-    grid = topology.grid
-    mine: dict[tuple[int, int], dist.ProcessGroup] = {}
-    stages = grid.plan.pp
-    for column in ranks_along(grid, "pp") if stages > 1 else ():
-        for source in range(stages):
-            for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
-                group = dist.new_group([column[source], column[target]])
-                if topology.rank in column:
-                    mine[source, target] = group
-    return mine
-
-
 NUM_INTER_HOST_GROUPS = 3
 """Number of process groups between hosts: for reductions, for second messages of reductions, and for all-gathers."""
 

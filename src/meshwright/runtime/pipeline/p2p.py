@@ -1,7 +1,7 @@
 """Sends messages between pipeline ranks for runner.py: boundary tensors forward, and their gradients back.
 
-`P2P` sends through process groups. If the receiver cannot know the shape of a message yet, `P2P` sends a header with
-the shape first. `ShmP2P` connects pipeline ranks of one host. A message and its shape stay in the sender's shared
+`P2P` sends through a process group. If the receiver cannot know the shapes of a message yet, `P2P` sends a header with
+them first. `ShmP2P` connects pipeline ranks of one host. A message and its shape stay in the sender's shared
 memory until the receiver has copied them.
 
 NCCL has no tags: the n-th send of rank a to rank b matches the n-th receive that b posts for a. So callers post
@@ -11,12 +11,14 @@ receives in the order of sending. The programs of spec/schedules/action.py state
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.group import CommTimer
 from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
 from meshwright.runtime.comm.timers import WaitTimer
@@ -42,6 +44,10 @@ class P2PKey:
     part: int = 0
     """The index of the tensor, if several tensors cross the stage boundary."""
 
+    def parts(self, count: int) -> list[P2PKey]:
+        """Returns the keys of the `count` tensors of the message."""
+        return [replace(self, part=part) for part in range(count)]
+
     def tag(self, stages: int) -> int:
         """Returns a number that identifies the message among all messages of a step. `stages`: the number of stages."""
         return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (
@@ -51,75 +57,84 @@ class P2PKey:
 
 @dataclass
 class P2P:
-    """Sends and receives between pipeline ranks through process groups. `shapes` maps (kind, stage, part, shape key) of
-    received messages to their shape and dtype. Messages of the same kind, stage and part with equal shape keys have
-    equal shapes. `sent_shapes` are those keys of sent messages for which the receiver knows the shape. `sending` are
-    the sends in progress, and `posted` the receives in progress."""
+    """Sends and receives between pipeline ranks through the process group of the pipeline. `shapes` maps (kind, stage,
+    part, shape key) of received messages to their shape and dtype. Messages of the same kind, stage and part with equal
+    shape keys have equal shapes. `sent_shapes` are those keys of sent messages for which the receiver knows the shape.
+    `sending` are the sends in progress, and `posted` the receives in progress.
+
+    The tensors of a message are one batch: NCCL transfers them in one kernel. All messages of a rank use one
+    communicator, and so one stream, in the common order of [Note: message order]."""
 
     mesh: ParallelContext
     shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     sent_shapes: set[tuple[ActionKind, int, int, Any]] = field(default_factory=set)
-    sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
-    posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    sending: deque[tuple[list[dist.Work], Sequence[torch.Tensor]]] = field(default_factory=deque)
+    posted: dict[P2PKey, tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=dict)
     meter: CommTimer = field(default_factory=CommTimer)
     """Measures the time of waits for messages, and counts the sent bytes without headers."""
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self.mesh.p2p_groups.get((source, target))
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        group = self.mesh.group("pp")
+        return group.process_group if group is not None else None
 
-    def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Sends `tensor` to pipeline rank `to` without blocking. `key` is the shape key. If the receiver does not know
-        the shape for `key`, a header with the shape is sent first."""
-        rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.coords.pp, to)
-        tensor = tensor.detach().contiguous()
-        shape_key = (message.kind, message.stage, message.part, key)
-        if shape_key not in self.sent_shapes:
-            self.sent_shapes.add(shape_key)
-            header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
-            header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
-            header = header.to(tensor.device)
-            with interruptible_wait(group):
-                self.sending.append((dist.isend(header, rank, group=group), header))
-        self.meter.sent += tensor.numel() * tensor.element_size()
-        while self.sending and _is_sent(self.sending[0][0]):
+    def _start(self, operation: Any, tensors: Sequence[torch.Tensor], pp: int) -> list[dist.Work]:
+        """Starts to send all `tensors` to pipeline rank `pp`, or to receive them from it."""
+        rank, group = self.mesh.pipeline_rank(pp), self._group
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, group) for tensor in tensors])
+
+    def send(self, tensors: Sequence[torch.Tensor], message: P2PKey, to: int, key: Any) -> None:
+        """Sends `tensors`, the parts of `message`, to pipeline rank `to` without blocking. `key` is the shape key. If
+        the receiver does not know the shapes for `key`, a header with these shapes is sent first."""
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        batches: list[Sequence[torch.Tensor]] = [tensors]
+        shape_keys = [(part.kind, part.stage, part.part, key) for part in message.parts(len(tensors))]
+        unknown = [each for each in zip(shape_keys, tensors, strict=True) if each[0] not in self.sent_shapes]
+        if unknown:
+            self.sent_shapes.update(each for each, _ in unknown)
+            header = torch.zeros(len(unknown), _HEADER_LENGTH, dtype=torch.int64)
+            for row, (_, tensor) in zip(header, unknown, strict=True):
+                row[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+            batches.insert(0, [header.to(self.mesh.device)])
+        self.meter.sent += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        while self.sending and all(work.is_completed() for work in self.sending[0][0]):
             self.sending.popleft()
-        with interruptible_wait(group):
-            self.sending.append((dist.isend(tensor, rank, group=group), tensor))
+        with interruptible_wait(self._group):
+            for batch in batches:
+                self.sending.append((self._start(dist.isend, batch, to), batch))
 
-    def post(self, message: P2PKey, source: int, key: Any) -> None:
-        """Starts to receive `message` from pipeline rank `source`. Must be called in the order of sending. `key` is the
-        shape key. Waits for the header of a message whose shape is unknown."""
-        rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
-        shape_key = (message.kind, message.stage, message.part, key)
-        if shape_key not in self.shapes:
-            header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self.mesh.device)
-            with self.meter.wait_timer, interruptible_wait(group):
-                dist.recv(header, rank, group=group)
-                code, ndim, *sizes = header.tolist()
-            self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
-        shape, dtype = self.shapes[shape_key]
-        tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
-        self.posted[message] = (dist.irecv(tensor, rank, group=group), tensor)
+    def post(self, message: P2PKey, count: int, source: int, key: Any) -> None:
+        """Starts to receive `message` of `count` tensors from pipeline rank `source`. Must be called in the order of
+        sending. `key` is the shape key. Waits for the header of a message whose shapes are unknown."""
+        shape_keys = [(part.kind, part.stage, part.part, key) for part in message.parts(count)]
+        unknown = [each for each in shape_keys if each not in self.shapes]
+        if unknown:
+            header = torch.zeros(len(unknown), _HEADER_LENGTH, dtype=torch.int64, device=self.mesh.device)
+            with self.meter.wait_timer, interruptible_wait(self._group):
+                for work in self._start(dist.irecv, [header], source):
+                    work.wait()
+                rows = header.tolist()
+            for each, (code, ndim, *sizes) in zip(unknown, rows, strict=True):
+                self.shapes[each] = (torch.Size(sizes[:ndim]), _DTYPES[code])
+        found = [self.shapes[each] for each in shape_keys]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.mesh.device) for shape, dtype in found]
+        self.posted[message] = (self._start(dist.irecv, tensors, source), tensors)
 
-    def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Waits for `message` from pipeline rank `source`, for which `post` was called, and returns its tensor."""
-        work, tensor = self.posted.pop(message)
-        if work is not None:
-            with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
+    def receive(self, message: P2PKey, count: int, source: int) -> Sequence[torch.Tensor]:
+        """Waits for `message` of `count` tensors from pipeline rank `source`, for which `post` was called, and returns
+        its tensors."""
+        works, tensors = self.posted.pop(message)
+        with self.meter.wait_timer, interruptible_wait(self._group):
+            for work in works:
                 work.wait()
-        return tensor
+        return tensors
 
     def flush(self) -> None:
         """Waits until all sends are complete."""
         while self.sending:
-            work, _ = self.sending.popleft()
-            if work is not None:
-                with interruptible_wait():
+            for work in self.sending.popleft()[0]:
+                with interruptible_wait(self._group):
                     work.wait()
-
-
-def _is_sent(work: dist.Work | None) -> bool:
-    return work is None or work.is_completed()
 
 
 RING_SLOTS = 128
@@ -149,9 +164,13 @@ class ShmP2P:
         self._out: list[deque[tuple[int, int, ShmSegment]]] = [deque(), deque()]
         self._free: list[ShmSegment] = []
 
-    def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        """Writes `tensor` and its shape to shared memory, from which pipeline rank `to` copies both. `key` is not
+    def send(self, tensors: Sequence[torch.Tensor], message: P2PKey, to: int, key: Any) -> None:
+        """Writes `tensors` and their shapes to shared memory, from which pipeline rank `to` copies both. `key` is not
         used."""
+        for tensor, part in zip(tensors, message.parts(len(tensors)), strict=True):
+            self._send(tensor, part, to)
+
+    def _send(self, tensor: torch.Tensor, message: P2PKey, to: int) -> None:
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._num_sent[way] = self._num_sent[way] + 1
         if number > RING_SLOTS:
@@ -172,11 +191,14 @@ class ShmP2P:
             words[at + _SHAPE_FIELD + dim] = size
         self.host.set_field(at + _POSTED_FIELD, number)
 
-    def post(self, message: P2PKey, source: int, key: Any) -> None:
+    def post(self, message: P2PKey, count: int, source: int, key: Any) -> None:
         """Does nothing, because a message can be read once it is sent."""
 
-    def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        """Waits for `message` and returns a copy of its tensor."""
+    def receive(self, message: P2PKey, count: int, source: int) -> Sequence[torch.Tensor]:
+        """Waits for `message` of `count` tensors and returns copies of them."""
+        return [self._receive(part, source) for part in message.parts(count)]
+
+    def _receive(self, message: P2PKey, source: int) -> torch.Tensor:
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.coords.pp)
         with self.meter.wait_timer:
@@ -235,4 +257,8 @@ def make_p2p(mesh: ParallelContext) -> P2P | ShmP2P:
     """Returns the object that sends and receives this rank's pipeline messages."""
     if mesh.shared_memory is not None and mesh.topology.shares_memory(mesh.grid.along(mesh.rank, "pp")):
         return ShmP2P(mesh, mesh.shared_memory)
-    return P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))
+    wire = P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))
+    if (group := mesh.group("pp")) is not None and not backend_of(mesh.device).memory_is_host:
+        # torch creates the communicator of a group in the first call, which all ranks of the group must make.
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=group.process_group)
+    return wire

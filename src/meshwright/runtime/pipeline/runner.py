@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,8 +101,8 @@ class ScheduleRunner:
         alive: dict[tuple[int, int], tuple[StageTensors, BackwardRoots]] = {}
         for action in self._program(len(batches), scale is None):
             if isinstance(action, Receive):
-                for part in self._each(_outgoing_key(action.action)):
-                    self.wire.post(part, action.sender, keys[part.micro_batch])
+                message = _outgoing_key(action.action)
+                self.wire.post(message, self._count(message), action.sender, keys[message.micro_batch])
             elif action.kind is ActionKind.F:
                 total += self._forward(action, batches, alive, scale)
             elif action.kind is ActionKind.B:
@@ -168,24 +168,22 @@ class ScheduleRunner:
             return P2PKey(ActionKind.B, action.stage, action.micro_batch), plan.stage_to_rank(action.stage + 1)
         return None
 
-    def _each(self, message: P2PKey) -> list[P2PKey]:
-        """Returns one key for each tensor of `message`. A B message contains one gradient for each tensor of an F
+    def _count(self, message: P2PKey) -> int:
+        """Returns the number of tensors of `message`. A B message contains one gradient for each tensor of an F
         message."""
-        count = self.parts(message.stage + (message.kind is ActionKind.B))
-        return [replace(message, part=part) for part in range(count)]
+        return self.parts(message.stage + (message.kind is ActionKind.B))
 
     def _send(self, tensors: StageTensors, message: P2PKey, key: Any) -> None:
         to = self.mesh.plan.stage_to_rank(message.stage)
         if to == self.mesh.coords.pp:
             self.here[message.kind, message.stage, message.micro_batch] = tuple(tensor.detach() for tensor in tensors)
             return
-        for part, tensor in zip(self._each(message), tensors, strict=True):
-            self.wire.send(tensor, part, to, key)
+        self.wire.send(tensors, message, to, key)
 
     def _receive(self, message: P2PKey, source: int) -> StageTensors:
         if source == self.mesh.coords.pp:
             return self.here.pop((message.kind, message.stage, message.micro_batch))
-        return tuple(self.wire.receive(part, source) for part in self._each(message))
+        return tuple(self.wire.receive(message, self._count(message), source))
 
     # --- actions
 
