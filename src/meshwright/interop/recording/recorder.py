@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import InputError
+from meshwright.core.gloo_exit import wait_for_gloo_at_exit
 from meshwright.core.messages import Message
 from meshwright.core.version import __version__
 from meshwright.interop.recording.engines import describe_engine
@@ -72,6 +73,7 @@ def recording(
     modules = [model] if isinstance(model, nn.Module) else list(model)
     recorder = StepRecorder(Path(folder), modules, steps, tensors, names or (lambda name: name))
     recorder.begin(shards, group, sequence)
+    wait_for_gloo_at_exit()
     try:
         yield recorder
     finally:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import InputError
+from meshwright.core.gloo_exit import wait_for_gloo_at_exit
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of, host_id, init_local_device
 from meshwright.runtime.build.passes.analyze import analyze
@@ -119,6 +120,7 @@ def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topo
     """Returns the topology. CPU ranks connect their shared memory, and ranks with accelerators exchange host ids."""
     if grid.plan.world == 1:
         return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
+    wait_for_gloo_at_exit()
     if backend_of(device).memory_is_host:
         shared_memory, shm_host_ids = connect_shared_memory(timeout)
         return Topology(grid, dist.get_rank(), shared_memory, tuple(shm_host_ids))
