@@ -14,8 +14,20 @@ from equality import anatomy_of, make_model, make_optimizer
 from recording_backend import recording_device
 
 import meshwright.runtime.backend as backends
-from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, ProfilingSizes, backend_of, local_device
+from meshwright.core.errors import InputError
+from meshwright.runtime.backend import (
+    Backend,
+    CpuBackend,
+    CudaBackend,
+    DeviceProperties,
+    ProfilingSizes,
+    backend_of,
+    local_device,
+    platform_names,
+)
+from meshwright.runtime.float8 import check_precision_support
 from meshwright.runtime.profiler.device import tensor_factory
+from meshwright.spec.precision import recipe
 from meshwright.train.silent_corruption import SdcRecompute
 from meshwright.train.trainer import parallelize
 
@@ -157,3 +169,23 @@ def test_recomputed_gradients_have_a_tolerance_where_kernels_are_not_determinist
         SdcRecompute(1, lambda step, line: lines.append(line)).settled(made, compute)
         made.close()
     assert (len(lines), left) == (said, [])
+
+
+def test_rocm_is_the_cuda_backend_with_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks say on a machine of 2 AMD devices, gfx942, with a torch that is built for ROCm."""
+    backend = backend_of("cuda")
+    assert isinstance(backend, CudaBackend) and platform_names(backend)[:2] == ("CUDA", "NCCL")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(CudaBackend, "properties", lambda *_: DeviceProperties("gfx942", 0.0, (9, 4)))
+    assert platform_names(backend)[:2] == ("ROCm", "RCCL")
+    assert backend.local_device(1) == torch.device("cuda", 1)
+    with pytest.raises(InputError, match=r"torch sees 2 devices; .* \(HIP_VISIBLE_DEVICES\)"):
+        backend.local_device(2)
+    with pytest.raises(InputError, match=r"a ROCm device of capability 9\.5 or newer; this ROCm device has .* 9\.4"):
+        check_precision_support(recipe("fp8"), torch.device("cuda"))
+    with pytest.raises(InputError, match=r"a CUDA device of capability 8\.0 or newer; this ROCm device"):
+        check_precision_support(recipe("tf32"), torch.device("cuda"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "torch for ROCm" in backend.compile_obstacle()

@@ -13,7 +13,9 @@ from test_inputs import cards
 from meshwright.cli import device_checks
 from meshwright.cli.device_checks import TorchBuild, check_devices, count_amd_devices, driver_version, torch_build
 from meshwright.core.errors import InputError
+from meshwright.elastic.launch.submission import NodeRequest, node_sets
 from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.search.ranking import search_plans
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb  1 04:24:48 UTC 2024\nGCC version:  gcc 12.2\n"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@host)\n"
@@ -87,7 +89,8 @@ def test_devices_that_torch_can_use_are_accepted(
         ("1x8:h200", 8, CUDA, "", 0, 0, None, "has h200, but this machine has no GPU"),
         ("1x8:mi300x", 8, CUDA, "", 8, 8, None, "its torch uses those of NVIDIA, but cluster '1x8:mi300x' has mi300x"),
         ("1x8:h200", 8, ROCM, "", 8, 8, None, "its torch uses those of AMD, but cluster '1x8:h200' has h200"),
-        ("1x8:tpu-v5p", 8, NO_GPU, "", 0, 0, None, "device 'tpu-v5p' is supported for planning but not for training"),
+        ("1x8:tpu-v5p", 8, NO_GPU, "", 0, 0, None, "tpu-v5p can be planned for but not trained on: "),
+        ("1x8:mi300x", 8, ROCM, "", 0, 4, None, "but ROCm shows 4 devices (AMD): name a smaller cluster"),
     ],
 )
 def test_devices_that_torch_cannot_use_are_one_line_with_the_remedy(
@@ -139,3 +142,19 @@ def test_versions_and_devices_are_read_from_the_files_of_the_kernel(
     assert (driver_version(), count_amd_devices()) == ("580.65.06", 3)
     monkeypatch.setattr(device_checks, "DRIVER_VERSION_FILE", tmp_path / "absent")
     assert driver_version() == ""
+
+
+@pytest.mark.parametrize("device", ["tpu-v5p", "gaudi3", "ascend-910b", "trainium2"])
+def test_planner_launch_and_train_refuse_other_accelerators_with_one_line(device: str) -> None:
+    job = small_job().but(cluster=read_cluster(f"1x8:{device}"))
+    said = set()
+    for ask in (
+        lambda: search_plans(job, 1, runnable=True),
+        lambda: node_sets(job.cluster, NodeRequest()),
+        lambda: check_devices(job, 8),
+    ):
+        with pytest.raises(InputError) as caught:
+            ask()
+        said.add(str(caught.value))
+    (line,) = said
+    assert line.startswith(f"{device} can be planned for but not trained on: ") and "\n" not in line

@@ -73,6 +73,7 @@ WATCHDOG = (
         (WATCHDOG.format("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, ...)"), True),
         (WATCHDOG.format("NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"), True),
         (WATCHDOG.format("CUDA error: an illegal memory access was encountered"), False),
+        (WATCHDOG.format("HIP error: invalid device function, collective operation timeout"), False),
         ("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n", False),
     ],
 )

@@ -155,13 +155,15 @@ def check_devices(question: Job | None, ranks: int) -> None:
             )
         )
     check_torch_build(cards, amd, build, driver_version())
-    if used == "nvidia" and ranks > len(cards) > 0:
+    if ranks > (len(cards) if used == "nvidia" else amd) > 0:
         raise InputError(
             Message(
-                "plan and cluster have {ranks} ranks on this machine, but CUDA shows {count} devices ({cards}): name "
-                "a smaller cluster, or make more devices visible (CUDA_VISIBLE_DEVICES)",
+                "plan and cluster have {ranks} ranks on this machine, but {platform} shows {count} devices ({cards}): "
+                "name a smaller cluster, or make more devices visible ({variable})",
                 ranks=ranks,
-                count=len(cards),
-                cards=cards[0],
+                platform="CUDA" if used == "nvidia" else "ROCm",
+                count=len(cards) if used == "nvidia" else amd,
+                cards=cards[0] if used == "nvidia" else "AMD",
+                variable=VISIBLE_VARIABLE if used == "nvidia" else "HIP_VISIBLE_DEVICES",
             )
         )

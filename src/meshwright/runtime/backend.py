@@ -252,15 +252,23 @@ class CpuBackend(Backend):
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
 
 
-def device_index(rank: int, count: int) -> int:
-    """Returns the index of the device for the rank with number `rank` on its host. `count`: the number of visible
-    devices. A launcher may show each rank only its own device, which is then device 0.
+def platform_names(backend: Backend) -> tuple[str, str, str]:
+    """Returns what messages call the platform of `backend` and its collective library, and the environment variable
+    that selects devices. A torch that is built for ROCm calls its devices cuda."""
+    if backend.device_type != "cuda":
+        return backend.device_type, backend.collective_library, ""
+    return ("ROCm", "RCCL", "HIP_VISIBLE_DEVICES") if torch.version.hip else ("CUDA", "NCCL", "CUDA_VISIBLE_DEVICES")
+
+
+def device_index(rank: int, count: int, variable: str) -> int:
+    """Returns the index of the device for the rank with number `rank` on its host. `count`: the number of devices that
+    the environment `variable` makes visible. A launcher may show each rank only its own device, which is then device 0.
 
     Raises: InputError if there are several devices, but fewer than ranks, so that two ranks would share one.
 
-    >>> device_index(3, 8), device_index(3, 1)
+    >>> device_index(3, 8, "CUDA_VISIBLE_DEVICES"), device_index(3, 1, "CUDA_VISIBLE_DEVICES")
     (3, 0)
-    >>> device_index(2, 2)  # doctest: +NORMALIZE_WHITESPACE
+    >>> device_index(2, 2, "CUDA_VISIBLE_DEVICES")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
     meshwright.core.errors.InputError: rank 2 of this machine (LOCAL_RANK) has no GPU of its own: torch sees 2 devices;
     start as many ranks as devices, or make more visible (CUDA_VISIBLE_DEVICES)
@@ -269,16 +277,18 @@ def device_index(rank: int, count: int) -> int:
         raise InputError(
             Message(
                 "rank {rank} of this machine (LOCAL_RANK) has no GPU of its own: torch sees {count} devices; start as "
-                "many ranks as devices, or make more visible (CUDA_VISIBLE_DEVICES)",
+                "many ranks as devices, or make more visible ({variable})",
                 rank=rank,
                 count=count,
+                variable=variable,
             )
         )
     return min(rank, count - 1)
 
 
 class CudaBackend(Backend):
-    """NVIDIA devices through `torch.cuda` and NCCL."""
+    """NVIDIA devices through `torch.cuda` and NCCL. A torch that is built for ROCm shows AMD devices and RCCL under the
+    same names."""
 
     device_type = "cuda"
     has_streams = True
@@ -291,7 +301,7 @@ class CudaBackend(Backend):
             return None
         if index is None:
             return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cuda", device_index(index, torch.cuda.device_count()))
+        return torch.device("cuda", device_index(index, torch.cuda.device_count(), platform_names(self)[2]))
 
     @override
     def select(self, device: torch.device) -> None:
@@ -364,10 +374,10 @@ class CudaBackend(Backend):
 
     @override
     def compile_obstacle(self) -> str:
-        """Inductor needs Triton for CUDA. Returns the remedy if Triton is not installed, '' if it is."""
+        """Inductor needs Triton. Returns the remedy if Triton is not installed, '' if it is."""
         if importlib.util.find_spec("triton") is not None:
             return ""
-        return "the package triton, which comes with torch for CUDA: leave compile out"
+        return f"the package triton, which comes with torch for {platform_names(self)[0]}: leave compile out"
 
 
 OTHER_DEVICES = Backend()

@@ -23,12 +23,13 @@ from torch.autograd.function import once_differentiable
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.runtime.backend import backend_of
+from meshwright.runtime.backend import backend_of, platform_names
 from meshwright.spec.precision import Recipe
 
-MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
-"""The lowest CUDA compute capability that supports matrix products in each precision. Source: CUDA C++ Programming
-Guide, table of capabilities."""
+MIN_COMPUTE_CAPABILITY = {"CUDA": {"tf32": (8, 0), "fp8": (8, 9)}, "ROCm": {"fp8": (9, 5)}}
+"""By platform, the lowest compute capability that supports matrix products in each precision. Sources: CUDA C++
+Programming Guide, table of capabilities; ROCm documentation, precision support: from gfx950 on, AMD devices multiply
+_FORWARD_DTYPE, while gfx942 has its own format of float8."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
@@ -42,22 +43,24 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
         InputError: the device does not support the matrix products.
     """
     for kind in recipe.rates:
-        least = MIN_COMPUTE_CAPABILITY.get(kind)
+        own, found = platform_names(backend_of(device))[0], backend_of(device).properties(device).capability
+        platform = own if kind in MIN_COMPUTE_CAPABILITY.get(own, {}) else "CUDA"
+        least = MIN_COMPUTE_CAPABILITY[platform].get(kind)
         if least is None:
             continue
-        found = backend_of(device).properties(device).capability
-        if found is None or found < least:
+        if found is None or platform != own or found < least:
             here = (
-                f"this CUDA device has compute capability {found[0]}.{found[1]}"
+                f"this {own} device has compute capability {found[0]}.{found[1]}"
                 if found
                 else f"this rank's device is {device.type}"
             )
             other = "fp32" if kind == "tf32" else "bf16"
             raise InputError(
                 Message(
-                    "precision {recipe} needs a CUDA device of capability {major}.{minor} or newer; {here}: use "
+                    "precision {recipe} needs a {platform} device of capability {major}.{minor} or newer; {here}: use "
                     "--precision {other}",
                     recipe=recipe.name,
+                    platform=platform,
                     major=least[0],
                     minor=least[1],
                     here=here,

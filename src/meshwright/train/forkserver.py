@@ -71,6 +71,7 @@ CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
 """A process that has initialized CUDA has this file open. A process that only queried device names does not."""
 
 WATCHDOG_END = "watchdog thread terminated with exception:"
+DEVICE_ERROR_PATTERN = re.compile(r"(CUDA|HIP) error")
 PEER_LOST_PATTERN = re.compile(r"collective operation timeout|remote process exited|ncclRemoteError", re.IGNORECASE)
 LOG_TAIL_BYTES = 1 << 18
 """The search for a message of NCCL's watchdog reads only this number of bytes at the end of a log."""
@@ -119,7 +120,7 @@ def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
     """
     if CUDA_DEVICE_FILE in opened:
         return Message("{cuda_device_file} is open", cuda_device_file=CUDA_DEVICE_FILE)
-    return Message("torch has initialized CUDA") if initialized else ""
+    return Message("torch has initialized a GPU") if initialized else ""
 
 
 def open_file_paths() -> list[str]:
@@ -140,7 +141,7 @@ def aborted_by_watchdog(log: Path) -> bool:
     except OSError:
         return False
     reason = said.rpartition(WATCHDOG_END)[2] if WATCHDOG_END in said else ""
-    return "CUDA error" not in reason and bool(PEER_LOST_PATTERN.search(reason))
+    return not DEVICE_ERROR_PATTERN.search(reason) and bool(PEER_LOST_PATTERN.search(reason))
 
 
 @dataclass

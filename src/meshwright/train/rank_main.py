@@ -368,7 +368,7 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    from meshwright.runtime.backend import backend_of, init_local_device
+    from meshwright.runtime.backend import backend_of, init_local_device, platform_names
 
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
     os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank)))
@@ -383,8 +383,8 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
         raise InputError(
             Message(
                 "torch sees {type} devices but has no {library}: install a torch built with {library}",
-                type=device.device_type,
-                library=device.collective_library,
+                type=platform_names(device)[0],
+                library=platform_names(device)[1],
             )
         )
     limit = timedelta(seconds=timeout)

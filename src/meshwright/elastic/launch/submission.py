@@ -89,9 +89,9 @@ def device_vendor(device: Device) -> str:
             if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
                 raise InputError(
                     Message(
-                        "device {device!r} is supported for planning but not for training: training runs on NVIDIA "
-                        "and AMD GPUs and on CPUs; name one of these in --cluster",
-                        device=device.name,
+                        "{devices} can be planned for but not trained on: training runs on NVIDIA and AMD GPUs and on "
+                        "CPUs; name one of these in --cluster",
+                        devices=device.name,
                     )
                 )
             return str(row["vendor"])

@@ -184,7 +184,11 @@ def untrainable_devices(cluster: Cluster) -> Message | None:
     vendors = {row["vendor"]: row["name"] for group in cluster.groups if (row := rows.get(group.device.name))}
     wrong = [name for vendor, name in vendors.items() if vendor not in TRAINABLE_VENDORS]
     if wrong:
-        return Message("{devices} can be planned for but not trained on: there is no backend", devices=", ".join(wrong))
+        return Message(
+            "{devices} can be planned for but not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; name "
+            "one of these in --cluster",
+            devices=", ".join(wrong),
+        )
     if len(vendors) > 1:
         return Message(
             "{devices} in one job can be planned but not trained: they have no common collective library",
