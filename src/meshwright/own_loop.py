@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.analysis.example_inputs import bind_inputs
 from meshwright.analysis.profile.model_spec import describe
 from meshwright.core.codec import parse_text, validate_data
 from meshwright.core.errors import InputError, MeshwrightError
@@ -58,11 +59,13 @@ def parallelize(
 
     `precision` is a name or a recipe of `meshwright.recipe`. `clip` is the maximum norm of the gradient of all
     parameters. `loss(output, batch)` must return a mean over the rows of the batch; it is needed only if the model
-    returns no logits. `anatomy` describes the structure of the model, from `meshwright.analysis.analyze` or written by
-    hand; by default the model is analysed here. `offload_to` is a folder on a local disk for states that the plan
-    offloads to disk; the default is the system's temporary folder. `example` is a batch in the form that `step` takes.
-    It is needed to analyse a model whose inputs cannot be inferred. `prove` says when a proof compares the plan with
-    one device: 'auto', 'start', 'never', or a number of steps.
+    returns no logits. With `gather="batch"` it gets the outputs and the batch of all rows on all ranks, as a
+    contrastive loss needs them, and returns the loss of the whole batch; a replica then has one micro-batch. `anatomy`
+    describes the structure of the model, from `meshwright.analysis.analyze` or written by hand; by default the model is
+    analysed here. `offload_to` is a folder on a local disk for states that the plan offloads to disk; the default is
+    the system's temporary folder. `example` is a batch in the form that `step` takes. It is needed to analyse a model
+    whose inputs cannot be inferred. `prove` says when a proof compares the plan with one device: 'auto', 'start',
+    'never', or a number of steps.
 
     Raises:
         InputError: The world size differs from that of the plan, or a dimension is not divisible as the plan requires.
@@ -83,7 +86,7 @@ def parallelize(
         options["example"] = named_batch(model, options["example"])  # type: ignore[typeddict-item]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if plan == AUTO_PLAN:
-        chosen = _choose_together(model, options.get("example"), precision, world)
+        chosen = _choose_together(model, options, precision, world)
     else:
         chosen = parse_plan(plan, lambda: world) if isinstance(plan, str) else plan
     trainer = parallelize_as_planned(model, optimizer, chosen, precision=precision, clip=clip, seed=seed, **options)
@@ -110,13 +113,13 @@ def _print_errors_once() -> None:
     sys.excepthook = hook
 
 
-def _choose_together(model: nn.Module, example: Any, precision: str | Recipe, world: int) -> Plan:
+def _choose_together(model: nn.Module, options: ParallelizeOptions, precision: str | Recipe, world: int) -> Plan:
     """Returns the plan that rank 0 chooses, on every rank. Raises InputError on every rank if rank 0 raises it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found: list[Any] = [None, None]
     if rank == 0:
         try:
-            found[0] = _choose(model, example, precision, world).to_json()
+            found[0] = _choose(model, options, precision, world).to_json()
         except InputError as error:
             found[1] = str(error)
     if world > 1:
@@ -126,8 +129,9 @@ def _choose_together(model: nn.Module, example: Any, precision: str | Recipe, wo
     return validate_data(Plan, parse_text(found[0], "plan"), "plan")
 
 
-def _choose(model: nn.Module, example: Any, precision: str | Recipe, world: int) -> Plan:
+def _choose(model: nn.Module, options: ParallelizeOptions, precision: str | Recipe, world: int) -> Plan:
     """Returns the fastest plan of the planner for `model` on `world` ranks like those of this machine."""
+    example: Any = options.get("example")
     if not isinstance(example, Mapping):
         raise InputError(
             Message(
@@ -140,9 +144,12 @@ def _choose(model: nn.Module, example: Any, precision: str | Recipe, world: int)
     rows = max((len(value) for value in tensors), default=1)
     length = max((value.shape[1] for value in tensors if value.ndim == 2 and not value.is_floating_point()), default=1)
     name = precision if isinstance(precision, str) else precision.name
-    inputs = {key: value for key, value in example.items() if key != "labels"}
+    inputs = bind_inputs(
+        model, {key: value for key, value in example.items() if key != "labels"}, options.get("loss") is not None
+    )
     try:
-        spec = describe(lambda: _meta_copy(model), length, inputs, type(model).__name__, name)
+        gather = options.get("gather") is not None
+        spec = describe(lambda: _meta_copy(model), length, inputs, type(model).__name__, name, gather)
     except InputError as error:
         plan = parse_plan(f"dp{world}")
         _say(Message("plan {plan}, because the model cannot be priced: {error}", plan=plan.name, error=error))
@@ -152,7 +159,9 @@ def _choose(model: nn.Module, example: Any, precision: str | Recipe, world: int)
     if world != here:
         cluster = cluster.but(groups=(cluster.groups[0].but(nodes=world // here),))
     work = Workload.model_validate({"batch": rows, "sequence": length, "precision": name})
-    answer = search_plans(Job(model=spec, cluster=cluster, workload=work), 1, runnable=True).chosen
+    # A loss function needs the output of whole sequences.
+    pins: dict[str, Any] = {} if options.get("loss") is None else {"cp": 1}
+    answer = search_plans(Job(model=spec, cluster=cluster, workload=work, pins=pins), 1, runnable=True).chosen
     expected = {"seconds": answer.estimate.time.step, "size": answer.estimate.memory.total}
     _say(
         Message(

@@ -51,7 +51,7 @@ LATER = 60.0
 
 
 CHECKED = [
-    "between_blocks", "buffers", "code_paths", "consistency", "crash_list", "data_dependent_models",
+    "batch_loss", "between_blocks", "buffers", "code_paths", "consistency", "crash_list", "data_dependent_models",
     "input_kinds", "late_changes", "loss_reads_parameters", "no_needless_refusals", "odd_cases", "odd_experts",
     "odd_jobs", "parameter_access", "pass_writes", "plain_modules", "plan_trials", "precision_recipes", "proof",
     "proof_faults", "proof_limit", "proof_models", "proof_repeated", "proof_rows", "replica_check",

@@ -52,6 +52,7 @@ SUBLAYERS = {
         "loss_divisors": 3,
         "softmax": 3,
         "loss": 4,
+        "batch_loss": 5,
         "non_tensor_state": 4,
         "tensor_parallel": 5,
         "context_parallel": 5,

@@ -24,6 +24,7 @@ from meshwright.analysis.recompute_tape import saved_tensor_state
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.activation_recompute import preserve_buffers
+from meshwright.runtime.batch_loss import BatchLoss
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import ROUTER_LOGITS_FLAG, AuxLoss
@@ -209,6 +210,8 @@ class StageExecutor:
     mixtures: Sequence[ExpertDispatcher] = ()
     balance: AuxLoss | None = None
     context: ContextState | None = None
+    batch_loss: BatchLoss | None = None
+    """The loss function over the rows of all replicas, if the user chose it."""
 
     def set_plan(self, plan: Plan) -> ParallelContext:
         """Replaces the plan by one that differs only in the size of micro-batches. Returns the new context."""
@@ -356,6 +359,11 @@ class Engine:
     def objective(self) -> LossHead:
         """Computes the loss from the outputs of the model."""
         return self.executor.objective
+
+    @property
+    def batch_loss(self) -> BatchLoss | None:
+        """The loss function over the rows of all replicas, None if the loss is a mean over rows."""
+        return self.executor.batch_loss
 
     @property
     def run(self) -> StageCursor:

@@ -26,8 +26,8 @@ twice. The softmax of all labels (tokens x vocabulary elements) is not saved. Lo
 chunk at a time. Chunks do not change the loss of any label, bit for bit, also over tensor ranks. They change only the
 summation order of the weight gradient, which is summed over the chunks.
 
-With chunks the head returns a meta tensor instead of logits. A model that computes on this tensor (a cap, a scale) is
-refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
+With chunks the head returns a meta tensor instead of logits. A model that computes on it (a cap, a scale) is refused.
+Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
 Liger Kernel (2024), section 3.
 """
 
@@ -332,20 +332,20 @@ class LossHead:
         piece: Callable[[torch.Tensor], torch.Tensor] | None = None,
         chunked: ChunkedHead | None = None,
         unreadable: ForwardAccessGuard | None = None,
+        gathered: LossFunction | None = None,
     ) -> None:
-        """`loss`: the user's loss function, if any. `vocabulary_group`: the tensor ranks that shard the logits, if any.
-        `piece`: if context ranks divide the sequence, takes labels and returns those at this rank's positions.
-        `chunked`: the head that computes the loss in chunks. `unreadable`: the context in which `loss` runs, which may
-        deny access to parameters.
+        """`loss`: the user's loss function, if any, which `gathered` calls with all rows of the batch (batch_loss.py).
+        `vocabulary_group`: the tensor ranks that shard the logits, if any. `piece`: if context ranks divide the
+        sequence, returns the labels at this rank's positions. `chunked`: the head that computes the loss in chunks.
+        `unreadable`: the context in which `loss` runs, which may deny access to parameters.
 
         Raises:
             InputError: `loss` is combined with context parallelism. Or there is no `loss`, and the model's forward
                 requires labels.
         """
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
-        self.divisors: list[LossDivisors] = []
-        self.group = vocabulary_group
-        self.unreadable = unreadable or ForwardAccessGuard({}, None)
+        self._call, self.divisors = gathered or loss, list[LossDivisors]()
+        self.group, self.unreadable = vocabulary_group, unreadable or ForwardAccessGuard({}, None)
         if loss is not None and piece is not None:
             raise InputError(
                 Message(
@@ -397,9 +397,9 @@ class LossHead:
             InputError: there is no user-defined loss, and `batch` has no labels or `output` has no logits. Or the
                 model has changed the logits of a chunked head.
         """
-        if self.loss is not None:
+        if self._call is not None:
             with self.unreadable:
-                loss, rows = self.loss(output, batch), loss_weight(batch)
+                loss, rows = self._call(output, batch), loss_weight(batch)
             self.divisors += [find_divisors(loss, rows)] if getattr(loss, "requires_grad", False) else []
             return loss * rows
         logits = extract_logits(output)

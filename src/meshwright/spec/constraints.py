@@ -33,6 +33,7 @@ from meshwright.spec.enums import (
     Offload,
 )
 from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, round_equation, shares_equation
 from meshwright.spec.plan_name import offload_name_parts
 from meshwright.spec.schedules.schedule import schedule_names
@@ -307,13 +308,22 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
         )
 
 
-def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Violation]:
-    """Checks that the plan does not divide a batch whose rows depend on each other. `against` is the reason for the
-    dependence, or empty if rows are independent."""
+def batch_split_violations(plan: Plan, batch: int, model: ModelSpec) -> Iterator[Violation]:
+    """Checks that the plan does not divide a batch whose rows depend on each other, nor the rows of a replica if the
+    loss compares the rows of all replicas."""
+    against = model.against_division
     if against and (plan.dp > 1 or plan.micro_batch < batch):
         yield Violation(
             "rows of a batch depend on each other",
             Message("a batch must not be divided: {against}; use dp1.mb{batch}", against=against, batch=batch),
+        )
+    if model.gathered and (plan.pp > 1 or plan.shares or plan.micro_batch * plan.dp < batch):
+        yield Violation(
+            "the loss needs the whole batch",
+            Message(
+                "with gather='batch' a replica has one micro-batch and no pipeline stages; use mb{rows} without pp",
+                rows=max(batch // plan.dp, 1),
+            ),
         )
 
 
@@ -401,7 +411,7 @@ def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
     yield from stage_violations(plan, job.model.blocks, job.model.against_stages)
     yield from block_count_violations(plan, job.model.blocks)
     yield from sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence)
-    yield from batch_split_violations(plan, job.workload.batch, job.model.against_division)
+    yield from batch_split_violations(plan, job.workload.batch, job.model)
     yield from batch_violations(plan, job.workload.batch)
     yield from workload_violations(plan, job.workload, job.cluster, job.model.layers)
 

@@ -213,6 +213,14 @@ class ModelSpec(StrictModel):
     against_division: str = Field(
         default="", description="why a batch must not be split; empty: its rows are independent"
     )
+    gathered: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "numbers per row that a loss over the whole batch gathers from all data ranks (gather='batch'); 0: the "
+            "loss is a mean over rows"
+        ),
+    )
     against_stages: str = Field(
         default="",
         description="why the model must not be cut into pipeline stages; empty: it can be cut between blocks",

@@ -114,11 +114,12 @@ def parallelize(
         chosen = recipe(precision) if isinstance(precision, str) else precision
         mesh = make_parallel_context(plan, device, offload_to=options.get("offload_to"), error_propagator=calls)
         check_precision_support(chosen, mesh.device)
-        known = ModelHints(loss=options.get("loss"), anatomy=options.get("anatomy"), example=example)
+        loss, gather, anatomy = options.get("loss"), options.get("gather"), options.get("anatomy")
+        known = ModelHints(loss=loss, gather=gather, anatomy=anatomy, example=example)
         predicted = dict(enumerate(options.get("predicted", ()))).get(mesh.coords.pp)
         report = MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted)
         with explain_oom(report, Message("before the first step")):
-            prover = ProofSchedule(prove, model, known["loss"], chosen.compute)
+            prover = ProofSchedule(prove, model, loss, chosen.compute)
             before = parameter_refs(model)
             engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
             guard_stale_parameters(engine, before)

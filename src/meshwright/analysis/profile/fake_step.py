@@ -79,7 +79,8 @@ class FakeStepResult:
 
     `itemsize` are the bytes per element of the compute dtype. `layers` has the statistics of each layer in forward
     order. `logits` is the number of elements of the logits, and `width` the size of their last dimension. `positions`
-    is the longest sequence that learned positions allow, 0 without a limit.
+    is the longest sequence that learned positions allow, 0 without a limit. `outputs` is the number of elements of all
+    differentiable outputs that have one row for each sample.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class FakeStepResult:
     logits: int
     width: int
     positions: int
+    outputs: int
 
 
 def trace_step(
@@ -122,6 +124,7 @@ def _trace_step(
         with track_layers(model, graph, profiler), profiler.recording():
             outputs = differentiable_outputs(call_with_tensors(model, state, args, kwargs))
             logits, width = outputs[0].numel(), outputs[0].shape[-1]
+            by_row = sum(output.numel() for output in outputs if output.ndim and len(output) == rows)
             order = [place for place, _ in sorted(profiler.layers.items(), key=lambda item: layer_order(item[0]))]
             profiler.backward(outputs, order)
     return FakeStepResult(
@@ -131,6 +134,7 @@ def _trace_step(
         logits,
         width,
         max_positions(model, graph, profiler),
+        by_row,
     )
 
 

@@ -54,13 +54,15 @@ def describe(
     batch: Mapping[str, Any] | None = None,
     name: str = "",
     precision: str = "bf16",
+    gather: bool = False,
 ) -> ModelSpec:
     """Returns the `ModelSpec` of `model`, or of the model that `model` builds if it is a function. The profiled steps
     run on fake tensors.
 
     `sequence` is the number of token ids per sample. `batch` is an example batch, if the model does not describe its
     inputs. `precision` is the precision recipe of the job. Its compute dtype determines which tensors are cast to
-    float32. `name` is the name of the model, by default that of its class.
+    float32. `name` is the name of the model, by default that of its class. `gather`: whether the loss
+    compares the outputs of all rows of the global batch (runtime/batch_loss.py).
 
     Raises:
         InputError: the model cannot be built or traced.
@@ -90,7 +92,8 @@ def describe(
                 error_line=_error_line(error),
             )
         ) from error
-    return spec_from_runs(name, module, graph, inputs.tokens, runs)
+    spec = spec_from_runs(name, module, graph, inputs.tokens, runs)
+    return spec.but(gathered=runs[0].outputs // runs[0].rows) if gather else spec
 
 
 def _trace_rows(
@@ -263,7 +266,14 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
         return Message("{path} is a norm with batch statistics", path=path)
     # A contrastive model returns one logit for each pair of samples.
     pairs = many.logits * few.rows**2 == few.logits * many.rows**2
-    return Message("its output grows with the square of the number of rows") if pairs else ""
+    return (
+        Message(
+            "its output grows with the square of the number of rows, unless forward returns the embeddings and "
+            "parallelize is given loss and gather='batch'"
+        )
+        if pairs
+        else ""
+    )
 
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:

@@ -164,6 +164,7 @@ TERMS: dict[str, dict[str, str]] = {
         "does not fit": "does not fit",
         "batch does not divide": "batch does not divide",
         "rows of a batch depend on each other": "rows of a batch depend on each other",
+        "the loss needs the whole batch": "the loss needs the whole batch",
         "interleaving does not divide": "interleaving does not divide",
         "more stages than blocks": "more stages than blocks",
         "tp does not divide heads": "tp does not divide heads",

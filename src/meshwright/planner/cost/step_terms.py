@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshwright.planner.cost.cost_context import CostContext
+from meshwright.planner.cost.dp_comm import dp_group_rates
 from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
@@ -27,7 +28,22 @@ def tied_vocab_seconds(setting: CostContext, box: PlanGrid) -> Array:
     return broadcast_to_axis(ends.reduce(size * box.weight / box.holders), "z")
 
 
-STEP_TERMS: tuple[tuple[str, Callable[[CostContext, PlanGrid], Array]], ...] = (("pipeline", tied_vocab_seconds),)
+def loss_gather_seconds(setting: CostContext, box: PlanGrid) -> Array:
+    """Returns the seconds per step in which the data ranks gather the outputs of all rows for a loss over the whole
+    batch (z). Backward sends nothing (runtime/batch_loss.py)."""
+    elements = setting.job.model.gathered
+    if not elements or box.data == 1:
+        return broadcast_to_axis(0.0, "")
+    inner, outer = dp_group_rates(setting, box)
+    size = elements * setting.job.workload.batch * setting.recipe.size
+    groups = broadcast_to_axis([shards.replicas for shards in box.shards], "z")
+    return np.asarray(inner.gather(size / groups) + outer.gather(size))
+
+
+STEP_TERMS: tuple[tuple[str, Callable[[CostContext, PlanGrid], Array]], ...] = (
+    ("pipeline", tied_vocab_seconds),
+    ("data", loss_gather_seconds),
+)
 
 
 def step_terms(setting: CostContext, box: PlanGrid) -> Array:

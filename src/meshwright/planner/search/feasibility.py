@@ -257,7 +257,7 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
         update_violations(plan, updates.update),
         stage_violations(plan, max(model.blocks, 1), model.against_stages),
         sequence_violations(plan, job.workload.sequence),
-        batch_split_violations(plan, job.workload.batch, model.against_division),
+        batch_split_violations(plan, job.workload.batch, model),
     )
     return next(chain.from_iterable(rules), None)
 

@@ -207,6 +207,8 @@ class PlanSpace:
             if "micro_batch" in self.choices.pins
             else [batch]
             if job.model.against_division
+            else [max(batch // dp, 1)]
+            if job.model.gathered
             else divisors(batch)
         )
         axes = self.choices.axis_orders(layout, data)

@@ -31,7 +31,7 @@ from meshwright.planner.cost.links import CollectiveRates
 from meshwright.planner.cost.memory import p2p_message_bytes, shared_on_host
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice
 from meshwright.planner.cost.rank_contents import RankClass, list_ranks, stage_contents
-from meshwright.planner.cost.step_terms import tied_vocab_seconds
+from meshwright.planner.cost.step_terms import loss_gather_seconds, tied_vocab_seconds
 from meshwright.spec.layout import ALIGN_NUMEL, align_numel
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.schedule import stage_to_rank
@@ -90,7 +90,8 @@ class OpTimes(NamedTuple):
     """All times that a simulation of a plan needs, by virtual stage and by pipeline rank.
 
     `message` is the bytes of one message between neighbouring pipeline ranks. `tie` is the seconds to sum the gradients
-    of a tied weight on the first and last stage. `on_host`: whether ranks are CPU processes.
+    of a tied weight on the first and last stage; without stages, those to gather the outputs for a loss over the whole
+    batch. `on_host`: whether ranks are CPU processes.
     """
 
     stages: tuple[StageOpTimes, ...]
@@ -190,7 +191,7 @@ def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
         stages=tuple(stages),
         endings=tuple(end_of_step_times(pricer, box, data)),
         message=float(p2p_message_bytes(setting, box, micro_batch_tokens(setting, box)).item()),
-        tie=float(tied_vocab_seconds(setting, box).item()),
+        tie=float((tied_vocab_seconds(setting, box) + loss_gather_seconds(setting, box)).item()),
         on_host=setting.on_host,
     )
 

@@ -284,9 +284,8 @@ class StepSimulator:
                 cell, self._post(cell, "sum over replicas", "replicas", ending.replicas), WAIT_REDUCTION
             )
         if self.play.durations.tie and cell.pp in (0, self.width - 1):
-            yield from self._wait(
-                cell, self._post(cell, "sum of the tied weight", "tie", self.play.durations.tie), WAIT_REDUCTION
-            )
+            what = "sum of the tied weight" if self.width > 1 else "gather for the loss"
+            yield from self._wait(cell, self._post(cell, what, "tie", self.play.durations.tie), WAIT_REDUCTION)
         if self.play.barrier:
             yield from self._wait(cell, self._post(cell, "norm", "all", 0.0), WAIT_OTHER_RANKS)
         if ending.update:

@@ -207,11 +207,14 @@ def _check_rows_independent(
         raise PlanRefused(
             Message(
                 "plan {name}: rows of a batch depend on each other in this model or its loss ({why}): {shown}, and "
-                "this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch",
+                "this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch{gather}",
                 name=name,
                 why=why,
                 shown=shown,
                 pieces=pieces,
+                gather=Message(", or gather='batch' if only the loss compares rows (contrastive)")
+                if engine.objective.loss is not None and engine.batch_loss is None
+                else "",
             )
         )
 
@@ -317,6 +320,15 @@ def _find_difference(
     loss of two passes, and the largest difference of a gradient. Its `name` is '' if the losses differ.
     """
     parts, backward = parts or split_in_half(whole), backward and _compares_gradients(engine)
+    gathered = engine.batch_loss
+    with nullcontext() if gathered is None else gathered.compare_rows():
+        return _compare_passes(engine, whole, parts, backward, modes)
+
+
+def _compare_passes(
+    engine: Engine, whole: Batch, parts: Sequence[Batch], backward: bool, modes: Sequence[bool]
+) -> tuple[float, float, GradientDifference] | None:
+    """Returns the difference of `_find_difference`, under the present loss."""
     for train in modes:
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
         loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)

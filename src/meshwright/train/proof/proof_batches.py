@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, num_rows
-from meshwright.spec.constraints import check_batch_size, half_sequence_length
+from meshwright.spec.constraints import half_sequence_length
 from meshwright.train.step.guards import sizes_of
 from meshwright.train.step.inputs import LocalBatch
 
@@ -37,7 +38,7 @@ def build_proof_batches(
     """Returns the batches of a proof, identical on every rank. All ranks call it. `batch`: the batch of the next step.
     `own_loss`: whether the user has passed a loss function; then the labels stay unchanged. `longest`: the maximum
     number of tokens per row, or 0 for no limit."""
-    rows = check_batch_size(engine.mesh.plan)
+    rows = comparison_rows(engine.mesh.plan, engine.batch_loss)
     whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
     found = num_rows(whole)
     if found > rows:

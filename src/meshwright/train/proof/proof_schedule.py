@@ -43,13 +43,13 @@ from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
 from meshwright.runtime.backend import backend_of, malloc_trim
+from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import shrink_staging_buffers
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, LossFunction, num_rows
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
-from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import (
@@ -349,7 +349,7 @@ class ProofSchedule:
             ),
             default=1,
         )
-        proven = min(rows, check_batch_size(plan))
+        proven = min(rows, comparison_rows(plan, state.engine.batch_loss))
         work = 2 * 8 * elements * proven * places  # FLOPs: 2 batches, 8 per parameter and token with recompute
         step = 6 * elements * rows * places / plan.world
         rate = backend_of(state.mesh.device).nominal_flops

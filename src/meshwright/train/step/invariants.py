@@ -35,13 +35,13 @@ import torch
 from meshwright.core.errors import MeshwrightError, PlanRefused
 from meshwright.core.messages import Message
 from meshwright.runtime.backend import backend_of
+from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, ZeroWeightBatch
 from meshwright.runtime.loss_divisors import uneven_divisors
 from meshwright.runtime.preflight.row_batches import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
-from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.record import ProofResult
 from meshwright.train.step.guards import Outside, SizeRanges, StepGuards
 from meshwright.train.step.inputs import LocalBatch
@@ -326,7 +326,7 @@ class StepInvariants:
         }
         shown = gather_objects(mine if state.mesh.rank == rank else None)[rank]
         assert shown is not None
-        return repeat_rows(shown, check_batch_size(state.plan), None)
+        return repeat_rows(shown, comparison_rows(state.plan, state.engine.batch_loss), None)
 
     def _ranks(self, state: TrainState, what: str) -> str:
         """Returns a text with the compared values of the first eight ranks. `what`: "weights", "gradients" or

@@ -14,6 +14,7 @@ import torch
 from meshwright.core.errors import InputError
 from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
+from meshwright.runtime.batch_loss import check_undivided
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.loss import Batch, num_rows
@@ -146,6 +147,8 @@ class StepPasses:
             if objective.loss is None and "labels" in batch and single:
                 batch = pad_batch(batch, plan)
             batches = split_micro_batches(batch, plan, mesh.replica, is_odd=objective.loss is not None and single)
+        if engine.batch_loss is not None:
+            check_undivided(plan, len(batches))
         if not is_single_device_step(engine, len(batches)):
             for part in given:
                 check_nested_tensors(part, plan)

@@ -3,6 +3,7 @@ through the engine's methods."""
 
 from __future__ import annotations
 
+from meshwright.runtime.batch_loss import BatchLoss
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.engine import Engine, StageExecutor
@@ -45,6 +46,7 @@ def assemble(build: Build) -> None:
     install_load_checks(build.model, context.plan.name)
     refuse_copies(build.model, context.plan)
     loss = build.hints.get("loss")
+    batch_loss = BatchLoss(loss, context) if loss is not None and build.hints.get("gather") else None
     loss_head = LossHead(
         build.model,
         loss,
@@ -52,6 +54,7 @@ def assemble(build: Build) -> None:
         None if build.sequence is None else build.sequence.cut_labels,
         build.chunked_head,
         loss_access_guard(build.model, context.plan, loss, bool(build.experts.dealt)),
+        batch_loss,
     )
     executor = StageExecutor(
         build.model,
@@ -66,6 +69,7 @@ def assemble(build: Build) -> None:
         local_dispatchers(build.model, build.dispatchers),
         build.aux_loss,
         build.sequence,
+        batch_loss,
     )
     runner = ScheduleRunner(
         context,

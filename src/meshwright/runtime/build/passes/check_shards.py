@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.runtime.batch_loss import check_gather
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import check_aux_loss, check_expert_bias, make_capacity_limiter
 from meshwright.runtime.loss import LossHead, check_chunked_head
@@ -22,6 +23,7 @@ def check_shards(build: Build) -> None:
     """
     model, graph, context = build.model, build.partition.graph, build.context
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence
+    check_gather(build.hints.get("gather"), loss, plan, build.recipe)
     LossHead(model, loss, None, None if sequence is None else sequence.cut_labels)
     if context.tp is not None:
         check_divisible(model, build.experts.dense(graph).for_tp(plan.tp), plan.tp, plan.sequence_parallel)

@@ -44,6 +44,8 @@ class ModelHints(TypedDict, total=False):
     """Optional inputs from the caller: the loss, the structure of the model, and an example batch."""
 
     loss: LossFunction | None
+    gather: str | None
+    """'batch': the loss gets the outputs of all rows of the global batch (runtime/batch_loss.py)."""
     anatomy: ModelGraph | None
     example: ExampleInputs | None
 
