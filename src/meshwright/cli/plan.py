@@ -6,25 +6,23 @@ Exit code 3 means that no plan fits.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.options import (
     AsJson,
     JobOptions,
     JobPath,
-    Language,
     announce_defaults,
     check_output_path,
-    count_option,
     print_json,
     print_note,
     print_output,
 )
+from meshwright.cli.plan_options import OutputOptions, RankingOptions, RunLengthOptions, SystemOptions
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -35,117 +33,15 @@ if TYPE_CHECKING:
     from meshwright.spec.job import Job
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class RankingOptions:
-    """The options that select the plans of the search."""
-
-    pin: Annotated[str | None, Parameter(help="plan fields to fix, such as tp=2,pp=4")] = None
-    objective: Annotated[
-        Literal["fastest", "fewest", "cheapest", "energy", "headroom"],
-        Parameter(help="minimize step time, number of devices, price, energy of the devices, or device memory"),
-    ] = "fastest"
-    runnable: Annotated[
-        bool, Parameter(negative="", help="rank only plans that this version can run; some plans are plan-only")
-    ] = False
-    trust: Annotated[
-        Literal["all", "measured"],
-        Parameter(help="rank all plans, or only plans whose features all occur in published runs with a measured time"),
-    ] = "all"
-    trials: Annotated[
-        int,
-        count_option("run up to this many of the best plans for a few steps each, refit the estimate and rank again"),
-    ] = 0
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class RunLengthOptions:
-    """The length of the run, its price and its end."""
-
-    tokens: Annotated[
-        str | None, Parameter(help="tokens of the whole run, such as 1T: prints days, device-hours, money and energy")
-    ] = None
-    price: Annotated[
-        float | None, Parameter(help="money per device hour; default: of the cluster file, else of the catalog")
-    ] = None
-    by: Annotated[
-        str | None,
-        Parameter(help="with --tokens: the day by which the run must end, such as 2027-03-01, on the fewest devices"),
-    ] = None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class OutputOptions:
-    """The further output of the command, and the files to write."""
-
-    top: Annotated[int, count_option("number of plans to show")] = 10
-    why: Annotated[
-        bool, Parameter(negative="", help="show the best plan of each rejected plan family, and why it lost")
-    ] = False
-    why_not: Annotated[
-        str | None,
-        Parameter(
-            help=(
-                "explain why a plan, or pins such as tp=8,pp=8, was not chosen: the violated limit or "
-                "the additional time"
-            )
-        ),
-    ] = None
-    compare: Annotated[
-        tuple[str, str] | None,
-        Parameter(negative="", help="two plans, such as dp8.z1 tp2.dp4: compare their times and memory"),
-    ] = None
-    advice: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            help=(
-                "answer six questions about the job, and predict the effect of improvements of the cluster or workload"
-            ),
-        ),
-    ] = False
-    save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
-    page: Annotated[
-        Path | None,
-        Parameter(
-            help=(
-                "write an HTML page to this file: plans for this job and for other numbers of "
-                "devices, batch, sequence, memory"
-            )
-        ),
-    ] = None
-    lang: Language = None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class SystemOptions:
-    """The options that plan for another system."""
-
-    system: Annotated[
-        str | None,
-        Parameter(
-            name="--for",
-            help="plan for another system: only plans that it can run, as a diff of its own keys; such as megatron",
-        ),
-    ] = None
-    config: Annotated[
-        tuple[Path, ...],
-        Parameter(negative="", show_default=False, help="with --for: a file of your configuration, repeatable"),
-    ] = ()
-
-
 def plan(
     job: JobPath = None,
     /,
     *,
     shared: JobOptions = JobOptions(),  # noqa: B008
-    wanted: RankingOptions = RankingOptions(),
-    shown: OutputOptions = OutputOptions(),
-    length: RunLengthOptions = RunLengthOptions(),
-    other: SystemOptions = SystemOptions(),
+    wanted: RankingOptions = RankingOptions(),  # noqa: B008
+    shown: OutputOptions = OutputOptions(),  # noqa: B008
+    length: RunLengthOptions = RunLengthOptions(),  # noqa: B008
+    other: SystemOptions = SystemOptions(),  # noqa: B008
     json: AsJson = False,
 ) -> int:
     """Rank the plans for a job, the fastest that fits first, and say why the others lost.
@@ -162,32 +58,95 @@ def plan(
     if shown.compare is not None:
         _compare_plans(file, shown.compare, language, json)
         return 0
-    if (found := _search(file, wanted, shown.top, language, length)) is None:
+    if shown.why_not is not None or shown.page is not None or wanted.trials or length.by is not None:
+        return _answer_once(file, _command_line(job, shared, wanted), wanted, shown, length, language, json)
+    _answer_from_cache(file, wanted, shown, length, language, json)
+    return 0
+
+
+def _answer_from_cache(
+    file: JobFile,
+    wanted: RankingOptions,
+    shown: OutputOptions,
+    length: RunLengthOptions,
+    language: str,
+    json: bool,
+) -> None:
+    """Prints the answer to a question that depends on nothing but the job and the options: from the cache of an
+    earlier search, or of a new search, which is stored."""
+    from meshwright.cli.answer_cache import answer_key, load_answer, recorded_output, save_answer
+    from meshwright.report.text import terminal_width
+
+    question = _pinned_job(file, wanted)
+    options = (wanted, replace(shown, save=None, fresh=False, lang=language), length, json, terminal_width())
+    key = answer_key(question.to_json(None), *map(repr, options))
+    stored = None if shown.fresh else load_answer(key)
+    if stored is None:
+        with recorded_output() as output:
+            found = _search(question, wanted, shown.top, length)
+            _print_result(*found, wanted, shown, length, language, json)
+        stored = save_answer(key, output.getvalue(), found[1].plans[0].plan.to_json())
+    else:
+        print_note(
+            Message("answer of the search of {day}, from the cache; --fresh searches again", day=stored.day), language
+        )
+    announce_defaults(file, question.workload, language)
+    sys.stdout.write(stored.output)
+    _save_plan(shown.save, stored.plan, language)
+
+
+def _answer_once(
+    file: JobFile,
+    arguments: list[str],
+    wanted: RankingOptions,
+    shown: OutputOptions,
+    length: RunLengthOptions,
+    language: str,
+    json: bool,
+) -> int:
+    """Prints the answer to a question that also depends on measurements or on the time of day, or that has a page or a
+    rejected plan. Nothing is stored."""
+    if (found := _search_after_trials(file, wanted, shown.top, language, length)) is None:
         return 0
     question, answer = found
     announce_defaults(file, question.workload, language)
     if shown.why_not is not None:
         _explain_rejection(question, answer, shown.why_not, wanted.runnable, language, json)
-    elif json:
+    else:
+        _print_result(question, answer, wanted, shown, length, language, json)
+    _save_plan(shown.save, answer.plans[0].plan.to_json(), language)
+    if shown.page is not None:
+        _report_page(question, answer, wanted, arguments, file.cluster, shown.page, language)
+    return 0
+
+
+def _print_result(
+    question: Job,
+    answer: SearchResult,
+    wanted: RankingOptions,
+    shown: OutputOptions,
+    length: RunLengthOptions,
+    language: str,
+    json: bool,
+) -> None:
+    if json:
         print_json(
             _answer_data(question, answer, wanted.runnable, language, shown) | _cost_data(question, answer, length)
         )
     else:
         _print_answer(question, answer, wanted.runnable, language, shown)
         _print_cost(question, answer, length, language)
-    if shown.save is not None:
-        write_atomically(shown.save, answer.plans[0].plan.to_json() + "\n")
-        print_note(
-            Message(
-                "plan {plan} is saved in {save}; `--plan {save}` uses it",
-                plan=answer.plans[0].plan.name,
-                save=shown.save,
-            ),
-            language,
-        )
-    if shown.page is not None:
-        _report_page(question, answer, wanted, _command_line(job, shared, wanted), file.cluster, shown.page, language)
-    return 0
+
+
+def _save_plan(path: Path | None, text: str, language: str) -> None:
+    """Writes the plan with the JSON text `text` to `path`, if there is one."""
+    from meshwright.spec.plan import Plan
+
+    if path is None:
+        return
+    write_atomically(path, text + "\n")
+    name = Plan.model_validate_json(text).name
+    print_note(Message("plan {plan} is saved in {save}; `--plan {save}` uses it", plan=name, save=path), language)
 
 
 def _plan_for_system(
@@ -277,30 +236,42 @@ def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOpt
     return question, "fewest" if wanted.objective == "fastest" else wanted.objective, left / max(steps, 1.0)
 
 
-def _search(
-    file: JobFile, wanted: RankingOptions, count: int, language: str, length: RunLengthOptions
-) -> tuple[Job, SearchResult] | None:
-    """Returns the job and its `count` best plans. Returns None on a rank other than 0, which only takes part in
-    trials."""
-    from meshwright.cli.trials import job_from_trials, with_fastest_first
+def _pinned_job(file: JobFile, wanted: RankingOptions) -> Job:
+    """Returns the job with the pins and the trust of the options."""
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
+
+    question = resolve_job(file).but(trust=wanted.trust)
+    return question.but(pins={**question.pins, **parse_pins(wanted.pin)}) if wanted.pin else question
+
+
+def _search(question: Job, wanted: RankingOptions, count: int, length: RunLengthOptions) -> tuple[Job, SearchResult]:
+    """Returns the job and its `count` best plans."""
     from meshwright.planner.search.best_plans import SearchObjective
     from meshwright.planner.search.ranking import search_plans, with_used_devices
 
-    question = resolve_job(file)
-    question = question.but(trust=wanted.trust)
-    if wanted.pin:
-        question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     question, objective, longest = _with_run_length(question, wanted, length)
-    found = job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
+    answer = search_plans(question, count, SearchObjective(objective), wanted.runnable, longest)
+    return with_used_devices(question, answer), answer
+
+
+def _search_after_trials(
+    file: JobFile, wanted: RankingOptions, count: int, language: str, length: RunLengthOptions
+) -> tuple[Job, SearchResult] | None:
+    """Returns the job and its `count` best plans, after the trials of the options. Returns None on a rank other than 0,
+    which only takes part in trials."""
+    from meshwright.cli.trials import job_from_trials, with_fastest_first
+
+    question = _pinned_job(file, wanted)
+    if not wanted.trials:
+        return _search(question, wanted, count, length)
+    found = job_from_trials(file, question, wanted.trials, language)
     if found is None:
         return None
     question, best = found
-    runnable = wanted.runnable or best is not None
-    answer = search_plans(question, count, SearchObjective(objective), runnable, longest)
-    answer = with_fastest_first(question, answer, best) if best is not None else answer
-    return with_used_devices(question, answer), answer
+    wanted = replace(wanted, runnable=wanted.runnable or best is not None)
+    question, answer = _search(question, wanted, count, length)
+    return question, answer if best is None else with_fastest_first(question, answer, best)
 
 
 def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOptions) -> None:
