@@ -1,9 +1,10 @@
-"""Makes an in-memory checkpoint of every step on every rank (recovery.py calls it), and writes such checkpoints to disk
+"""Makes in-memory checkpoints of the steps of every rank (recovery.py calls it), and writes such checkpoints to disk
 in a separate process. The memory outlives the rank, so that a restarted rank can restore its state from it.
 
 Guarantees: whenever ranks die, every rank has a complete, intact checkpoint of a common step. On a CPU this is at least
-the last reported step. On an accelerator it may be the step before, so that the last reported step is repeated. A run
-that continues from this checkpoint is bit-identical to a run that never stopped, if kernels are deterministic.
+the last reported step. On an accelerator it may be the step before, so that the last reported step is repeated, or an
+earlier one ([Note: back-off]). A run that continues from this checkpoint is bit-identical to a run that never stopped,
+if kernels are deterministic.
 
 A copy is the transfer of a rank's state to this memory. On a CPU, a copy that overlaps with the next step would take
 cores from it. So the copy runs at the end of the step that it saves, before the ranks agree on the record of this step.
@@ -11,6 +12,10 @@ On an accelerator, the copy overlaps with the next step. It must end before the 
 update after this reduction overwrites the copied tensors. Only buffers may change earlier, in forward, so the copy
 reads clones of them. After the reduction, every rank knows that the copies of all ranks are complete ([Note: two slots]
 in checkpoint/memory_checkpoint.py).
+
+[Note: back-off] If the copy takes longer than the next step up to its last reduction, training waits for the rest. If
+these waits would exceed MAX_WAIT_FRACTION of the time, only every n-th step is copied. The ranks agree on n from the
+longest wait of all ranks. A step whose checkpoint is due on disk is always copied.
 
 `D2HStaging` copies from an accelerator on a separate stream, through two chunks of pinned memory: one chunk is filled
 while the other is read. An ordinary copy would run on the training stream, wait for earlier kernels and delay later
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -143,9 +149,11 @@ MAX_FREE_MEMORY_FRACTION = 0.5
 """The in-memory checkpoints of all ranks may take at most this fraction of the free memory. Free memory is the free
 memory of the machine or of this run's cgroup, whichever is less."""
 
-MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""The user is warned if training waits for overlapped copies for more than MAX_WAIT_FRACTION of its time. The waits are
-measured over the first MIN_MEASURED_STEPS steps."""
+MAX_WAIT_FRACTION = 0.02
+"""Training waits for overlapped copies for at most this fraction of its time ([Note: back-off])."""
+
+NO_WAIT = -1.0
+"""The measured wait if no overlapped copy has ended."""
 
 OFFLOADED_TEXT = Message(
     "no in-memory checkpoints of the states that the plan offloads to disk; if a rank fails, the run loses the steps "
@@ -175,8 +183,12 @@ class MemoryCheckpointer:
         self.memory, self.trainer, self.pulse, self.extra = MemorySnapshot(path), trainer, pulse, extra
         self.refused = ""
         self.seconds = 0.0
-        self.waited = 0.0
-        """The seconds for which training waited for the last overlapped copy."""
+        self.waited = NO_WAIT
+        """The seconds for which training waited for the overlapped copy that has ended since the last `adapt`."""
+        self.interval = 1
+        """The number of steps from one copy to the next ([Note: back-off])."""
+        self._copied: int | None = None
+        self._said = False
         self._layout: SnapshotLayout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -189,18 +201,21 @@ class MemoryCheckpointer:
     def go_back(self) -> None:
         """Discards all checkpoints after a rollback, since the run repeats their steps. Later checkpoints belong to the
         next history."""
-        self._history += 1
+        self._history, self._copied = self._history + 1, None
         self.memory.head.hold(0)
         self.memory.head.forget()
 
-    def begin(self, record: dict[str, Any]) -> None:
+    def begin(self, record: dict[str, Any], must: bool = False) -> None:
         """Starts the copy of the current state, after the end of a step. On a CPU, the copy is complete on return.
         `record`: the step record to store with the state. If in-memory checkpoints are refused (`refused`), copies
-        nothing. If the previous copy has failed, raises its exception."""
+        nothing, nor before `interval` steps after the last copied step, unless the copy `must` be made. If the previous
+        copy has failed, raises its exception."""
         self.finish()
-        layout = self._lay()
+        due = self._copied is None or self.trainer.steps >= self._copied + (1 if must else self.interval)
+        layout = self._lay() if due else None
         if layout is None:
             return
+        self._copied = self.trainer.steps
         for live, still in self._buffers:
             still.copy_(live)
         local = list(rank_local_tensors(self.trainer).values())
@@ -229,6 +244,27 @@ class MemoryCheckpointer:
             self.waited = time.perf_counter() - began
         if self._failed is not None:
             raise self._failed
+
+    def adapt(self, waited: float, seconds: float) -> str:
+        """Adapts `interval` to the longest wait of all ranks for the last copy, and to the seconds of its step without
+        this wait. All ranks call it with equal values. Returns a line for the user when the interval has first settled
+        above 1, else ''."""
+        self.waited = NO_WAIT
+        if waited < 0:
+            return ""
+        wanted = copy_interval(waited, seconds)
+        self.interval = min(wanted, 2 * self.interval)  # the first copies also touch their memory for the first time
+        if wanted == 1 or self.interval < wanted or self._said:
+            return ""
+        self._said = True
+        return Message(
+            "training waits {waited} for an in-memory checkpoint and {seconds} for a step: every {steps}th step has "
+            "one from now on, so a failed rank repeats up to that many steps; --set run.memory_checkpoints=false "
+            "trains without them",
+            waited=show_seconds(waited),
+            seconds=show_seconds(seconds),
+            steps=self.interval,
+        )
 
     def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes) -> None:
         began = time.thread_time()
@@ -282,25 +318,14 @@ class MemoryCheckpointer:
         )
 
 
-def overhead_warning(waited: float, seconds: float, steps: int) -> str:
-    """Returns a warning if training has waited for copies for more than MAX_WAIT_FRACTION of its time, else ''.
-    `waited` and `seconds`: the total waits and the total time of `steps` steps, in seconds. With fewer than
-    MIN_MEASURED_STEPS steps there is no warning.
+def copy_interval(waited: float, seconds: float) -> int:
+    """Returns the smallest number of steps from one copy to the next with which training waits for at most
+    MAX_WAIT_FRACTION of its time, if it waits `waited` seconds for each copy and a step takes `seconds`.
 
-    >>> overhead_warning(20.0, 32.0, 10)  # doctest: +NORMALIZE_WHITESPACE
-    'in-memory checkpoints make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without
-    them, but then a failed rank loses the steps since the last checkpoint'
-    >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
-    ('', '')
+    >>> copy_interval(0.0, 3.0), copy_interval(0.03, 3.0), copy_interval(1.5, 0.5)
+    (1, 1, 147)
     """
-    if steps < MIN_MEASURED_STEPS or waited <= MAX_WAIT_FRACTION * seconds:
-        return ""
-    return Message(
-        "in-memory checkpoints make each step wait {waited} of its {seconds}: --set run.memory_checkpoints=false "
-        "trains without them, but then a failed rank loses the steps since the last checkpoint",
-        waited=show_seconds(waited / steps),
-        seconds=show_seconds(seconds / steps),
-    )
+    return max(1, math.ceil(waited * (1 / MAX_WAIT_FRACTION - 1) / max(seconds, 1e-9)))
 
 
 def _clone_buffers(

@@ -81,9 +81,8 @@ class Recovery:
         self._said = self._busy = self._owed = False
         self._since = self._save_seconds = self._waited = 0.0
         self.gap = StepGap()
-        self._steps = (0, 0.0, 0.0)
-        """The number of measured steps, their seconds in total, and the seconds that they waited for in-memory
-        checkpoints."""
+        self._ended: dict[str, Any] = {}
+        """The record of the last step that has ended, as in-memory checkpoints store it."""
         self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
@@ -203,26 +202,16 @@ class Recovery:
     # --- saving -----------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
-        """Starts the in-memory checkpoint of the step of `record`. The loop calls it after each step."""
+        """Starts the in-memory checkpoint of the step of `record`, if the step gets one. The loop calls it after each
+        step."""
         self.guard.heed(record)
         if self.copies is not None:
-            self._time(record.seconds, self.copies.waited)
-            self.copies.begin(record.model_dump(exclude_none=True))
+            self._ended = record.model_dump(exclude_none=True)
+            self.copies.begin(self._ended)
             if self.copies.refused and not self._said and self.channel.rank == 0:
                 self._said = True
                 is_planned = self.copies.refused == memory_checkpointer.OFFLOADED_TEXT
                 self.channel.say("note" if is_planned else "degraded", line=self.copies.refused)
-
-    def _time(self, seconds: float, waited: float) -> None:
-        """Measures during the first steps how long training waits for in-memory checkpoints. If the waits are long,
-        prints a warning."""
-        steps, whole, stood = self._steps
-        if steps < memory_checkpointer.MIN_MEASURED_STEPS:
-            self._steps = (steps + 1, whole + seconds, stood + waited)
-            if (
-                line := memory_checkpointer.overhead_warning(stood + waited, whole + seconds, steps + 1)
-            ) and self.channel.rank == 0:
-                self._note(line)
 
     def finish(self) -> None:
         """Waits until the started in-memory checkpoint is complete. The loop calls it before the last reduction of the
@@ -231,20 +220,25 @@ class Recovery:
             self.copies.finish()
 
     @property
-    def flags(self) -> tuple[float, float, float]:
+    def flags(self) -> tuple[float, float, float, float]:
         """Returns this rank's values for the exchange between ranks. The first is 1.0 if a checkpoint is being written,
         else 0.0. The second is the duration of the last save in seconds. The third is 1.0 if this rank has no in-memory
-        checkpoints for lack of memory or because states are offloaded to disk, else 0.0."""
+        checkpoints for lack of memory or because states are offloaded to disk, else 0.0. The fourth is the wait for an
+        in-memory checkpoint that has ended during the step, in seconds, NO_WAIT without one."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
             float(self.copies is not None and self.copies.refused != ""),
+            memory_checkpointer.NO_WAIT if self.copies is None else self.copies.waited,
         )
 
     def agreed(self, record: StepRecord, flags: Sequence[float]) -> None:
         """Processes the result of the exchange between ranks. `flags`: for each value of the property `flags`, the
         maximum over all ranks. `record`: the record of the step that has ended."""
-        busy, self._save_seconds, refused = flags
+        busy, self._save_seconds, refused, waited = flags
+        line = "" if self.copies is None else self.copies.adapt(waited, record.seconds - waited)
+        if line and self.channel.rank == 0:
+            self._note(line)
         if refused and self.copies is not None:  # in-memory checkpoints are useless unless every rank has one
             self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
         self._since += record.seconds
@@ -282,6 +276,9 @@ class Recovery:
                 return
             self.saved, self._since, self._busy, self._owed = step, 0.0, True, False
             self.finish()
+            if step not in self.copies.memory.steps:
+                self.copies.begin(self._ended, must=True)
+                self.finish()
             self.copies.memory.head.hold(step)
             if self.channel.rank == 0:
                 self.pulse.write(HeartbeatField.busy, 1)
