@@ -10,6 +10,7 @@
 #   make systems     the tests of export, import, recordings and checkpoints with the other systems installed, in .venv/systems
 #   make bench-cluster  regret on emulated clusters (Linux, root)
 #   make docs        write the command pages   make gpu-check   a CUDA device in six parts: speed, memory, NCCL, faults
+#   make site        the documentation as a site in build/site, in English and Chinese, with search, without a network
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
 #   make release     build sdist and wheel in dist/, check and try them with both ends of the range of torch; publishes nothing
 #
@@ -36,12 +37,15 @@ SIDES  := -n auto --dist loadfile
 QUICK := $(addprefix tests/,unit/test_architecture.py ranks/test_plans.py unit/test_golden.py unit/test_schedules.py \
          unit/test_cost_in_flight.py mesh/test_checkpoint.py mesh/test_models.py unit/test_i18n.py)
 
+SITE_LOCK  := requirements/site.txt
+SITE_READY := .venv/site/ready-$(shell { echo "$(PYTHON)" "$(CURDIR)"; cat $(SITE_LOCK); } | cksum | cut -d' ' -f1)
+
 SYSTEM_PIP := .venv/systems/bin/python -m pip --disable-pip-version-check -qq install
 # What other systems take part in, whole: round trips, their parsers, their loops recorded, their checkpoints, their pages.
 SYSTEMS := $(addprefix tests/,unit/test_interop.py mesh/test_interop_parsers.py mesh/test_checkpoint_engines.py \
            ranks/test_interop_script.py ranks/test_recording_engines.py ranks/test_checkpoint_systems.py ranks/test_coming_from.py)
 
-.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs gpu-check lock release setup clean systems
+.PHONY: train quick test check lint soak soak-parts bench bench-cluster docs site gpu-check lock release setup clean systems
 .SILENT:
 
 train: $(READY)
@@ -102,6 +106,16 @@ docs: $(READY)
 	$(BIN)/python docs/page_check.py --pictures
 	$(PYTEST) tests/unit/test_docs.py
 
+# In an environment of its own: the site is built from the pages as they are, so it needs neither torch nor this package.
+site: $(SITE_READY)
+	.venv/site/bin/python docs/build_site.py build/site
+	echo "to read it: $(PYTHON) -m http.server -d build/site"
+
+$(SITE_READY):
+	$(PYTHON) -m venv --clear .venv/site
+	.venv/site/bin/python -m pip --disable-pip-version-check -qq install --require-hashes --no-deps -r $(SITE_LOCK)
+	touch $@
+
 gpu-check: $(READY)
 	$(BIN)/python -m bench.gpu_check $(ARGS)
 
@@ -126,6 +140,8 @@ lock:
 	tool=$$(mktemp -d) && trap 'rm -rf "$$tool"' EXIT && $(PYTHON) -m venv "$$tool" && "$$tool/bin/python" -m pip -qq install pip-tools && \
 	"$$tool/bin/pip-compile" --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-emit-index-url --no-emit-find-links \
 	  --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o $(LOCK) requirements/development.in && \
+	"$$tool/bin/pip-compile" --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras --no-emit-index-url --no-emit-find-links \
+	  --no-emit-trusted-host --no-emit-options --no-header --no-annotate -o $(SITE_LOCK) requirements/site.in && \
 	"$$tool/bin/python" -m pip download -qq --no-deps --dest "$$tool/files" -r requirements/on_torch.in && \
 	for file in "$$tool"/files/*.whl; do \
 	  printf '%s \\\n    %s\n' "$$(basename "$$file" | cut -d- -f1,2 | sed s/-/==/)" "$$("$$tool/bin/python" -m pip hash "$$file" | grep -o -- '--hash=.*')" >> $(LOCK); \

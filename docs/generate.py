@@ -1,5 +1,6 @@
 """Writes the generated references: of the command line (`cli.md`, from `--help`), of the Python API (`api.md`, from
-docstrings), and of the flags of other systems (`coming-from/`, flag_tables.py).
+docstrings), of the flags of other systems (`coming-from/`, flag_tables.py), of the keys of files (`keys.md`,
+key_tables.py), and the diagrams of the strategies (`pictures/`, diagrams.py).
 
     python docs/generate.py            # after a command, an option, a public docstring or a flag has changed
 
@@ -167,7 +168,8 @@ def write(folder: Path = DOCS) -> None:
         (folder / language).mkdir(parents=True, exist_ok=True)
         (folder / language / "cli.md").write_text(page(language), encoding="utf-8")
         (folder / language / "api.md").write_text(api_page(language), encoding="utf-8")
-    runpy.run_path(str(DOCS / "flag_tables.py"))["write"](folder)
+    for name in ("flag_tables.py", "key_tables.py", "diagrams.py"):
+        runpy.run_path(str(DOCS / name))["write"](folder)
 
 
 if __name__ == "__main__":

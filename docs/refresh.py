@@ -5,11 +5,13 @@ and now.
 
 Blocks marked `soak` or `proof` train; they are left alone unless --all is given, and of their steps only those with a
 held-out loss are kept. Those marked `example` run one after the other in one folder for each page. `exit=3` in the mark
-is the exit code that the last command must have.
+is the exit code that the last command must have. The code of the notebooks (`*.ipynb`) runs too, cell by cell in one
+process, and each cell gets what it printed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +19,7 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,6 +38,44 @@ class Block(NamedTuple):
     @property
     def exit_code(self) -> int:
         return next((int(mark.removeprefix("exit=")) for mark in self.marks if mark.startswith("exit=")), 0)
+
+
+NOTEBOOK_RUNNER = """
+import contextlib, io, json, sys
+names, printed = {"__name__": "__main__"}, []
+for source in json.load(open(sys.argv[1], encoding="utf-8")):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(source, "<cell>", "exec"), names)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+"""A program that runs the code of cells in order and prints what each of them printed."""
+
+
+def notebooks() -> list[Path]:
+    return sorted((ROOT / "docs").glob("*/*.ipynb"))
+
+
+def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def run_notebook(notebook: dict[str, Any]) -> list[str]:
+    """What each cell of code prints, run in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        cells = Path(folder) / "cells.json"
+        cells.write_text(json.dumps(["".join(cell["source"]) for cell in code_cells(notebook)]), encoding="utf-8")
+        command = [sys.executable, "-c", NOTEBOOK_RUNNER, str(cells)]
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    return list(json.loads(done.stdout))
+
+
+def refresh_notebook(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for number, (cell, printed) in enumerate(zip(code_cells(notebook), run_notebook(notebook), strict=True), start=1):
+        output = {"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}
+        cell["execution_count"], cell["outputs"] = number, [output] if printed else []
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def pages() -> list[Path]:
@@ -98,5 +138,5 @@ def refresh(page: Path, everything: bool) -> None:
 
 if __name__ == "__main__":
     names = [name for name in sys.argv[1:] if name != "--all"]
-    for each in [Path(name).resolve() for name in names] or pages():
-        refresh(each, "--all" in sys.argv)
+    for each in [Path(name).resolve() for name in names] or [*pages(), *notebooks()]:
+        refresh_notebook(each) if each.suffix == ".ipynb" else refresh(each, "--all" in sys.argv)

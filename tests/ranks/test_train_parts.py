@@ -77,6 +77,8 @@ def test_every_rank_hears_the_text_of_rank_0(ranks: Pool) -> None:
 def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alone() -> None:
     with pytest.raises(InputError, match="SLURM_NTASKS is 4 but MASTER_ADDR is not set"):
         read_external_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    with pytest.raises(InputError, match="WORLD_SIZE is 2 but RANK is not set"):
+        read_external_launch({"WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     with pytest.raises(InputError, match=r"RANK \(4\) is not a rank of a world of 4"):
         read_external_launch({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
 

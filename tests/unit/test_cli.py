@@ -376,8 +376,9 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 def test_the_references_are_what_help_and_docstrings_say(tmp_path: Path) -> None:
     runpy.run_path(str(ROOT / "docs" / "generate.py"))["write"](tmp_path)
-    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.md"))
-    assert len(written) == 4 + 2 * len(SYSTEMS)
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
+    diagrams = [path for path in written if path.suffix == ".svg"]
+    assert len(diagrams) >= 16 and len(written) == len(diagrams) + 6 + 2 * len(SYSTEMS)
     for name in written:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run: python docs/generate.py"
 

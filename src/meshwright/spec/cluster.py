@@ -37,8 +37,8 @@ MAX_CLUSTER_NODES = 2**20
 class Device(StrictModel):
     """One accelerator, or the fraction of a host's processor that one CPU rank gets."""
 
-    name: OneLine
-    memory: Bytes = Field(gt=0)
+    name: OneLine = Field(description="name of the device, for display; names that begin with cpu are CPU ranks")
+    memory: Bytes = Field(gt=0, description="bytes of device memory")
     bandwidth: BytesPerSecond = Field(description="bytes/s of device memory")
     peak: dict[str, FlopsPerSecond] = Field(
         description="FLOP/s of dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64"
@@ -72,17 +72,21 @@ class Device(StrictModel):
     )
     price: float | None = Field(default=None, gt=0, description="price per device hour")
     power_watts: float = Field(default=0.0, ge=0, description="power limit of the device in watts; 0: unknown")
-    source: str = ""
+    source: str = Field(default="", description="where the values come from")
 
 
 class Link(StrictModel):
     """One tier of the network, which connects each block of `span` consecutive devices. With `span` 0 it connects all
     devices of a node, or all nodes."""
 
-    name: OneLine
-    span: int = Field(default=0, ge=0)
+    name: OneLine = Field(description="name of the link, for display")
+    span: int = Field(
+        default=0,
+        ge=0,
+        description="consecutive devices that the link connects; 0: all devices of a node, or all nodes",
+    )
     bandwidth: BytesPerSecond = Field(ge=1, description="bytes/s per device in one direction")
-    latency: Seconds = Field(default=5e-6)
+    latency: Seconds = Field(default=5e-6, description="seconds of the smallest message")
     efficiency: float = Field(
         default=0.85, ge=1e-3, le=1, description="fraction of bandwidth that large collectives reach"
     )
@@ -106,11 +110,11 @@ class Link(StrictModel):
 class NodeGroup(StrictModel):
     """Identical nodes. Heterogeneous nodes form several groups."""
 
-    nodes: int = Field(ge=1, le=MAX_CLUSTER_NODES)
+    nodes: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="number of nodes")
     devices: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="devices per node")
-    device: Device
+    device: Device = Field(description="device, or its name in the catalog")
     link: Link = Field(description="link between the devices of a node")
-    host_memory: Bytes = 0.0
+    host_memory: Bytes = Field(default=0.0, description="bytes of host memory of a node")
     storage_bandwidth: BytesPerSecond = Field(
         default=0.0, description="bytes/s of a node's local disk, shared by all devices of the node"
     )
@@ -130,10 +134,14 @@ class NodeGroup(StrictModel):
 class Cluster(StrictModel):
     """Groups of nodes and the network between nodes."""
 
-    name: OneLine
-    groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    name: OneLine = Field(description="name of the cluster, for display")
+    groups: tuple[NodeGroup, ...] = Field(
+        min_length=1, description="groups of identical nodes, in the order of their ranks"
+    )
     network: Link = Field(description="network between nodes")
-    failures_per_device_hour: float = Field(default=0.0, ge=0)
+    failures_per_device_hour: float = Field(
+        default=0.0, ge=0, description="failures of a device per hour, for simulate --days; 0: unknown"
+    )
     budget: Bytes = Field(default=0.0, ge=0, description="bytes of device memory that a rank may use; 0: nearly all")
 
     @property

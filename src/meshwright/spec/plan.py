@@ -49,15 +49,23 @@ class Plan(StrictModel):
     The fields are those of a plan file. A plan validates itself: an invalid plan raises `InputError` on construction.
     """
 
-    version: int = Field(default=1, ge=1, le=1)
-    dp_replicate: int = Field(default=1, ge=1)
-    dp_shard: int = Field(default=1, ge=1)
-    tp: int = Field(default=1, ge=1)
-    sequence_parallel: bool = False
-    pp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
-    ep: int = Field(default=1, ge=1)
-    zero: int = Field(default=0, ge=0, le=3)
+    version: int = Field(default=1, ge=1, le=1, description="version of the schema")
+    dp_replicate: int = Field(
+        default=1, ge=1, description="shard groups that are replicas of each other; without ZeRO: replicas"
+    )
+    dp_shard: int = Field(
+        default=1, ge=1, description="data-parallel ranks of a shard group, which ZeRO divides the states among"
+    )
+    tp: int = Field(default=1, ge=1, description="tensor-parallel ranks")
+    sequence_parallel: bool = Field(
+        default=False, description="whether tensor-parallel ranks also shard the activations between their layers"
+    )
+    pp: int = Field(default=1, ge=1, description="pipeline ranks")
+    cp: int = Field(default=1, ge=1, description="context-parallel ranks, which divide each sequence")
+    ep: int = Field(default=1, ge=1, description="expert-parallel ranks, which divide the experts")
+    zero: int = Field(
+        default=0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights"
+    )
     micro_batch: int = Field(
         default=1, ge=1, description="sequences per micro-batch of a replica; the maximum if replicas differ"
     )
@@ -67,14 +75,16 @@ class Plan(StrictModel):
     shares: tuple[int, ...] = Field(
         default=(), description="micro-batches per step of each data replica; empty: equal numbers"
     )
-    recompute: Recompute = Recompute.none
+    recompute: Recompute = Field(default=Recompute.none, description="operations of blocks that backward recomputes")
     recompute_layers: int = Field(
         default=0, ge=0, description="number of blocks at the start of each virtual stage that recompute; 0: all"
     )
     recompute_rest: Recompute = Field(
         default=Recompute.none, description="recompute of the blocks after recompute_layers: none or sac"
     )
-    offload: tuple[Offload, ...] = ()
+    offload: tuple[Offload, ...] = Field(
+        default=(), description="kinds of tensors that are offloaded to CPU memory or to disk"
+    )
     offload_share: int = Field(
         default=100, ge=1, le=100, description="percent of each rank's optimizer states that are offloaded"
     )
@@ -86,7 +96,7 @@ class Plan(StrictModel):
         ge=0,
         description="number of blocks at the start of each virtual stage whose activations are offloaded; 0: all",
     )
-    schedule: ScheduleName = DEFAULT_SCHEDULE
+    schedule: ScheduleName = Field(default=DEFAULT_SCHEDULE, description="pipeline schedule")
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(
         default=(), description="actions of each pipeline rank in a custom schedule, such as '0F0 0F1 0B0 0B1'"

@@ -49,7 +49,7 @@ class GradientCompression(StrictModel):
     1.015625
     """
 
-    kind: Literal["bf16", "int8", "low-rank"]
+    kind: Literal["bf16", "int8", "low-rank"] = Field(description="form in which gradients are sent between hosts")
     rank: int = Field(default=4, ge=1, description="columns of the factors in low-rank compression")
 
     @property
@@ -63,8 +63,8 @@ class DilocoConfig(StrictModel):
     """The DiLoCo settings. Each of the `replicas` replicas reads its own part of every batch and updates its weights
     locally. After every `steps` steps the replicas synchronize their weights."""
 
-    replicas: int = Field(ge=2)
-    steps: int = Field(default=50, ge=1)
+    replicas: int = Field(ge=2, description="number of replicas that update their weights locally")
+    steps: int = Field(default=50, ge=1, description="steps between two synchronizations of the replicas")
     lr: float = Field(
         default=0.7, gt=0, description="learning rate of the outer optimizer; 1 without momentum averages the replicas"
     )

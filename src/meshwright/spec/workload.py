@@ -52,10 +52,16 @@ class OptimizerConfig(StrictModel):
         default="adamw",
         description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function (parameters -> optimizer)",
     )
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
+    lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="decay rates of the first and the second moment (adamw, adam, muon)"
+    )
+    eps: float = Field(
+        default=1e-8, gt=0, description="term added to the denominator of the update (adamw, adam, muon)"
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decay of the weights per step, relative to the learning rate"
+    )
     decay: Literal["matrices", "all"] = Field(
         default="matrices", description="parameters with weight decay: matrices only (no biases and norms), or all"
     )
@@ -67,9 +73,13 @@ class OptimizerConfig(StrictModel):
         default=None,
         description="8bit: store optimizer states in 1 byte per element; null: in the dtype of the precision",
     )
-    warmup: int = Field(default=0, ge=0)
-    final_lr: float = Field(default=0.1, ge=0, le=1)
-    schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = "cosine"
+    warmup: int = Field(
+        default=0, ge=0, description="steps in which the learning rate rises linearly to lr, at most half of all steps"
+    )
+    final_lr: float = Field(default=0.1, ge=0, le=1, description="learning rate of the last step, relative to lr")
+    schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = Field(
+        default="cosine", description="fall of the learning rate after the warmup"
+    )
     cooldown: float = Field(
         default=0.2,
         gt=0,
@@ -171,8 +181,8 @@ class LoraConfig(StrictModel):
     """Low-rank adapters A and B, which are trained instead of a weight W: y = W x + (alpha / rank) B A x. `rank` is the
     number of rows of A and of columns of B."""
 
-    rank: int = Field(default=8, ge=1)
-    alpha: float = Field(default=16.0, gt=0)
+    rank: int = Field(default=8, ge=1, description="rows of A and columns of B, the two factors of an adapter")
+    alpha: float = Field(default=16.0, gt=0, description="scale of an adapter, which is multiplied by alpha / rank")
     target: tuple[str, ...] = Field(
         default=(),
         description="names of the adapted layers, last component only; empty: every linear layer of the blocks",
@@ -182,15 +192,25 @@ class LoraConfig(StrictModel):
 class Workload(StrictModel):
     """The training workload. `batch` is the number of sequences per optimizer step, over all devices."""
 
-    sequence: Count = Field(default=256, ge=1, le=2**32)
-    batch: Count = Field(default=32, ge=1, le=2**32)
-    steps: Count = Field(default=200, ge=1)
-    precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = "fp32"
+    sequence: Count = Field(
+        default=256,
+        ge=1,
+        le=2**32,
+        description="tokens per sequence; without the key: the context of the model, at most 4,096 (256 on CPUs)",
+    )
+    batch: Count = Field(default=32, ge=1, le=2**32, description="sequences per optimizer step, over all devices")
+    steps: Count = Field(default=200, ge=1, description="number of optimizer steps")
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "bf16-pure", "fp16", "fp8"] = Field(
+        default="fp32",
+        description="dtypes of weights, activations and matrix products; without the key: the fastest of the devices",
+    )
     reduce: Literal["fp32", "bf16"] | None = Field(
         default=None, description="dtype of stored, summed and sent gradients; null: the dtype of the precision"
     )
-    optimizer: OptimizerConfig = OptimizerConfig()
-    seed: int = Field(default=1, ge=0)
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="the optimizer and its learning-rate schedule"
+    )
+    seed: int = Field(default=1, ge=0, description="seed of the initial weights, the data order and dropout")
     spikes: Literal["skip", "keep"] = Field(
         default="skip",
         description="action on a persistent loss spike: skip: roll back and skip the batches; keep: continue",
@@ -331,7 +351,10 @@ class DataConfig(StrictModel):
     - one or several files, folders or patterns of text, JSON lines, Parquet or token arrays.
     """
 
-    source: str | tuple[str, ...] = "stdlib"
+    source: str | tuple[str, ...] = Field(
+        default="stdlib",
+        description="stdlib, shapes, or one or several files, folders or patterns with the training data",
+    )
     weights: tuple[float, ...] = Field(
         default=(), description="share of the samples from each source, in their order; empty: sources are joined"
     )

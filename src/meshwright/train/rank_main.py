@@ -273,8 +273,8 @@ class ExternalLaunch(NamedTuple):
 def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
     """Returns the rank that torchrun, Kubernetes or Slurm assigned to this process, or None if `environment` has none.
 
-    Raises InputError if the rank is invalid, or if MASTER_ADDR is missing in a world of several ranks. (Without this
-    error, each task of a Slurm job would silently train alone.)
+    Raises InputError if the rank is invalid, or if RANK or MASTER_ADDR is missing in a world of several ranks. (Without
+    this error, each task of a Slurm job would silently train alone.)
 
     >>> read_external_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     ExternalLaunch(rank=1, world=4, by='RANK and WORLD_SIZE')
@@ -285,6 +285,14 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
         names = ("RANK", "WORLD_SIZE")
     elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
         names = ("SLURM_PROCID", "SLURM_NTASKS")
+    elif environment.get("WORLD_SIZE", "1") != "1":
+        raise InputError(
+            Message(
+                "WORLD_SIZE is {world} but RANK is not set: set RANK to the number of this process, from 0, or start "
+                "it with torchrun; without WORLD_SIZE this machine trains alone",
+                world=environment["WORLD_SIZE"],
+            )
+        )
     else:
         return None
     rank, world = int(environment[names[0]]), int(environment[names[1]])

@@ -32,11 +32,11 @@ class LatentAttention(StrictModel):
     no low-rank projection. `nope` and `rope` are the features per head of queries and keys without and with rotary
     embedding, `v` is the features per head of values. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
 
-    q_lora: int = 0
-    kv_lora: int
-    nope: int
-    rope: int
-    v: int
+    q_lora: int = Field(default=0, description="rank of the low-rank projection of queries; 0: no such projection")
+    kv_lora: int = Field(description="rank of the low-rank projection of keys and values")
+    nope: int = Field(description="features per head of queries and keys without rotary embedding")
+    rope: int = Field(description="features per head of queries and keys with rotary embedding")
+    v: int = Field(description="features per head of values")
 
 
 class ArchitectureSizes(StrictModel):
@@ -47,54 +47,64 @@ class ArchitectureSizes(StrictModel):
     `classes`, `channels` and `image` (the width and height of an image) belong to convolutional networks.
     """
 
-    kind: ArchitectureKind
-    family: str = ""
-    layers: int = Field(ge=1, le=MAX_LAYERS)
-    hidden: int = Field(ge=1, le=MAX_SIZE)
-    heads: int = Field(default=1, ge=1, le=MAX_SIZE)
-    kv_heads: int = Field(default=1, ge=1, le=MAX_SIZE)
+    kind: ArchitectureKind = Field(description="structure of the blocks and names of the parameters")
+    family: str = Field(default="", description="model family, for display")
+    layers: int = Field(ge=1, le=MAX_LAYERS, description="number of blocks")
+    hidden: int = Field(ge=1, le=MAX_SIZE, description="features of the hidden state")
+    heads: int = Field(default=1, ge=1, le=MAX_SIZE, description="number of attention heads")
+    kv_heads: int = Field(default=1, ge=1, le=MAX_SIZE, description="number of key-value heads; without the key: heads")
     head_dim: float = Field(
         default=0.0,
         ge=0,
         description="features per attention head; 0: hidden / heads; a fraction in two published models",
     )
-    ffn: int = Field(default=1, ge=1, le=MAX_SIZE)
-    vocab: int = Field(default=0, ge=0, le=MAX_SIZE)
-    seq: int = Field(default=1, ge=1, le=MAX_SIZE)
-    tied_embeddings: bool = False
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = "swiglu"
-    norm: Literal["rms", "ln", "ln1p"] = "rms"
+    ffn: int = Field(default=1, ge=1, le=MAX_SIZE, description="inner features of a feed-forward")
+    vocab: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of token ids; 0: no embedding of tokens")
+    seq: int = Field(default=1, ge=1, le=MAX_SIZE, description="maximum sequence length")
+    tied_embeddings: bool = Field(default=False, description="whether the output head uses the weight of the embedding")
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = Field(
+        default="swiglu", description="type of the feed-forward"
+    )
+    norm: Literal["rms", "ln", "ln1p"] = Field(default="rms", description="type of the norms")
     norms: int = Field(
         default=2,
         ge=1,
         le=4,
         description="norms per block: 1 if attention and feed-forward are parallel, 4 in Gemma 2",
     )
-    embedding_norm: bool = False
-    final_norm: bool = True
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    pos: Literal["rope", "learned", "alibi"] = "rope"
-    pos_rows: int = Field(default=0, ge=0, le=MAX_SIZE)
+    embedding_norm: bool = Field(default=False, description="whether a norm follows the embedding")
+    final_norm: bool = Field(default=True, description="whether a norm follows the last block")
+    linear_bias: bool = Field(default=False, description="whether linear layers of the blocks have biases")
+    qkv_bias: bool = Field(default=False, description="whether the query, key and value layers have biases")
+    qk_norm: bool = Field(default=False, description="whether queries and keys are normalized")
+    pos: Literal["rope", "learned", "alibi"] = Field(default="rope", description="type of the position information")
+    pos_rows: int = Field(
+        default=0, ge=0, le=MAX_SIZE, description="number of learned positions; without the key: seq, if pos is learned"
+    )
     types: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of token types (segment embeddings)")
-    experts: int = Field(default=0, ge=0, le=MAX_SIZE)
-    top_k: int = Field(default=0, ge=0, le=MAX_SIZE)
-    moe_ffn: int = Field(default=0, ge=0, le=MAX_SIZE)
-    shared_experts: int = Field(default=0, ge=0, le=MAX_SIZE)
+    experts: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of experts of a block; 0: no experts")
+    top_k: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of experts that process a token")
+    moe_ffn: int = Field(default=0, ge=0, le=MAX_SIZE, description="inner features of an expert")
+    shared_experts: int = Field(default=0, ge=0, le=MAX_SIZE, description="number of experts that process every token")
     shared_gate: bool = Field(
         default=False, description="whether a per-token gate scales the output of the shared experts, as in Qwen2-MoE"
     )
-    router_bias: bool = False
-    dense_first_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    mla: LatentAttention | None = None
+    router_bias: bool = Field(default=False, description="whether the router has a bias for each expert")
+    dense_first_layers: int = Field(
+        default=0, ge=0, le=MAX_LAYERS, description="number of first blocks without experts"
+    )
+    mla: LatentAttention | None = Field(
+        default=None, description="sizes of multi-head latent attention; null: usual attention"
+    )
     transposed: bool = Field(
         default=False, description="whether weights are stored as (in, out), as in Hugging Face's GPT-2"
     )
-    rope_base: float = Field(default=10_000.0, gt=0)
-    classes: int = Field(default=0, ge=0, le=MAX_SIZE)
-    channels: int = Field(default=0, ge=0, le=MAX_SIZE)
-    image: int = Field(default=0, ge=0, le=MAX_SIZE)
+    rope_base: float = Field(default=10_000.0, gt=0, description="base of the rotary embedding")
+    classes: int = Field(
+        default=0, ge=0, le=MAX_SIZE, description="number of classes that a convolutional network distinguishes"
+    )
+    channels: int = Field(default=0, ge=0, le=MAX_SIZE, description="channels of an image")
+    image: int = Field(default=0, ge=0, le=MAX_SIZE, description="width and height of an image in pixels")
 
     @model_validator(mode="before")
     @classmethod

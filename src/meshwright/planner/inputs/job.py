@@ -49,11 +49,17 @@ class ModelChoice(StrictModel):
     function, `package.module:function`). `sizes` replaces some of the model's sizes. `rules` are tensor-parallel rules
     for blocks whose structure is not recognized."""
 
-    name: OneLine = ""
-    path: OneLine = ""
-    module: OneLine = ""
-    sizes: dict[str, int | float | str | bool] = Field(default_factory=dict)
-    rules: tuple[TpRule, ...] = ()
+    name: OneLine = Field(
+        default="", description="name in the catalog or in the local cache of the Hugging Face hub; a size such as 200b"
+    )
+    path: OneLine = Field(default="", description="folder with a Hugging Face config.json, or architecture file")
+    module: OneLine = Field(default="", description="function that builds the model, package.module:function")
+    sizes: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="sizes of the architecture that replace those of the model"
+    )
+    rules: tuple[TpRule, ...] = Field(
+        default=(), description="tensor-parallel rules for blocks whose structure is not recognized"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> ModelChoice:
@@ -78,17 +84,23 @@ class ClusterChoice(StrictModel):
     """The cluster of a job: a `name` as for `--cluster`, a file at `path`, or a complete description in `groups` and
     `network`."""
 
-    name: OneLine = "local"
-    path: OneLine = ""
-    groups: tuple[dict[str, Any], ...] = ()
-    network: dict[str, Any] | None = None
+    name: OneLine = Field(
+        default="local", description="cluster as for --cluster: local, local:4, a catalog name, or NODESxDEVICES:device"
+    )
+    path: OneLine = Field(default="", description="cluster file")
+    groups: tuple[dict[str, Any], ...] = Field(default=(), description="groups of nodes, as in a cluster file")
+    network: dict[str, Any] | None = Field(
+        default=None, description="network between nodes, as in a cluster file; null: that of the named cluster"
+    )
     memory: Bytes | None = Field(
         default=None, description="bytes of memory of every device; null: the memory of the cluster description"
     )
     budget: Bytes | None = Field(
         default=None, gt=0, description="bytes of device memory that a rank may use; null: nearly all"
     )
-    failures_per_device_hour: float = Field(default=0.0, ge=0)
+    failures_per_device_hour: float = Field(
+        default=0.0, ge=0, description="failures of a device per hour, for simulate --days; 0: that of the cluster"
+    )
 
 
 class JobFile(StrictModel):
