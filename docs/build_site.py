@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 TITLES = {"en": "Meshwright: plan, prove and run parallel training", "zh": "Meshwright：规划、证明并运行并行训练"}
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+BAR = r"\|"
+CODE_WITH_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+"""Code in a cell of a table with a bar, which MkDocs would show with its backslash."""
 REPOSITORY = "repository"
 """The folder of the site with the pages made from files outside of the language's folder."""
 MAX_FILE_BYTES = 200_000
@@ -36,7 +40,7 @@ STYLE = """
 .diagram svg { width: 100%; min-width: 34rem; height: auto }
 .md-typeset table:not([class]) { font-size: .68rem }
 .md-typeset table:not([class]) td, .md-typeset table:not([class]) th { padding: .6em .8em; min-width: 3rem }
-.md-typeset td:first-child code { white-space: nowrap }
+.md-typeset td:first-child code { word-break: normal }
 """
 
 
@@ -162,8 +166,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return label
         return f"{image}[{label}]({os.path.relpath(inside, here)}{hash_}{anchor})"
 
+    def barred(found: re.Match[str]) -> str:
+        code = re.sub(r"[*_|]", lambda sign: f"&#{ord(sign[0])};", escape(found[1].replace(BAR, "|")))
+        return f"<code>{code}</code>"
+
     pieces = FENCED.split(markdown)
-    pieces[::2] = [LINK.sub(moved, piece) for piece in pieces[::2]]
+    pieces[::2] = [CODE_WITH_BAR.sub(barred, LINK.sub(moved, piece)) for piece in pieces[::2]]
     return re.sub(r"^(```\w+) [^\n]*$", r"\1", "".join(pieces), flags=re.MULTILINE)
 
 
