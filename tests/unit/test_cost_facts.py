@@ -14,9 +14,9 @@ from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.runtime import weight_gradients
 from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
-from meshwright.spec.estimate import FitStatus
+from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.workload import OptimizerConfig
 
 
@@ -167,6 +167,43 @@ def test_a_dispatch_with_one_copy_per_node_saves_most_across_nodes() -> None:
         )
         ratios.append(once / several)
     assert ratios[1] < 0.5 < ratios[0]
+
+
+def of_runtime(on: str, plan: Plan, batch: int, practice: RuntimeModel) -> Estimate:
+    """The estimate of Llama 2 7B in bf16 under another runtime."""
+    job = named_job("llama2-7b", on, batch, 2048, "bf16")
+    return estimate_grid(CostModel(job, practice), grid_of_plan(plan, batch, 32))
+
+
+def test_gradients_that_backward_creates_are_not_beside_all_activations() -> None:
+    plan = parse_plan("dp1.mb4")
+    kept, fleeting = (
+        [of_runtime("1x1:h200", plan, batch, RuntimeModel(fleeting=lazy)).memory.total for batch in (4, 8)]
+        for lazy in (False, True)
+    )
+    head = 32000 * 4096
+    assert kept[0] - fleeting[0] == pytest.approx((6_738_415_616 - head) * 2, rel=1e-3)
+    assert kept[1] == fleeting[1]
+
+
+def test_a_pipeline_that_communicates_once_per_step_stores_full_weights_and_gradients() -> None:
+    plan = parse_plan("dp8.pp2.z3")
+    sharded, once = (
+        of_runtime("2x8:h100", plan, 128, RuntimeModel(reduced=4, once_per_step=once)) for once in (False, True)
+    )
+    shard = sharded.memory.parameters
+    assert once.memory.parameters == pytest.approx(9 * shard)
+    assert once.memory.gradients == pytest.approx(shard + 2 * 8 * shard)
+    assert once.time.data < sharded.time.data / 4
+
+
+def test_an_all_reduce_over_replicas_may_overlap_with_backward() -> None:
+    plan = Plan(dp_replicate=4, dp_shard=8, zero=1, micro_batch=4)
+    after, beside = (
+        of_runtime("4x8:h100@1x400Gb", plan, 128, RuntimeModel(replicas_hidden=hidden)).time.data
+        for hidden in (False, True)
+    )
+    assert beside < 0.6 * after
 
 
 def test_tp_above_the_kv_heads_replicates_keys_and_values() -> None:

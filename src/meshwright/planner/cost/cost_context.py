@@ -40,7 +40,11 @@ class RuntimeModel(NamedTuple):
     gradient: int = 0
     """Bytes of an element of a stored gradient."""
     bucketed: int = 0
-    """Bytes per element of a second copy of the gradients at ZeRO 0, in separate buckets."""
+    """Bytes per element of a second copy of the gradients at ZeRO 0, in separate buckets. Only several data ranks have
+    buckets."""
+    fleeting: bool = False
+    """Whether a step with one micro-batch creates a gradient only when backward reaches its layer, and frees it after
+    the update. Otherwise gradients have permanent buffers."""
     reduced: int = 0
     """Bytes of a gradient element in transit between ranks."""
     products: str = ""
@@ -55,8 +59,14 @@ class RuntimeModel(NamedTuple):
     block."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
+    replicas_hidden: bool = False
+    """Whether the all-reduce over the replicas of a shard group overlaps with backward. Otherwise it follows the last
+    backward."""
     gather_hidden: bool = False
     """Whether the all-gather of weights at ZeRO 1 and 2 overlaps with the next forward."""
+    once_per_step: bool = False
+    """Whether ZeRO 2 and 3 with a pipeline reduce gradients once per step, and ZeRO 3 also gathers weights once per
+    step. Each rank then stores the full gradients, and at ZeRO 3 the full weights, until the last backward."""
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is split into chunks and overlaps with matrix products."""
     launch: float = 1.0

@@ -15,7 +15,8 @@ On a CPU, communication uses the same cores as compute, so nothing overlaps. On 
 seconds that overlaps with compute of K seconds adds max(C - K, 0) seconds. Compute and communication also slow each
 other down (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients
 are reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per
-step below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7).
+step below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7). Other runtimes differ:
+`RuntimeModel.replicas_hidden` and `once_per_step` (cost_context.py).
 """
 
 from __future__ import annotations
@@ -114,12 +115,20 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     if local is not None:
         # Local SGD reduces over replicas once in `steps` steps, and no compute overlaps with this reduction.
         over_replicas = over_replicas / local.steps
+    # Runtimes that communicate once per step reduce at ZeRO 2 and 3 as at ZeRO 1, and gather weights before the step.
+    once = (zero >= 2) & (setting.practice.once_per_step and box.pp > 1)
     share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
     ahead = share - fetched_separately
     at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
     at_two = overlapped(scatter, backward)
-    each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
-    reduce = np.where(zero == 0, 0.0 if local else over_replicas, np.where(zero == 1, scatter, 0.0))
+    each_micro_batch = np.where(once, 0.0, np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0)))
+    hidden = practice.replicas_hidden and local is None
+    with_backward = np.where(zero == 1, scatter, 0.0) + np.where(once, scatter, 0.0) + hidden * over_replicas
+    reduce = np.where(zero == 0, 0.0 if local else over_replicas, with_backward)
+    room = backward
+    if hidden:  # reductions and gathers during every backward leave less time
+        during = np.where(zero >= 2, scatter, 0.0) + np.where(zero == 3, ahead, 0.0)
+        room = np.maximum(backward - np.where(once, 0.0, during), 0.0)
     if practice.reduce_hidden and not setting.on_host:
         last = [
             np.where(
@@ -129,14 +138,14 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
             )
             for each in volumes
         ]
-        reduce = overlapped(reduce, backward) + sum(last)
-    fetched = overlapped(share, forward) if practice.gather_hidden else share
-    after = np.where((zero == 0) & (local is None), 0.0, over_replicas) + np.where(
-        (zero == 1) | (zero == 2), fetched, 0.0
+        reduce = overlapped(reduce, room) + sum(last)
+    fetched = np.where((zero == 3) | practice.gather_hidden, overlapped(share, forward), share)
+    after = np.where((zero == 0) & (local is None), 0.0, (1.0 - hidden) * over_replicas) + np.where(
+        (zero == 1) | (zero == 2) | once, fetched, 0.0
     )
     on_the_way = (
-        np.where(zero == 3, ahead, 0.0),
-        np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0)),
+        np.where((zero == 3) & ~once, ahead, 0.0),
+        np.where(once, 0.0, np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))),
     )
     return DpTraffic(each_micro_batch + fixed_point_seconds(setting, states), reduce + after, *on_the_way)
 

@@ -108,7 +108,8 @@ def memory_footprint(
     )
     moving = transient_buffers(setting, box, states, tokens)
     at_head, other_backward = alive.at_head + moving.at_head, alive.other_backward + moving.other_backward
-    peak = np.maximum(np.maximum(at_head, other_backward), moving.at_end)
+    absent = absent_gradient_bytes(setting, box, gradients)
+    peak = np.maximum(np.maximum(at_head, other_backward) - absent, moving.at_end)
     activations = np.where(at_head > other_backward, alive.at_head, alive.other_backward)
     offloaded_states = states_offloaded_bytes + offloaded_weight_copy_bytes(setting, box, states)
     on_host = (
@@ -138,8 +139,11 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
     whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
     gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(
-        zero == 0, states.numel * setting.practice.bucketed, 0
+        zero == 0, states.numel * setting.practice.bucketed * (box.data > 1), 0
     )
+    if setting.practice.once_per_step and box.pp > 1:
+        parameters = parameters + np.where(zero == 3, whole, 0) * recipe.size
+        gradients = gradients + np.where(zero >= 2, whole, 0) * (setting.practice.reduced or setting.gradient)
     trained = setting.job.model.trained(box.tp)
     updated = np.where(zero >= 1, shard, whole)
     gradients = (gradients + asked.residual_bytes(setting, box, whole, updated)) * trained
@@ -147,6 +151,16 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
         updated * (recipe.master + optimizer_state_bytes(setting)) + asked.diloco_state_bytes(setting, updated)
     ) * trained
     return parameters, gradients, stored
+
+
+def absent_gradient_bytes(setting: CostContext, box: PlanGrid, gradients: Array) -> Array:
+    """Returns the bytes of gradients that do not exist yet when activations have their peak, at the beginning of a
+    backward (`RuntimeModel.fleeting`). The first gradient is that of the head. `gradients` is the bytes of all
+    gradients of the rank."""
+    if not setting.practice.fleeting:
+        return 0.0 * gradients
+    first = setting.head.largest(box.cut) * setting.gradient if setting.head is not None else 0
+    return np.maximum(gradients - first, 0.0) * broadcast_to_axis(box.counts == 1, "b")
 
 
 def offloaded_bytes(

@@ -319,7 +319,9 @@ def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
 
 
 def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
-    """Returns the meaning of the figure in the column `mem_gb`, or None if it is missing or not a measurement."""
+    """Returns the meaning of the figure in the column `mem_gb`, or None if it is missing or not a measurement. If the
+    source does not name the kind of a peak, it is the kind that the framework prints. torchtitan prints reserved bytes
+    (pytorch/torchtitan torchtitan/components/metrics.py:531)."""
     kind = row.text("mem_kind").lower()
     if not kind or "analytic" in kind or "formula" in kind:
         return None
@@ -327,7 +329,7 @@ def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
         return MemoryMeter.last
     if "rank-0" in kind or "rank 0" in kind:
         return MemoryMeter.first
-    if "reserved" in kind:
+    if "reserved" in kind or ("torchtitan" in row.text("system") and "allocated" not in kind):
         return MemoryMeter.reserved
     if "nvidia-smi" in kind:
         return MemoryMeter.device

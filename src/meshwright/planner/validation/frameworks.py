@@ -229,7 +229,9 @@ FRAMEWORKS = (
     Framework(
         "Megatron-DeepSpeed",
         r"Megatron-DeepSpeed",
-        "BigScience chronicles: float16 with float32 main gradients, fused softmax, gradients reduced after backward",
+        "BigScience chronicles: fused softmax, gradients reduced after backward; DeepSpeed stores bf16 gradients and a "
+        "flat float32 buffer of them (deepspeedai/DeepSpeed deepspeed/runtime/bf16_optimizer.py:176), and refuses "
+        "ZeRO 2 and 3 with a pipeline (deepspeed/runtime/pipe/engine.py:76)",
         RuntimeModel(reduce_hidden=False),
         FrameworkKernels(flash=False, dropout=True),
         bias=True,
@@ -248,13 +250,16 @@ FRAMEWORKS = (
     Framework(
         "nanotron",
         r"nanotron",
-        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product not fused, float32 "
-        "accumulators in addition to bf16 gradients and, "
-        "without ZeRO, their buckets; gathered inputs saved; logits sharded by vocabulary, three copies in float32; "
-        "all-reduce overlapped with the last backward; with ZeRO-1 no DDP: reduce-scatter after backward, weights "
-        "gathered after the update",
+        "huggingface/nanotron, branch nouamane/bench2, with which the Ultra-Scale tables were made: flash-attention 2, "
+        "fused norm and rotation, silu and product not fused (src/nanotron/models/llama.py:201); float32 accumulators "
+        "(optim/gradient_accumulator.py:173) in addition to bf16 gradients; DDP with its buckets only with several "
+        "data ranks and without ZeRO (trainer.py:797), its all-reduce overlapped with the last backward; with ZeRO-1 "
+        "reduce-scatter after backward, weights gathered after the update; logits sharded by vocabulary: bf16, and "
+        "two copies in float32 (parallel/tensor_parallel/functional.py:43); the tables do "
+        "not state whether backward gathers inputs again (tp_recompute_allgather, functional.py:213); they are taken "
+        "as saved",
         RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True),
-        FrameworkKernels(product=False, loss=10.0, logits=8.0),
+        FrameworkKernels(product=False, loss=10.0, logits=6.0),
         balanced=True,
     ),
     Framework(
@@ -271,9 +276,11 @@ FRAMEWORKS = (
         "torchtitan",
         r"torchtitan",
         "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where "
-        "stated; selective "
-        "recompute by operation, which recomputes every second product",
-        RuntimeModel(reduced=4),
+        "stated; selective recompute by operation, which recomputes every second product; with a pipeline, weights "
+        "stay gathered (pytorch/torchtitan torchtitan/distributed/fsdp.py:124-133), and gradients are reduced after "
+        "the last backward of a step (pytorch/pytorch torch/distributed/pipelining/stage.py:845-847); all-reduce over "
+        "replicas in a stream of its own (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:657)",
+        RuntimeModel(reduced=4, once_per_step=True, replicas_hidden=True),
         EAGER_KERNELS,
         selective="op",
     ),
@@ -303,8 +310,9 @@ FRAMEWORKS = (
     Framework(
         "torchtune",
         r"torchtune",
-        "torchtune README: pure bf16, weights, gradients and states; eager modules of torch",
-        RuntimeModel(master=0),
+        "torchtune README: pure bf16, weights, gradients and states; eager modules of torch; gradients freed after the "
+        "update (pytorch/torchtune recipes/full_finetune_single_device.py:635)",
+        RuntimeModel(master=0, fleeting=True),
         EAGER_KERNELS,
     ),
     Framework(
@@ -381,7 +389,7 @@ EAGER_TORCH = Framework(
     "plain",
     "",
     "a framework that is not in FRAMEWORKS: eager PyTorch modules, reduction overlapped with backward",
-    RuntimeModel(),
+    RuntimeModel(fleeting=True),
     EAGER_KERNELS,
     bias=True,
     learned=True,
@@ -414,6 +422,8 @@ def identify_framework(row: MeasurementRow) -> Framework:
         kernels = kernels._replace(again=True)
     if re.search(CHUNKED_LOSS_PATTERN, row.text("notes")):
         kernels = kernels._replace(chunked=True)
+    if found.name == "Megatron-DeepSpeed" and row.text("prec_class") == "bf16":
+        practice = practice._replace(gradient=6)
     if found.name == "nanotron" and row.text("zero_stage") == "1":
         practice = practice._replace(reduce_hidden=False)
     if practice.gathered and row.text("sp") == "1":
