@@ -172,8 +172,20 @@ runtime/offload/swap_file.py."""
 
 PIPELINE_FILL_FACTOR = 2.0
 """The time to fill the pipeline of a collective with chunks of optimal size, divided by sqrt(wire seconds x hop
-seconds). The theoretical value is 2. With this value, predicted all-gathers of 256 MiB on 8 up to 128 H100 differ from
-measured times by at most 15 % (Ultra-Scale playbook)."""
+seconds). The theoretical value is 2. With this value, predicted all-gathers of 256 MiB on 2 up to 8 H100 differ from
+measured times by at most 10 % (Ultra-Scale playbook)."""
+
+MAX_FILL_FACTOR = 2.0
+"""Between nodes: the longest time to fill the pipeline of a collective, divided by the latency of its hops. NCCL does
+not send chunks larger than 512 KiB (a buffer of 4 MiB in 8 steps, NVIDIA/nccl src/init.cc), so the pipeline of a large
+message fills no slower than that of a small one. All-reduces of 1 GiB over four nodes take 5.7 ms on B200, of which
+5.5 ms are the transfer."""
+
+RING_HOP_FACTOR = 2.0
+"""Latency of a network hop of an all-gather or reduce-scatter divided by that of an all-reduce. NCCL reduces small
+messages by LL and LL128, whose hop takes 2.7 us to 4 us; rings of large messages use Simple, whose hop takes 9.6 us to
+14 us (NVIDIA/nccl src/graph/tuning.cc, hwLat). With this value, all-gathers of 256 MiB over 2 to 64 nodes differ from
+measured times by 5 % in the median (Ultra-Scale playbook)."""
 
 COLLECTIVE_START_SECONDS = 6e-6
 """Seconds to start an all-gather, a reduce-scatter or an all-to-all. An all-reduce has two starts, plus the latency of

@@ -48,8 +48,10 @@ import numpy as np
 
 from meshwright.planner.cost.constants import (
     COLLECTIVE_START_SECONDS,
+    MAX_FILL_FACTOR,
     MIN_SWITCH_REDUCE_RANKS,
     PIPELINE_FILL_FACTOR,
+    RING_HOP_FACTOR,
     TREE_BANDWIDTH_FRACTION,
 )
 from meshwright.planner.cost.plan_grid import Array
@@ -76,13 +78,18 @@ def link_model(cluster: Cluster) -> LinkModel:
     return LinkModel(domain, near, cluster.network, handed=on_hosts)
 
 
+UNLIMITED_FILL = 1e9
+"""Value of `CollectiveRates.fill` where no limit of the chunk size is known."""
+
+
 class CollectiveRates(NamedTuple):
     """The communication rates of a process group, as numbers or arrays.
 
     `bandwidth` is the bytes/s of a ring all-reduce, `adding` of an all-reduce in the switch, and `gathering` of an
-    all-gather or reduce-scatter. `turn` is the seconds to start an all-gather plus the latency of all its hops. `tree`
-    is the seconds to start a tree and to pass its hops in one direction. `meeting` is the synchronisation overhead of
-    an all-gather in seconds.
+    all-gather or reduce-scatter. `turn` is the seconds of half of a ring all-reduce to start and to pass its hops,
+    `walk` the same seconds of an all-gather. `tree` is the seconds to start a tree and to pass its hops in one
+    direction. `meeting` is the synchronisation overhead of an all-gather in seconds. `fill` is the longest time to fill
+    the pipeline of chunks, divided by the seconds of the hops.
     """
 
     ranks: Any
@@ -92,11 +99,13 @@ class CollectiveRates(NamedTuple):
     tree: Any
     gathering: Any
     meeting: Any
+    walk: Any
+    fill: Any
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Returns the seconds of `calls` all-gathers or reduce-scatters of full tensors with `size` bytes in total."""
         return (
-            _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
+            _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.walk, self.fill)
             + calls * self.meeting
         )
 
@@ -104,20 +113,23 @@ class CollectiveRates(NamedTuple):
         """Returns the seconds of `calls` all-reduces of tensors with `size` bytes in total, by the fastest
         algorithm."""
         whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
-        ring = _pipelined_seconds(whole / self.bandwidth, hops)
+        ring = _pipelined_seconds(whole / self.bandwidth, hops, self.fill)
         switch = (
             whole / self.adding
             + hops
             + PIPELINE_FILL_FACTOR * np.sqrt(whole / self.adding * (hops / np.maximum(self.ranks - 1, 1)))
         )
-        tree = _pipelined_seconds(2.0 / TREE_BANDWIDTH_FRACTION * size / self.bandwidth, calls * (2.0 * self.tree))
+        tree = _pipelined_seconds(
+            2.0 / TREE_BANDWIDTH_FRACTION * size / self.bandwidth, calls * (2.0 * self.tree), self.fill
+        )
         return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring)) + calls * (
             2.0 * self.meeting
         )
 
 
-def _pipelined_seconds(wire: Any, hops: Any) -> Any:
-    return wire + hops + PIPELINE_FILL_FACTOR * np.sqrt(wire * hops)
+def _pipelined_seconds(wire: Any, hops: Any, fill: Any = UNLIMITED_FILL) -> Any:
+    """Returns the seconds of a transfer in chunks. The size of chunks is optimal, until `fill` limits it."""
+    return wire + hops + np.minimum(PIPELINE_FILL_FACTOR * np.sqrt(wire * hops), fill * hops)
 
 
 class CompressionRatio(NamedTuple):
@@ -155,7 +167,7 @@ def collective_rates(
     """
     near, far = links.near, links.far
     if ranks == 1:
-        return CollectiveRates(1, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+        return CollectiveRates(1, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, UNLIMITED_FILL)
     if links.domain % (ranks * stride) == 0:
         rate = near.bandwidth * near.efficiency
         adding = rate * (near.adding if ranks >= MIN_SWITCH_REDUCE_RANKS else 1.0)
@@ -168,12 +180,15 @@ def collective_rates(
             COLLECTIVE_START_SECONDS + ceil(log2(ranks)) * near.latency,
             rate,
             log2(ranks) * near.meeting,
+            turn,
+            UNLIMITED_FILL,
         )
     concurrent = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / concurrent)
     share = far.bandwidth * far.efficiency * concurrent
     bandwidth = min(share, near.bandwidth * near.efficiency) if concurrent > 1 else share
     turn = COLLECTIVE_START_SECONDS + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
+    walk = turn if links.handed else turn + (RING_HOP_FACTOR - 1.0) * (nodes - 1) * far.latency
     if links.handed and concurrent > 1:
         gathering, bandwidth = (
             _hierarchical_bandwidth(links, ranks, concurrent, times) for times in (wire.scatter, wire.reducing(nodes))
@@ -181,9 +196,9 @@ def collective_rates(
     else:
         gathering, bandwidth = bandwidth / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
     tree = COLLECTIVE_START_SECONDS + ceil(log2(nodes)) * far.latency + (concurrent - 1) * near.latency
-    return CollectiveRates(
-        ranks, bandwidth, bandwidth, turn, tree, gathering, log2(concurrent) * near.meeting + log2(nodes) * far.meeting
-    )
+    meeting = log2(concurrent) * near.meeting + log2(nodes) * far.meeting
+    fill = UNLIMITED_FILL if links.handed else MAX_FILL_FACTOR
+    return CollectiveRates(ranks, bandwidth, bandwidth, turn, tree, gathering, meeting, walk, fill)
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:

@@ -388,8 +388,10 @@ def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
 EAGER_TORCH = Framework(
     "plain",
     "",
-    "a framework that is not in FRAMEWORKS: eager PyTorch modules, reduction overlapped with backward",
-    RuntimeModel(fleeting=True),
+    "a framework that is not in FRAMEWORKS: eager PyTorch modules, reduction overlapped with backward; with a "
+    "pipeline, gradients are reduced after the last backward of a step, as in torch "
+    "(torch/distributed/pipelining/stage.py:845)",
+    RuntimeModel(fleeting=True, once_per_step=True),
     EAGER_KERNELS,
     bias=True,
     learned=True,
