@@ -13,6 +13,7 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from recording_backend import recording_device
 
 from meshwright.core.ipc import Heartbeat, open_heartbeats
+from meshwright.core.messages import translate
 from meshwright.spec.record import StepRecord
 from meshwright.train import memory_checkpointer, recovery
 from meshwright.train.memory_checkpointer import MAX_WAIT_FRACTION, NO_WAIT
@@ -75,6 +76,7 @@ def test_training_waits_at_most_2_percent_of_its_time_for_copies(tmp_path: Path)
             "now on, so a failed rank repeats up to that many steps; --set run.memory_checkpoints=false trains "
             "without them"
         ]
+        assert translate(run.said[0]["line"], "zh").startswith("训练为一个内存检查点等待 100.0 ms，一步需要 1.00 s")
 
 
 def test_copies_return_to_every_step_when_they_are_fast(tmp_path: Path) -> None:

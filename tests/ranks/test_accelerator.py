@@ -19,7 +19,6 @@ from meshwright.checkpoint.memory_checkpoint import BufferRun, MemorySnapshot, S
 from meshwright.checkpoint.safetensors_writer import tensor_digest
 from meshwright.checkpoint.save import _copy_to_host
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.messages import translate
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.runtime.backend import ALLOCATOR_VARIABLES, init_local_device
@@ -39,8 +38,6 @@ from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.train import silent_corruption
 from meshwright.train.measured_runs import measure_seconds
 from meshwright.train.memory_checkpointer import double_buffered
-from meshwright.train.rank_main import RankControl
-from meshwright.train.recovery import Recovery
 
 HERE = Path(__file__).parent
 
@@ -238,13 +235,3 @@ def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts
     torch.testing.assert_close(shares[0][0] + shares[1][0], leaves[0].grad)
     for place in (1, 2):
         torch.testing.assert_close(torch.cat([share[place] for share in shares], 2), leaves[place].grad)
-
-
-def test_copies_that_hold_training_up_are_told_of_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    recovery = Recovery.__new__(Recovery)
-    recovery._steps, recovery.channel = (0, 0.0, 0.0), RankControl(0, 1, lambda message: said.append(message["line"]))
-    for _ in range(30):
-        recovery._time(3.2, 2.0)
-    assert len(said) == 1 and "each step wait 2.00 s of its 3.20 s" in said[0]
-    assert translate(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")
