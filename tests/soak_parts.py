@@ -44,8 +44,8 @@ PARTS = {
     ),
     "cuda": SoakPart(
         20,
-        "paths of CUDA and NCCL that need no device: messages, order of collectives",
-        {"mesh": "collective_order p2p_liveness"},
+        "paths of CUDA and NCCL that need no device: the order of collectives and messages",
+        {"mesh": "collective_order"},
     ),
     "families": SoakPart(
         45,
