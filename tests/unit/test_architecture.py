@@ -53,6 +53,7 @@ SUBLAYERS = {
         "softmax": 3,
         "loss": 4,
         "batch_loss": 5,
+        "preference_loss": 5,
         "non_tensor_state": 4,
         "tensor_parallel": 5,
         "context_parallel": 5,

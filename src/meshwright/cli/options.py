@@ -115,6 +115,9 @@ class JobOptions:
         str | None,
         _option("train LoRA adapters only: rank=8,alpha=16,target=q_proj+v_proj; omitted settings have their defaults"),
     ] = None
+    preference: Annotated[
+        str | None, _option("train on pairs of a chosen and a rejected answer: dpo or orpo, such as dpo,beta=0.1")
+    ] = None
     plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a plan file, or auto")] = None
     set: Annotated[
         tuple[str, ...],
@@ -125,7 +128,7 @@ class JobOptions:
 
     def overrides(self) -> dict[str, Any]:
         """Returns the options as entries of a job file."""
-        from meshwright.planner.inputs.job import parse_lora
+        from meshwright.planner.inputs.job import parse_lora, parse_preference
         from meshwright.planner.inputs.model_parser import is_user_code
 
         model = "model.module" if self.model and is_user_code(self.model) else "model.name"
@@ -140,6 +143,7 @@ class JobOptions:
             "workload.optimizer.name": self.optimizer,
             "workload.optimizer.lr": self.lr,
             "workload.lora": parse_lora(self.lora) if self.lora is not None else None,
+            "workload.preference": parse_preference(self.preference) if self.preference is not None else None,
             "plan.name": self.plan,
         }
         return {name: value for name, value in entries.items() if value is not None}

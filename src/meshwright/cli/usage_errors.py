@@ -67,6 +67,8 @@ _OPTION_NAMES = {
     "--set run.track=swanlab": "swanlab trackio",
     "--set run.track=prometheus": "prometheus",
     "--resume-from CHECKPOINT": "checkpoint load load-checkpoint ckpt ckpt-path checkpoint-path from-checkpoint",
+    "--preference dpo": "dpo rl rlhf loss-type rl-beta dpo-beta",
+    "--preference orpo": "orpo orpo-alpha",
     "--lora rank=8": "lora-r lora-rank use-peft peft",
     "--lang zh": "language locale",
     "--page FILE.html": "html",

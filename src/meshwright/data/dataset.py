@@ -39,10 +39,11 @@ from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import (
     CONVERSATION_FORMS,
     IGNORED_LABEL,
+    PREFERENCE_FORMS,
     InstructionDataset,
     open_instructions,
-    record_format,
 )
+from meshwright.data.preferences import ANSWER_FIELDS, PreferenceDataset, encode_pair, form_of_records
 from meshwright.data.records import first_record
 from meshwright.data.sampler import derive_key, random_uniform, random_words
 from meshwright.data.token_arrays import (
@@ -91,7 +92,7 @@ def mask_tokens(
     return inputs, np.where(chosen, tokens, IGNORED_LABEL)
 
 
-DataObjective = Literal["causal", "masked", "pairs", "images"]
+DataObjective = Literal["causal", "masked", "pairs", "images", "preference"]
 LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
@@ -251,12 +252,13 @@ def open_dataset(
     say: LogFunction = lambda line: None,
     positions: bool = False,
     report_corruption: LogFunction = lambda line: None,
-) -> TextDataset | ShapeImages | InstructionDataset:
+) -> TextDataset | ShapeImages | InstructionDataset | PreferenceDataset:
     """Opens the data set that `data` describes.
 
     `vocabulary` is the number of tokens (or classes) of the model, or 0 if the data determine this number. `objective`
     is the training objective. `say` receives one line for each slow operation whose result is not yet cached.
     `positions`: whether the model accepts `position_ids`. If so, several conversations are packed into a row.
+    Preference pairs need it.
     `report_corruption` receives one line for each corrupt block of a token array.
 
     Raises:
@@ -266,7 +268,7 @@ def open_dataset(
         return _open_images(data, vocabulary, objective)
     name = ", ".join(data.sources)
     files = find_files(data.sources)
-    form = record_format(first_record(files) or {}, data.field)
+    form = form_of_records(first_record(files) or {}, data.field, name, objective == "preference")
     if form:
         return _open_instruction_dataset(data, files, form, sequence, objective, vocabulary, positions, say)
     arrays = [path for path in files if path.suffix.lower() in ARRAY_SUFFIXES]
@@ -313,9 +315,9 @@ def _open_instruction_dataset(
     vocabulary: int,
     positions: bool,
     say: LogFunction,
-) -> InstructionDataset:
+) -> InstructionDataset | PreferenceDataset:
     name = ", ".join(data.sources)
-    if objective != "causal":
+    if objective not in ("causal", "preference"):
         raise InputError(
             Message(
                 "data source {name}: instruction data needs a causal language model, but this model's objective is "
@@ -324,7 +326,7 @@ def _open_instruction_dataset(
                 objective=objective,
             )
         )
-    if form in CONVERSATION_FORMS and data.tokenizer in ("auto", "bytes", "bpe"):
+    if form in (*CONVERSATION_FORMS, PREFERENCE_FORMS[1]) and data.tokenizer in ("auto", "bytes", "bpe"):
         raise InputError(
             Message(
                 "data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer "
@@ -332,10 +334,12 @@ def _open_instruction_dataset(
                 name=name,
             )
         )
-    signatures, answer = _file_signatures(files), "output" if form == "instruction" else "completion"
+    signatures, answer = _file_signatures(files), ANSWER_FIELDS.get(form, "completion")
     tokenizer = _choose_tokenizer(data.but(field=answer), files, signatures, vocabulary, name, say)
     _check_vocabulary(tokenizer, vocabulary)
-    folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(signatures))
+    folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(signatures), encode_pair)
+    if objective == "preference":
+        return PreferenceDataset(name, folder, tokenizer, sequence, data.held_out)
     return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)
 
 

@@ -40,6 +40,8 @@ from meshwright.data.tokens import Tokenizer
 
 CONVERSATION_FORMS = ("messages", "conversations")
 """Forms of records that a chat template renders."""
+PREFERENCE_FORMS = ("preference", "preference messages")
+"""Forms of records with a chosen and a rejected answer (preferences.py), as text and as messages."""
 GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -64,11 +66,13 @@ ALPACA_PROMPTS = {
 
 def record_format(fields: dict[str, Any], field: str) -> str:
     """Returns the form of a record of instructions by its first field: 'messages', 'conversations' (ShareGPT),
-    'instruction' (Alpaca) or 'prompt'. Returns '' for text in `field`.
+    'instruction' (Alpaca), 'prompt', or one of PREFERENCE_FORMS. Returns '' for text in `field`.
 
     >>> record_format({"instruction": "Add.", "input": "", "output": "3"}, "text")
     'instruction'
     """
+    if field not in fields and ("chosen" in fields or "rejected" in fields):
+        return PREFERENCE_FORMS[isinstance(fields.get("chosen", fields.get("rejected")), list)]
     for name in ("messages", "conversations"):
         if isinstance(fields.get(name), list) and (field == name or field not in fields):
             return name
@@ -146,15 +150,15 @@ class ChatTemplate:
         self.marked = GENERATION_MARKER_PATTERN.search(text) is not None
         self.digest = xxhash.xxh3_128_hexdigest(text.encode())
 
-    def encode(self, record: SourceRecord) -> TokenizedConversation:
-        """Returns the tokens and labels of the conversation in `record`.
+    def encode(self, record: SourceRecord, first: int = 0) -> TokenizedConversation:
+        """Returns the tokens and labels of the conversation in `record`. The messages before `first` have no labels.
 
         Raises:
             InputError: the record is malformed, or the template does not reveal which text is the assistant's.
         """
         messages = _parse_messages(record)
         more = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
-        if self.marked:
+        if self.marked and not first:
             found = self._render(
                 record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **more
             )
@@ -164,7 +168,7 @@ class ChatTemplate:
         whole = self._render(record, messages, tokenize=False, **more)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and index >= first:
                 before = self._render(record, messages[:index], tokenize=False, add_generation_prompt=True, **more)
                 behind = self._render(record, messages[: index + 1], tokenize=False, **more)
                 if not (behind.startswith(before) and whole.startswith(behind)):
@@ -289,7 +293,7 @@ class InstructionDataset:
                     sequence=sequence,
                 )
             )
-        training, aside = _split_by_digest(np.flatnonzero(fits), digests, validation_fraction)
+        training, aside = split_by_digest(np.flatnonzero(fits), digests, validation_fraction)
         lengths = np.minimum(self._lengths, sequence)
         self._training, self._validation = (
             pack_conversations(part, lengths[part], sequence) if positions else [[int(one)] for one in part]
@@ -375,7 +379,7 @@ def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) ->
     return rows
 
 
-def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
+def split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
     """Returns training and validation conversations, split by the digest of their content.
 
     Equal conversations are in the same split. If all conversations are equal, none is used for validation.
@@ -389,26 +393,35 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
     return np.setdiff1d(which, aside), aside
 
 
-def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, signature: str) -> Path:
+PairEncoder = Callable[[SourceRecord, Tokenizer, ChatTemplate | None], list[TokenizedConversation]]
+"""Encodes the two documents of a preference pair."""
+
+
+def open_instructions(
+    files: list[Path], form: str, tokenizer: Tokenizer, place: str, signature: str, encode_pair: PairEncoder
+) -> Path:
     """Returns the cached folder with the conversations of `files` as tokens.
 
     `form` is a result of `record_format`. `place` is the folder of the tokenizer. `signature` is a text that changes
-    whenever a file changes.
+    whenever a file changes. `encode_pair` encodes records of PREFERENCE_FORMS, as two conversations each.
 
     Raises:
         InputError: a record does not have the form `form`, or cannot be encoded.
     """
-    template = ChatTemplate(place) if form in CONVERSATION_FORMS else None
-    encode: Callable[[SourceRecord], TokenizedConversation] = (
-        template.encode if template else lambda record: encode_completion(record, tokenizer)
-    )
+    template = ChatTemplate(place) if form in (*CONVERSATION_FORMS, PREFERENCE_FORMS[1]) else None
+
+    def encode(record: SourceRecord) -> list[TokenizedConversation]:
+        if form in PREFERENCE_FORMS:
+            return encode_pair(record, tokenizer, template)
+        record = usual_record(record, form)
+        return [template.encode(record) if template else encode_completion(record, tokenizer)]
 
     def make(folder: Path) -> None:
         ids: list[Any] = []
         learned: list[Any] = []
         digests = []
         for record in iter_records(files):
-            if form not in record.fields:
+            if form not in (*record.fields, *PREFERENCE_FORMS):
                 raise InputError(
                     Message(
                         "{place}: no field {form!r}, which the first record has; all records of a source must have "
@@ -417,10 +430,10 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
                         form=form,
                     )
                 )
-            encoded = encode(usual_record(record, form))
-            ids.append(encoded.ids)
-            learned.append(encoded.learned)
-            digests.append(xxhash.xxh3_64_intdigest(encoded.ids.tobytes()))
+            for encoded in encode(record):
+                ids.append(encoded.ids)
+                learned.append(encoded.learned)
+                digests.append(xxhash.xxh3_64_intdigest(encoded.ids.tobytes()))
         np.save(folder / "ids.npy", np.concatenate(ids))
         np.save(folder / "learned.npy", np.concatenate(learned))
         np.save(folder / "ends.npy", np.cumsum([len(each) for each in ids]))

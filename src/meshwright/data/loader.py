@@ -25,6 +25,7 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -156,6 +157,9 @@ class BatchLoader:
         self.skipped_batches: Sequence[tuple[int, int]] = ()
         """Sorted intervals [start, stop) of batches that no step reads. The steps read the remaining batches in order.
         """
+        self.row_values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Entries that the data set does not have, by name: a value for each training row, and for each validation row.
+        """
 
     @property
     def labels_per_step(self) -> int | None:
@@ -184,7 +188,8 @@ class BatchLoader:
             )
         start = batch_index(step, self.skipped_batches) * self.batch + first
         chosen = sample_rows(self.seed, start, count, self.dataset.rows)
-        return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
+        batch = self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed)
+        return self._labelled(batch) | {name: values[chosen] for name, (values, _) in self.row_values.items()}
 
     def validation(self, count: int, first: int = 0) -> TensorBatch:
         """Returns validation rows `first` to `first + count - 1`. The rows and their masks are always the same.
@@ -208,18 +213,26 @@ class BatchLoader:
         rows, but at least one batch, and at most all validation rows. The rows are evenly spaced in the validation
         data.
 
-        The last batch is padded with rows that have no valid label.
+        The last batch is padded with rows that have no valid label. Batches without the entry "labels" are not padded.
         """
-        count = min(self.dataset.validation_rows, max(least, self.batch))
-        rows = np.arange(count) * self.dataset.validation_rows // max(count, 1)
-        for first in range(0, count, self.batch):
-            batch = self._labelled(self.dataset.validation(rows[first : first + self.batch]))
+        rows = self.evaluated_rows(least)
+        for first in range(0, len(rows), self.batch):
+            here = rows[first : first + self.batch]
+            batch = self._labelled(self.dataset.validation(here))
+            if "labels" not in batch:
+                yield batch | {name: values[here] for name, (_, values) in self.row_values.items()}
+                continue
             lacking = self.batch - len(batch["labels"])
             filled = {
                 name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()
             }
             filled["labels"][self.batch - lacking :] = IGNORED_LABEL
             yield filled
+
+    def evaluated_rows(self, least: int) -> NDArray[np.int64]:
+        """Returns the indices of the rows of `validation_batches`."""
+        count = min(self.dataset.validation_rows, max(least, self.batch))
+        return np.arange(count) * self.dataset.validation_rows // max(count, 1)
 
     def _labelled(self, batch: TensorBatch) -> TensorBatch:
         if not self.next_token:

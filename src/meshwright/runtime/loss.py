@@ -344,7 +344,7 @@ class LossHead:
                 requires labels.
         """
         self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
-        self._call, self.divisors = gathered or loss, list[LossDivisors]()
+        self.applied_loss, self.divisors = gathered or loss, list[LossDivisors]()
         self.group, self.unreadable = vocabulary_group, unreadable or ForwardAccessGuard({}, None)
         if loss is not None and piece is not None:
             raise InputError(
@@ -397,9 +397,9 @@ class LossHead:
             InputError: there is no user-defined loss, and `batch` has no labels or `output` has no logits. Or the
                 model has changed the logits of a chunked head.
         """
-        if self._call is not None:
+        if self.applied_loss is not None:
             with self.unreadable:
-                loss, rows = self._call(output, batch), loss_weight(batch)
+                loss, rows = self.applied_loss(output, batch), loss_weight(batch)
             self.divisors += [find_divisors(loss, rows)] if getattr(loss, "requires_grad", False) else []
             return loss * rows
         logits = extract_logits(output)

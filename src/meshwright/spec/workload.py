@@ -189,6 +189,17 @@ class LoraConfig(StrictModel):
     )
 
 
+class PreferenceConfig(StrictModel):
+    """Preference training on pairs of a chosen and a rejected answer to a prompt. `dpo` compares the log-probabilities
+    of the answers with those of the model before the first step (Rafailov et al., 2023). `orpo` adds an odds ratio to
+    the loss of the chosen answer and needs no reference (Hong et al., 2024)."""
+
+    loss: Literal["dpo", "orpo"] = "dpo"
+    beta: float = Field(
+        default=0.1, gt=0, description="dpo: factor of the log-probability ratios; orpo: weight of the odds ratio"
+    )
+
+
 class Workload(StrictModel):
     """The training workload. `batch` is the number of sequences per optimizer step, over all devices."""
 
@@ -246,6 +257,9 @@ class Workload(StrictModel):
         description="change of a router's bias per step against the load of each expert; null: no change",
     )
     lora: LoraConfig | None = Field(default=None, description="train LoRA adapters only; null: train all weights")
+    preference: PreferenceConfig | None = Field(
+        default=None, description="train on pairs of a chosen and a rejected answer (dpo, orpo); null: on text"
+    )
 
     @model_validator(mode="after")
     def _agrees(self) -> Workload:
@@ -326,15 +340,23 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Returns the values of plan fields that exact sums or DiLoCo require, because the result depends on these
-        fields. The user's pins take precedence.
+        """Returns the values of plan fields that exact sums, DiLoCo or preference pairs require. The result depends on
+        the fields of the first two; a preference loss reads the logits of whole rows. The user's pins take precedence.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
         """
         if self.local is not None:
             return {"dp_replicate": self.local.replicas, "ep": 1}
+        if self.preference is not None and not self.exact:
+            return {"cp": 1, "loss_chunks": 1}
         return {"micro_batch": self.exact, "tp": 1, "pp": 1, "cp": 1, "ep": 1} if self.exact else {}
+
+    @property
+    def skips_spikes(self) -> bool:
+        """Returns whether a loss spike skips batches. In preference training it does not, since the log-probabilities
+        of the reference are known only for the pairs that the steps read without a skip."""
+        return self.spikes == "skip" and self.preference is None
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,6 @@
-"""Checks a plan against the workload: exact sums, DiLoCo replicas and the optimizer update. The planner, the runtime
-and constraints.py apply these rules. The functions named *_violations yield a `Violation` for every broken rule."""
+"""Checks a plan against the workload: exact sums, DiLoCo replicas, preference pairs and the optimizer update. The
+planner, the runtime and constraints.py apply these rules. The functions named *_violations yield a `Violation` for
+every broken rule."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from meshwright.spec.model import LayerSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import DilocoConfig, Recipe
 from meshwright.spec.violation import Violation
-from meshwright.spec.workload import Workload
+from meshwright.spec.workload import PreferenceConfig, Workload
 
 
 def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
@@ -39,6 +40,21 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
                 "micro_batch({micro_batch}) is not workload.exact({exact}); use mb{exact}",
                 micro_batch=plan.micro_batch,
                 exact=exact,
+            ),
+        )
+
+
+def preference_violations(plan: Plan, preference: PreferenceConfig | None) -> Iterator[Violation]:
+    """Checks that both answers of a preference pair are on one rank, whose loss reads the logits of the whole row."""
+    choices = (("cp", plan.cp), ("lc", plan.loss_chunks))
+    other = [f"{name}{value}" for name, value in choices if value > 1]
+    if preference is not None and other:
+        yield Violation(
+            "preference pairs need whole rows",
+            Message(
+                "{loss} compares the two answers of a row, which {other} divides: use cp1 without lc",
+                loss=preference.loss,
+                other=", ".join(other),
             ),
         )
 
@@ -183,3 +199,4 @@ def workload_violations(
     yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
     yield from exact_sum_violations(plan, workload.exact)
     yield from diloco_violations(plan, workload.local)
+    yield from preference_violations(plan, workload.preference)

@@ -43,13 +43,13 @@ from meshwright.train.model import build_loader, build_model, model_objective, o
 from meshwright.train.optimizer import learning_rate, optimizer_factory, precision_recipe
 from meshwright.train.rank_main import ProcessGroups, RankControl, join_process_groups
 from meshwright.train.recovery import Recovery
+from meshwright.train.reference_log_probs import VALIDATION_BATCH_ROWS, add_reference
 from meshwright.train.sample import sample_of_run
 from meshwright.train.silent_corruption import SdcRecompute, repair_replicas
 from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import parallelize
 
-VALIDATION_BATCH_ROWS = 64
 MEMORY_TRACE_STEP = 2  # number of steps before the traced step; if fewer steps are left, the last one is traced
 
 
@@ -124,6 +124,8 @@ class TrainLoop:
         self.pulse.at(RankPhase.restore)
         start = time.perf_counter()
         began = self.recovery.resume()
+        begins = self.recovery.source != "memory" and self.recovery.saved < 0
+        add_reference(self.trainer, self.loader, self.launch, begins, self.pulse)
         self.spent["restore"] = time.perf_counter() - start
         record_proofs(self.trainer, self.launch, self.folder, lambda line: self._say("note", line=line))
         for line in launch_notes(self.launch, self.trainer, self.parameters):

@@ -25,14 +25,14 @@ import torch.distributed as dist
 
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.ipc import IpcMessage
-from meshwright.data.dataset import open_dataset
 from meshwright.runtime.backend import backend_of, init_local_device
 from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.preference_loss import REFERENCE_ENTRIES
 from meshwright.runtime.profiler.device import machine_busy_seconds, measure_cluster, tensor_factory
 from meshwright.spec.grid import micro_batch_rows
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.plan import Plan
-from meshwright.train.model import build_loader, build_model, model_objective, vocabulary_size
+from meshwright.train.model import build_loader, build_model, model_objective, open_training_data, preference_loss
 from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.rank_main import RankControl, join_process_groups
 from meshwright.train.step.inputs import LocalBatch
@@ -87,9 +87,11 @@ class TrialRunner:
         self.launch, self.steps = launch, steps
         model = self._model()
         objective, work = model_objective(launch.model, model), launch.workload
-        vocabulary = vocabulary_size(launch.model, model) or launch.vocabulary
-        dataset = open_dataset(launch.data, work.sequence, vocabulary, objective, lambda _: None)
+        dataset = open_training_data(launch, model, objective, lambda _: None, lambda _: None)
         self.loader = build_loader(dataset, objective, model, work)
+        if work.preference is not None:  # a trial measures the time of a step, which does not depend on these values
+            values = torch.zeros(dataset.rows), torch.zeros(dataset.validation_rows)
+            self.loader.row_values = dict.fromkeys(REFERENCE_ENTRIES, values)
 
     def _model(self) -> Any:
         work = self.launch.workload
@@ -104,7 +106,12 @@ class TrialRunner:
         try:
             plan.micro_batches(work.batch)
             trainer = parallelize(
-                self._model(), optimizer_factory(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip
+                self._model(),
+                optimizer_factory(work.optimizer),
+                plan,
+                precision=work.recipe,
+                clip=work.optimizer.clip,
+                loss=preference_loss(work),
             )
         except InputError as error:
             return TrialResult(None, str(error))

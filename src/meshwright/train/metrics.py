@@ -36,6 +36,7 @@ from meshwright.data.loader import SampleRange, TensorBatch
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.error_propagation import gather_objects
+from meshwright.runtime.preference_loss import REFERENCE_ENTRIES
 from meshwright.spec.grid import RankGrid
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import (
@@ -48,6 +49,7 @@ from meshwright.spec.record import (
     digest_samples,
     last_recorded_step,
 )
+from meshwright.train.model import preference_loss
 from meshwright.train.silent_corruption import recompute_obstacle
 from meshwright.train.straggler import PhaseSeconds
 from meshwright.train.trackers import TrackerProcess
@@ -82,7 +84,9 @@ def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange
     the global batch and its number of rows. `start`: the sample index of the first row of the global batch."""
     content = 0
     for batch, (first, count) in zip(batches, ranges, strict=True):
-        arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
+        # The log-probabilities of a reference are results of the plan, equal only up to rounding.
+        names = sorted(batch.keys() - set(REFERENCE_ENTRIES))
+        arrays = [np.ascontiguousarray(batch[name].numpy()) for name in names]
         for row in range(count):
             digest = xxhash.xxh3_64(seed=(start + first + row) % DIGEST_MODULUS)
             for array in arrays:
@@ -139,6 +143,7 @@ def launch_options(launch: LaunchSpec, folder: Path) -> ParallelizeOptions:
         predicted=launch.predicted,
         prove=None if launch.run.prove == "auto" else launch.run.prove,
         deterministic=launch.run.deterministic,
+        loss=preference_loss(launch.workload),
     )
 
 

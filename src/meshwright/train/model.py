@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.declared_regions import USER_RULES_ATTRIBUTE
 from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.analysis.example_inputs import extra_inputs, make_example
@@ -48,6 +49,7 @@ from meshwright.models.registry import build_reference_model
 from meshwright.runtime.deferred_init import build_deferred
 from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
 from meshwright.runtime.loss import is_encoder_decoder, predicts_next_token
+from meshwright.runtime.preference_loss import PreferenceLoss
 from meshwright.spec.job import LaunchSpec, ModelSource
 from meshwright.spec.workload import LoraConfig, Workload
 from meshwright.train.meta_init import init_on_meta
@@ -136,7 +138,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=list(lora.target)
-        or (_linear_targets(model, layers) if _has_stacked_experts(model) else "all-linear"),
+        or (_linear_targets(model, layers) if _has_stacked_experts(model) or not _names_head(model) else "all-linear"),
         lora_dropout=0.0,
     )
     try:
@@ -166,10 +168,19 @@ def _has_stacked_experts(model: nn.Module) -> bool:
     )
 
 
+def _names_head(model: nn.Module) -> bool:
+    """Returns whether the model has the method of transformers that returns its output head."""
+    return callable(getattr(model, "get_output_embeddings", None))
+
+
 def _linear_targets(model: nn.Module, layers: list[str]) -> list[str]:
-    """Returns the layers that peft's "all-linear" denotes: every linear layer except the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return [path for path in layers if model.get_submodule(path) is not head]
+    """Returns the layers that peft's "all-linear" denotes: every linear layer except the output head. A model without
+    the method of transformers does not name its head; then these are the linear layers of its blocks."""
+    if _names_head(model):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        return [path for path in layers if model.get_submodule(path) is not head]
+    blocks = tuple(f"{path}." for path in find_block_lists(model))
+    return [path for path in layers if path.startswith(blocks)] if blocks else layers
 
 
 def build_model(
@@ -313,18 +324,41 @@ def open_training_data(
                 type=type(model).__name__,
             )
         )
+    if launch.workload.preference is not None:
+        _check_preference(launch, model, objective, positions)
+        objective = "preference"
     vocabulary = vocabulary_size(launch.model, model) or launch.vocabulary
     return open_mixture(
         launch.data, launch.workload.sequence, vocabulary, objective, note, positions, report_corruption
     )
 
 
+def _check_preference(launch: LaunchSpec, model: nn.Module, objective: DataObjective, positions: bool) -> None:
+    """Raises InputError if the model cannot be trained on preference pairs. `positions`: the result of
+    `accepts_packed_documents`."""
+    loss = launch.workload.preference.loss if launch.workload.preference else ""
+    if objective != "causal" or not positions:
+        why = (
+            Message("its objective is {objective}, not to predict the next token", objective=objective)
+            if objective != "causal"
+            else Message("it does not use position_ids to keep the attention of the two answers of a row apart")
+        )
+        raise InputError(Message("{loss} cannot train {type}: {why}", loss=loss, type=type(model).__name__, why=why))
+    if launch.data.weights:
+        raise InputError(Message("{loss} reads one source: leave data.weights out", loss=loss))
+
+
+def preference_loss(workload: Workload) -> PreferenceLoss | None:
+    """Returns the loss of a workload that trains on preference pairs, otherwise None."""
+    chosen = workload.preference
+    return None if chosen is None else PreferenceLoss(chosen.loss, chosen.beta)
+
+
 def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:
     """Returns the loader of a job's batches. A causal loss must compare the logits at position t with token t + 1. If
     the model's loss does not shift the labels by one position, the loader does."""
-    return BatchLoader(
-        dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model)
-    )
+    shifts = objective == "causal" and workload.preference is None and not predicts_next_token(model)
+    return BatchLoader(dataset, workload.batch, workload.seed, next_token=shifts)
 
 
 def accepts_packed_documents(model: nn.Module) -> bool:

@@ -83,7 +83,7 @@ class Recovery:
         self.gap = StepGap()
         self._ended: dict[str, Any] = {}
         """The record of the last step that has ended, as in-memory checkpoints store it."""
-        self.guard = LossSpikeDetector(self.identity, launch.workload.spikes == "skip", trainer.scale.dynamic)
+        self.guard = LossSpikeDetector(self.identity, launch.workload.skips_spikes, trainer.scale.dynamic)
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.single_node else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
             memory_checkpointer.MemoryCheckpointer(memory.own, trainer, pulse, identity, slots, memory.history)

@@ -35,6 +35,7 @@ from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
+from meshwright.runtime.preference_loss import REFERENCE_ENTRIES, ROW_ENTRY, recorded_log_probs
 from meshwright.runtime.zero.param_group import offloaded_bytes
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan, parse_plan
@@ -272,6 +273,20 @@ class Trainer(TrainState):
             total = self.engine.forward_backward(batches, None) / self.plan.tp
             all_reduce(total, self.mesh.world).wait()
         return float(total) / max(tokens, 1)
+
+    def reference_log_probs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Returns the log-probabilities of the answers of preference pairs under the current weights, in eval mode, as
+        the entries of a batch that DPO reads (runtime/preference_loss.py), (rows,) in float64 on every rank. Before the
+        first step they are those of the reference: the initial model, which with LoRA is the base without adapters.
+        `batch`: the global batch. All ranks call it."""
+        rows = num_rows(batch)
+        # The dry run of the stages calls a copy of the loss, which reads the entries that do not exist yet.
+        entries = {**dict.fromkeys(REFERENCE_ENTRIES, torch.zeros(rows)), ROW_ENTRY: torch.arange(rows)}
+        with recorded_log_probs(self.engine.objective, rows) as table:
+            self.evaluate({**batch, **entries})
+        table = (table if self.mesh.coords.tp == 0 else torch.zeros_like(table)).to(self.mesh.device)
+        all_reduce(table, self.mesh.world).wait()
+        return {name: table[:, at].cpu() for at, name in enumerate(REFERENCE_ENTRIES)}
 
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Returns the mean loss, the number of valid labels, and on rank 0 the full gradients by parameter name (None

@@ -7,15 +7,16 @@ several are equally fast, it is the first of bf16, fp16, fp32. The default seque
 positions, but at most 4,096 tokens, and at most 256 on CPUs. An error message names the file and the path of the
 invalid value.
 
-`parse_lora` parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job. `add_lora`
-adds the LoRA adapters to a model spec.
+`parse_lora` parses `--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and
+`parse_preference` parses `--preference dpo,beta=0.1` to the section `workload.preference`. `add_lora` adds the LoRA
+adapters to a model spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -35,7 +36,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, RunConfig
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec, TpRule
 from meshwright.spec.plan import Plan
-from meshwright.spec.workload import DataConfig, LoraConfig, Workload
+from meshwright.spec.workload import DataConfig, LoraConfig, PreferenceConfig, Workload
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 MAX_DEFAULT_SEQUENCE = 4096
@@ -361,6 +362,33 @@ def parse_lora(text: str) -> dict[str, Any]:
             )
         except ValueError:
             raise InputError(Message("--lora {name}={value!r} is not a number", name=name, value=value)) from None
+    return found
+
+
+def parse_preference(text: str) -> dict[str, Any]:
+    """Parses the value of `--preference` to the fields of `PreferenceConfig`. Raises InputError for an unknown loss or
+    key, or an invalid number.
+
+    >>> parse_preference("dpo,beta=0.2")
+    {'loss': 'dpo', 'beta': 0.2}
+    """
+    loss, *parts = (part.strip() for part in text.split(","))
+    known = get_args(PreferenceConfig.model_fields["loss"].annotation)
+    found: dict[str, Any] = {"loss": loss}
+    for part in parts:
+        name, _, value = part.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[""] = None
+    if loss not in known or found.keys() - {"loss", "beta"}:
+        raise InputError(
+            Message(
+                "--preference {text!r} is not dpo or orpo, nor dpo,beta=0.1{hint}",
+                text=text,
+                hint=did_you_mean(loss, known),
+            )
+        )
     return found
 
 

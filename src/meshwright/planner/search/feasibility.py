@@ -35,7 +35,12 @@ from meshwright.spec.enums import (
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.violation import Violation
-from meshwright.spec.workload_constraints import UpdateProperties, diloco_violations, update_violations
+from meshwright.spec.workload_constraints import (
+    UpdateProperties,
+    diloco_violations,
+    preference_violations,
+    update_violations,
+)
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
 """Pins of recompute and offload, which can contradict each other for every plan."""
@@ -258,6 +263,7 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
         stage_violations(plan, max(model.blocks, 1), model.against_stages),
         sequence_violations(plan, job.workload.sequence),
         batch_split_violations(plan, job.workload.batch, model),
+        preference_violations(plan, job.workload.preference),
     )
     return next(chain.from_iterable(rules), None)
 

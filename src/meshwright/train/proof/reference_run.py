@@ -275,7 +275,8 @@ class ReferenceRun:
         differentiates the loss times `scale`."""
         streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
         self._fill([name for name in self.parameters if name not in streamed])
-        batch = {name: self._moved(value) for name, value in batch.items()}
+        uncast = getattr(self.loss, "uncast_entries", ())
+        batch = {name: self._moved(value, name in uncast) for name, value in batch.items()}
         objective = LossHead(self.model, self.loss, None)
         labels = objective.count(batch)
         with self.access_guard, torch.enable_grad():
@@ -365,10 +366,11 @@ class ReferenceRun:
         streams rows was not called exactly once."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
-    def _moved(self, value: Any) -> Any:
+    def _moved(self, value: Any, is_uncast: bool) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(self.engine.mesh.device, self.side.dtype if value.is_floating_point() else None)
+        cast = value.is_floating_point() and not is_uncast
+        return value.to(self.engine.mesh.device, self.side.dtype if cast else None)
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -372,15 +373,17 @@ def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
         )
 
 
-def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Returns `batch` on `device`, with floating-point tensors cast to `dtype`. Nested tensors are included."""
+def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype, uncast: Sequence[str] = ()) -> Batch:
+    """Returns `batch` on `device`, with floating-point tensors cast to `dtype`, except those of the entries `uncast`.
+    Nested tensors are included."""
 
-    def move(value: Any) -> Any:
+    def move(value: Any, dtype: torch.dtype | None) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
-    return type(batch)({name: tree_map(move, value) for name, value in batch.items()})
+    kinds = {name: None if name in uncast else dtype for name in batch}
+    return type(batch)({name: tree_map(partial(move, dtype=kinds[name]), value) for name, value in batch.items()})
 
 
 def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:

@@ -153,7 +153,8 @@ class StepPasses:
             for part in given:
                 check_nested_tensors(part, plan)
         engine.pipeline.set_labels(tokens)
-        return [move_batch(part, mesh.device, getattr(torch, engine.recipe.compute)) for part in batches], tokens
+        kind, uncast = getattr(torch, engine.recipe.compute), getattr(objective.loss, "uncast_entries", ())
+        return [move_batch(part, mesh.device, kind, uncast) for part in batches], tokens
 
     @property
     def expert_stats(self) -> MoeStats | None:
