@@ -7,6 +7,7 @@ import torch
 from model_sizes import TINY
 from torch.nn import functional as F
 
+from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
 
@@ -163,3 +164,28 @@ def test_sizes_that_no_model_can_have_are_one_line(change: dict[str, object], me
 def test_a_misspelt_model_names_its_neighbour() -> None:
     with pytest.raises(InputError, match="did you mean 'llama'"):
         build_reference_model({"kind": "lama"})
+
+
+def test_every_catalog_model_is_built_with_its_parameters_or_says_what_is_missing() -> None:
+    refused: dict[str, str] = {}
+    for name, row in catalog.models().items():
+        if "classes" in row:
+            continue
+        counts = []
+        try:
+            for layers in (1, 2):
+                with torch.device("meta"):
+                    model = build_reference_model({**row, "layers": str(layers)})
+                counts.append(sum(parameter.numel() for parameter in model.parameters()))
+        except InputError as error:
+            assert "name a Hugging Face folder or a module instead" in str(error) or name in ("gpt3-1.3b", "gpt3-13b")
+            refused[name] = str(row.get("family"))
+            continue
+        total = counts[0] + (counts[1] - counts[0]) * (int(row["layers"]) - 1)
+        # The formula of an encoder leaves out the head, which adds 0.05 % at most.
+        assert total == pytest.approx(int(row.get("formula_params", total)), rel=5e-4 if row["kind"] == "bert" else 0)
+    assert sorted(set(refused.values())) == [
+        *("BLOOM", "BloombergGPT", "DeepSeek-V2", "DeepSeek-V3", "Falcon"),
+        *("GPT-3", "GPT-NeoX", "Nemotron-4", "PaLM", "Pythia"),
+    ]
+    assert len(refused) == 27  # of GPT-3 two as published: 24 heads of 2,048 and 40 of 5,140 features

@@ -243,7 +243,7 @@ def test_what_a_scheduler_could_not_start_is_one_line(
     [
         ("deepseek-v3", "reference models do not support it"),
         ("nowhere:make", "nowhere"),
-        ("qwen3-8b", "reference models have no QK-norm"),
+        ("pythia-1b", "reference models have no parallel attention"),
     ],
 )
 def test_no_job_is_written_for_a_model_that_cannot_be_built(model: str, words: str, tmp_path: Path) -> None:

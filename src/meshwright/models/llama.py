@@ -1,9 +1,10 @@
 """A decoder in the style of Llama. It has rotary positions, RMSNorm before attention and feed-forward, a SiLU-gated
-feed-forward, grouped key-value heads, and no biases unless `qkv_bias` is set.
+feed-forward, grouped key-value heads, and no biases unless `qkv_bias` is set. With `qk_norm`, an RMSNorm over the
+features of each head normalizes queries and keys before the rotation.
 
 Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
-Hugging Face stores it); Ainslie et al., GQA (2023). Parameter names follow Hugging Face's LlamaForCausalLM. Shapes use
-B for batch, T for sequence and C for hidden features.
+Hugging Face stores it); Ainslie et al., GQA (2023); Qwen Team, Qwen3 (2025), section 2 (QK-norm). Parameter names
+follow Hugging Face's LlamaForCausalLM. Shapes use B for batch, T for sequence and C for hidden features.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes of the model. `head_dim` 0 means hidden / heads. `qkv_bias`: whether query, key and value have biases,
-    as in Qwen.
+    as in Qwen2. `qk_norm`: whether queries and keys are normalized, as in Qwen3.
     """
 
     layers: int
@@ -34,6 +35,7 @@ class LlamaConfig:
     head_dim: int = 0
     qkv_bias: bool = False
     rope_base: float = 10_000.0
+    qk_norm: bool = False
     eps: float = 1e-5
     init_std: float = 0.02
 
@@ -91,13 +93,17 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * self.head_dim, config.hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.eps) if config.qk_norm else None
 
     def forward(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q = apply_rotary(self.q_proj(x).view(shape).transpose(1, 2), *positions)
-        k = apply_rotary(self.k_proj(x).view(shape).transpose(1, 2), *positions)
+        q, k = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (apply_rotary(each.transpose(1, 2), *positions) for each in (q, k))
         v = self.v_proj(x).view(shape).transpose(1, 2)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]

@@ -22,6 +22,11 @@ from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.moe import MoeConfig, MoeLlama
 
 MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
+MISSING_PARTS = {
+    "bloom": Message("ALiBi positions"),
+    "neox": Message("parallel attention and feed-forward, and no rotation of a part of a head"),
+}
+"""What kinds of the catalog have that no reference model has."""
 
 
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
@@ -65,8 +70,9 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         )
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
+    qk_norm = bool(int(given.get("qk_norm", 0)))
     if not _optional_count(given, "experts"):
-        return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
+        return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base, qk_norm))
     inner = LlamaConfig(
         layers,
         hidden,
@@ -79,6 +85,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         head_dim,
         bias,
         base,
+        qk_norm,
     )
     return MoeLlama(MoeConfig(inner, _optional_count(given, "experts"), _required_size(given, "top_k")))
 
@@ -113,6 +120,15 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     Raises:
         InputError: the kind does not exist, or does not support the sizes.
     """
+    if kind in MISSING_PARTS:
+        raise InputError(
+            Message(
+                "kind {kind!r}: the built-in reference models have no {part}; name a Hugging Face folder or a module "
+                "instead",
+                kind=kind,
+                part=MISSING_PARTS[kind],
+            )
+        )
     if kind not in MODEL_KINDS:
         raise InputError(
             Message(
@@ -167,12 +183,6 @@ def _check_layers(given: Mapping[str, Any]) -> None:
             Message(
                 "mla: the built-in reference models have no latent attention; name a Hugging Face folder or a module "
                 "instead"
-            )
-        )
-    if given.get("qk_norm") not in (None, 0, "0"):
-        raise InputError(
-            Message(
-                "qk_norm: the built-in reference models have no QK-norm; name a Hugging Face folder or a module instead"
             )
         )
     if given.get("pos") not in (None, "rope", "learned"):
