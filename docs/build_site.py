@@ -143,6 +143,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     the tests. Pages of the repository are not searched."""
     if page.file.src_uri.startswith(REPOSITORY):
         page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 3}  # whoever pastes a message into the search looks for its cause
     folder = Path(config.docs_dir)
     source = Path(page.file.abs_src_path).parent if page.file.abs_src_path else folder
     here = Path(page.file.src_uri).parent
