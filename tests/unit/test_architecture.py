@@ -31,7 +31,16 @@ ALLOWED = ROOT / "tests" / "unit" / "golden" / "architecture_allowed.json"
 
 PLANNING = {"core": 0, "catalog": 1, "spec": 1, "planner": 2, "report": 3, "elastic": 3, "interop": 3}
 """Layers of the planning packages, which never import torch."""
-EXECUTION = {"models": 2, "analysis": 2, "runtime": 3, "data": 3, "checkpoint": 3, "train": 4, "interop.recording": 5}
+EXECUTION = {
+    "models": 2,
+    "analysis": 2,
+    "runtime": 3,
+    "data": 3,
+    "checkpoint": 3,
+    "train": 4,
+    "interop.recording": 5,
+    "adapters": 5,
+}
 """Layers of the packages that run a plan. Of the planning packages they import only `core` and `spec`.
 `interop.recording` needs torch, the rest of `interop` does not."""
 SHARED = ("core", "spec")
