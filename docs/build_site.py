@@ -239,6 +239,10 @@ def build(site: Path) -> int:
         own = {"docs_dir": str(DOCS / language), "site_dir": str(site / language), "site_name": TITLES[language]}
         config = load_config(str(DOCS / "mkdocs.yml"), hooks=[str(Path(__file__).resolve())], **own)
         config.theme["language"] = language
+        if language == "zh":  # English words between Chinese ones are found as they are written
+            config.plugins["material/search"].config.update(
+                pipeline=[], separator=r"[\s\u200b\u3000\-、。，．？！；：（）]+"
+            )
         config.plugins.on_startup(command="build", dirty=False)
         build_pages(config)
         config.plugins.on_shutdown()
