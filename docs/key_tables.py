@@ -26,7 +26,7 @@ from meshwright.spec.job import RunConfig
 from meshwright.spec.model import TpRule
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import DilocoConfig, GradientCompression
-from meshwright.spec.workload import DataConfig, LoraConfig, OptimizerConfig, Workload
+from meshwright.spec.workload import DataConfig, LoraConfig, OptimizerConfig, PreferenceConfig, Workload
 
 DOCS = Path(__file__).parent
 
@@ -61,6 +61,12 @@ JOB = (
     Section("workload", Workload, "What changes the result of training.", "决定训练结果的设置。"),
     Section("workload.optimizer", OptimizerConfig, "The optimizer and the learning rate.", "优化器与学习率。"),
     Section("workload.lora", LoraConfig, "Low-rank adapters.", "低秩适配器。"),
+    Section(
+        "workload.preference",
+        PreferenceConfig,
+        "Pairs of a chosen and a rejected answer.",
+        "成对的优选回答和拒绝回答。",
+    ),
     Section("workload.compression", GradientCompression, "Gradient compression between hosts.", "主机之间的梯度压缩。"),
     Section(
         "workload.local",
