@@ -194,7 +194,7 @@ class PreferenceConfig(StrictModel):
     of the answers with those of the model before the first step (Rafailov et al., 2023). `orpo` adds an odds ratio to
     the loss of the chosen answer and needs no reference (Hong et al., 2024)."""
 
-    loss: Literal["dpo", "orpo"] = "dpo"
+    loss: Literal["dpo", "orpo"] = Field(default="dpo", description="loss of the pairs of answers")
     beta: float = Field(
         default=0.1, gt=0, description="dpo: factor of the log-probability ratios; orpo: weight of the odds ratio"
     )
