@@ -157,7 +157,7 @@ def on_rank(job: Job, plan: str, options: dict[str, Any]) -> tuple[str, str]:
     warnings.simplefilter("ignore")
     try:
         expected = alone(job)
-    except RuntimeError as error:  # such as a weight that autograd needs and the forward has written to
+    except (RuntimeError, TypeError) as error:  # such as a weight that the forward writes to, or a hook without a value
         return VOID, f"one device: {error}"
     if not all(torch.tensor(expected.losses).isfinite()):
         return VOID, "one device computes no finite loss"

@@ -44,6 +44,12 @@ RUNS = {
     "TorchScript in a block that is recomputed": ("block:scripted", "pp2.mb2.rc-full | dp2.z3.mb4.rc-full"),
     "hooks on all weights where a gradient is deferred": ("hook:weights", "pp2.mb8.zbh1 | pp2.mb4.zbv"),
     "hooks on accumulated gradients where one is deferred": ("hook:accumulated", "pp2.mb4.zbv | pp2.mb8.zbh1"),
+    "a last batch of fewer rows that depend on each other, in one pass": (
+        "batch:odd-last once:rows",
+        "dp1.mb8 | tp2.mb8.sp",
+    ),
+    "a change in place of what ranks have gathered": ("back:in-place-input", "tp2.sp | tp2.pp2.sp.mb2.zbv"),
+    "dropout of everything in a layer that the model checkpoints": ("flow:checkpoint inner:dropout-all", "dp1.mb2"),
 }
 REFUSALS = {
     "code for few rows behind a head of zeros": ("head:zero once:few-rows", "dp1.mb2 | dp2.mb2 pp2.mb2.gpipe"),
@@ -60,6 +66,13 @@ REFUSALS = {
         "tp2.mb8 | tp2.mb8.sp pp2.mb4",
     ),
     "a capacity of tokens in front of the blocks": ("front:capacity head:first", "dp2.z3"),
+    "code for a number of rows, in a model that makes tensors without a device": (
+        "block:row-factor inner:features",
+        "dp1.mb2 | pp2.mb2",
+    ),
+    "code for a number of rows before the dry run of the stages": ("flow:dict front:many-rows", "pp2.mb2"),
+    "a weight of a block that the model reads behind the blocks too": ("between:borrowed", "tp2.sp | tp2.mb8.sp"),
+    "a branch on values next to dropout of everything": ("back:branch block:dropout-call", "dp1.mb2"),
 }
 PROVEN = {
     "a loss that counts its calls": ("loss:grows", "pp2.mb8 | tp2.mb8"),

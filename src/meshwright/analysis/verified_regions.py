@@ -317,7 +317,11 @@ def sequence_parallel_objection(
             why := compare_comm_points(known, ranks, part) or compare_param_grads(known, ranks, part, summed)
         ) is not None:
             return why, ()
-    return None, tuple(name for name, is_part in summed.items() if is_part)
+    inside = tuple(f"{path}." for path in blocks)
+    full = next((name for name, is_part in summed.items() if name.startswith(inside) and not is_part), None)
+    if full is not None:
+        return f"{full} is used outside of its block too, where the sequence is not split", ()
+    return None, tuple(name for name, is_part in summed.items() if is_part and not name.startswith(inside))
 
 
 def _run_between_blocks(
@@ -341,10 +345,8 @@ def _run_between_blocks(
         record.contributed["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
         raise StopForward
 
-    inside = tuple(f"{path}." for path in blocks)
-    parameters = {
-        name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta
-    }
+    # Parameters of the blocks too: the code between blocks may read them, and the blocks themselves do not run.
+    parameters = {name: one for name, one in model.named_parameters() if not one.is_meta}
     projected = GradProjection(
         {name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}, {}
     )

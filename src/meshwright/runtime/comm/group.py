@@ -190,7 +190,11 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
         ctx.back = back
-        return there(x)
+        result = there(x)
+        if not result._is_view() or result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return result
+        # Autograd forbids in-place operations on a view that a custom function returns. Nothing else uses this storage.
+        return torch.ops.aten._unsafe_view(result, result.shape)
 
     @staticmethod
     @once_differentiable

@@ -68,9 +68,10 @@ from meshwright.runtime.preflight.row_batches import (
 )
 from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_all_generators
 from meshwright.spec.enums import Recompute
+from meshwright.spec.plan import Plan
 
-REPEAT_TOLERANCE = 0.1
-"""Tolerance of the loss of a repeated forward as a multiple of the tolerance of losses."""
+REPEAT_TOLERANCE, REPEAT_TOLERANCE_64 = 0.1, 1e-3
+"""Tolerance of the loss of a repeated forward as a multiple of the tolerance of losses, and that in float64."""
 MAX_COMPARED_MICRO_BATCHES = 8
 """A forward of at most as many rows as this number of micro-batches have is compared. It stores no activations."""
 MAX_JOINED_ELEMENTS = 1 << 14
@@ -82,14 +83,20 @@ GRADIENT_TOLERANCE_FACTOR = 10.0
 
 class NoDropout(TorchFunctionMode):
     """Disables dropout: the dropout functions return their input, and attention and recurrent layers run without
-    dropout."""
+    dropout. Dropout of everything (a rate of 1) draws nothing and is left as it is."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
-            return args[0] if args else kwargs["input"]
+            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return function(*args, **kwargs) if rate == 1 else args[0] if args else kwargs["input"]
         args, kwargs, _ = without_inner_dropout(name, args, kwargs)
         return function(*args, **kwargs)
+
+
+def count_pieces(plan: Plan, batches: Sequence[Batch]) -> int:
+    """Returns the number of micro-batches of all replicas into which the plan divides a batch."""
+    return sum(plan.shares) or plan.dp * len(batches)
 
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
@@ -101,7 +108,7 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
         PlanRefused: rows or forwards affect each other, or a forward cannot be repeated. Every rank raises it.
     """
     plan = engine.mesh.plan
-    pieces = sum(plan.shares) or plan.dp * len(batches)
+    pieces = count_pieces(plan, batches)
     if pieces == 1 and plan.recompute != Recompute.full:
         _repeated_loss(engine, batches[0])
         return
@@ -154,7 +161,7 @@ def check_evaluation_separable(engine: Engine, batches: Sequence[Batch]) -> bool
         PlanRefused: rows affect each other. Every rank raises it.
     """
     plan = engine.mesh.plan
-    pieces = sum(plan.shares) or plan.dp * len(batches)
+    pieces = count_pieces(plan, batches)
     if pieces == 1:
         return False
     whole = joint_rows(batches) if engine.objective.loss is None else mask_first_row_labels(joint_rows(batches))
@@ -196,9 +203,7 @@ def _check_rows_independent(
             difference=relative_difference(together, separate),
         )
         if gradient.name:
-            why = Message(
-                "a hook or backward that is not linear, scale_grad_by_freq, or a contrastive term behind a gate of 0"
-            )
+            why = Message("a backward that is not linear, scale_grad_by_freq, or a contrastive term behind a gate of 0")
             shown = Message(
                 "the gradient of {name} in one pass differs from that in separate passes by {size:.3g} of its norm",
                 name=gradient.name,
@@ -238,7 +243,8 @@ def _repeated_loss(engine: Engine, batch: Batch) -> tuple[float, float]:
         PlanRefused: the losses differ.
     """
     first, second = (_total_loss(engine, [batch], True, every=True) for _ in range(2))
-    if abs(second - first) > REPEAT_TOLERANCE * _loss_tolerance(engine) * abs(first):
+    multiple = REPEAT_TOLERANCE_64 if engine.recipe.compute == "float64" else REPEAT_TOLERANCE
+    if abs(second - first) > multiple * _loss_tolerance(engine) * abs(first):
         raise PlanRefused(
             Message(
                 "plan {plan}: two forwards of the same rows have the losses {first:.6g} and {second:.6g} (relative "
@@ -275,9 +281,9 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
             Message(
                 "plan {plan}: each forward of this model changes a state that the next one reads (count, "
                 "mean, generator, spectral norm): the loss of the same rows is {first:.6g} and then "
-                "{after:.6g} (relative difference {relative_difference:.1e}), and micro-batches, recompute or data "
-                "ranks would change that state differently than one device: use one micro-batch without recompute, "
-                "and dp1 if the state depends on the rows",
+                "{after:.6g} (relative difference {relative_difference:.1e}), and this plan would change that state "
+                "differently than one device: use one micro-batch without recompute, and dp1 if the state depends on "
+                "the rows",
                 plan=plan.name,
                 first=first,
                 after=after,

@@ -66,7 +66,7 @@ def preserve_engine(engine: Engine) -> Iterator[None]:
     """A context that restores what a backward changes in the engine, except gradients: the records of which parameters
     get a gradient, and the residuals of gradient compression. Step checks are off inside it."""
     preflight = engine.preflight
-    unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
+    unchecked = Preflight(preflight.stages_run, UNCHECKED_STEP, divided=True, paths=preflight.paths)
     learns = nullcontext() if engine.mesh.plan.compile else preflight.paths.learning()
     with engine.executor.checked_by(unchecked), engine.zero.isolate_pass(), learns:
         yield

@@ -411,11 +411,17 @@ def padded_rows(plan: Plan, rows: int) -> int:
     return each * (-(-micro_batches // multiple) * multiple)
 
 
+def is_one_pass(plan: Plan, rows: int) -> bool:
+    """Returns whether one pass of one replica runs all `rows` rows. Rows may then depend on each other."""
+    return plan.dp == 1 and padded_rows(plan, rows) == plan.rows_per_round
+
+
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
-    """Returns `batch` padded to `padded_rows` rows. Each padding row is the first row with all labels masked."""
+    """Returns `batch` padded to `padded_rows` rows. Each padding row is the first row with all labels masked. A batch
+    of one pass is not padded, because its rows may depend on each other."""
     rows = num_rows(batch)
     lacking = padded_rows(plan, rows) - rows
-    if lacking <= 0:
+    if lacking <= 0 or is_one_pass(plan, rows):
         return batch
 
     def longer(name: str, value: Any) -> Any:
@@ -432,6 +438,7 @@ def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) ->
     micro-batches incomplete. The last micro-batches then have fewer rows, and a micro-batch without rows is a
     `ZeroWeightBatch`."""
     rows = num_rows(batch)
+    is_odd = is_odd or is_one_pass(plan, rows)
 
     def part(first: int, size: int) -> Batch:
         return {

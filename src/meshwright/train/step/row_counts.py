@@ -11,7 +11,8 @@ MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the memory of a rank, 
 
 The same copy shows whether the model runs the same code for shorter rows (`Preflight.shortens`).
 
-A model that does not run on the meta device is not checked, and neither is code of the user's loss.
+For a model that does not run on the meta device, a forward of all rows, but of no more than
+MAX_COMPARED_MICRO_BATCHES micro-batches, is compared. Code of the user's loss is not searched.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class RowCounts:
         if self._known == (low, high) or (is_first and state.engine.preflight.is_skipped):
             return
         bounds, low = sorted({fewest, rows, low, high}), min(fewest, low)
+        if not all(gather_objects(bool(self._path(state.engine, batches[0], low)))):
+            if rows > fewest:
+                self._compare(state, batches, fewest, low, min(rows, MAX_COMPARED_MICRO_BATCHES * fewest))
+            return
         for _ in range(MAX_CHANGES):
             first = max(gather_objects(self._next_other(state, batches[0], low, bounds)))
             if not first or not self._compare(state, batches, fewest, low, first):
@@ -146,7 +151,13 @@ class RowCounts:
         twins = MetaTwins(model, None)
         inputs = engine.objective.inputs({name: _of_rows(value, rows) for name, value in example.items()})
         try:
-            with dry_run(model, {}, as_it_trains=True), isolated_run(engine.model), MetaRunMode(), recorder:
+            with (
+                dry_run(model, {}, as_it_trains=True),
+                isolated_run(engine.model),
+                torch.device("meta"),
+                MetaRunMode(),
+                recorder,
+            ):
                 call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
         except Exception:  # the first step says what does not run
             return frozenset()

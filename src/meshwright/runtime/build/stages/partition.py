@@ -35,7 +35,7 @@ from meshwright.runtime.build.stages.assignment import (
     stage_bounds,
 )
 from meshwright.runtime.pipeline.block_wrapper import BoundarySpec, layers_over_stacks, trace_boundaries
-from meshwright.runtime.preflight.step_checks import AnalysisGuard
+from meshwright.runtime.preflight.analysis_guard import AnalysisGuard
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
