@@ -50,6 +50,7 @@ RUNS = {
     ),
     "a change in place of what ranks have gathered": ("back:in-place-input", "tp2.sp | tp2.pp2.sp.mb2.zbv"),
     "dropout of everything in a layer that the model checkpoints": ("flow:checkpoint inner:dropout-all", "dp1.mb2"),
+    "a dict that the blocks of two lists write to": ("flow:store stack:two", "dp1.mb8 | dp2.z3.mb4 dp1.mb4.rc-full"),
 }
 REFUSALS = {
     "code for few rows behind a head of zeros": ("head:zero once:few-rows", "dp1.mb2 | dp2.mb2 pp2.mb2.gpipe"),

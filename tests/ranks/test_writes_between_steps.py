@@ -59,6 +59,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def write(model: nn.Module, how: str, rank: int = 0) -> None:
     """`clamp` scales too: wrong if it is made twice of one element, by a rank that reads what another one has written
     already."""
+    if how == "replace":
+        model.to("cpu:0")  # another device for torch than "cpu", so that each parameter is copied
     with torch.no_grad():
         for parameter in model.parameters():
             if how == "clamp":
@@ -149,6 +151,8 @@ def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> N
         ("dp2", "fp64", "unlike", "differently on rank 1 than on rank 0"),
         ("dp2.z1", "bf16", "unlike", "differently on rank 1 than on rank 0"),
         ("dp2.z2", "bf16", "data", "written to through .data"),
+        ("dp2", "fp64", "replace", "was replaced after parallelize"),
+        ("pp2.mb2", "fp64", "replace", "was replaced after parallelize"),
     ],
 )
 @pytest.mark.covering(3)
@@ -158,7 +162,7 @@ def test_writes_that_may_be_lost_are_refused_before_the_next_update(
     for losses, _, said in ranks.run(2, trained, plan, precision, how):
         assert len(losses) == 1
         assert (
-            said.startswith(f"plan {plan}: ")
+            (how == "replace" or said.startswith(f"plan {plan}: "))
             and reason in said
             and "with trainer.full_parameters(write=" in said
             and "\n" not in said

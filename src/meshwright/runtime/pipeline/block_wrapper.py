@@ -390,7 +390,9 @@ class BlockWrapper:
                 if message is not None:
                     raise StageExit(message)
                 return run.carry.skipped(index, skipped_block_output(hidden_of(args, kwargs), run.tried))
-            args, kwargs = tree_unflatten(run.carry.filled(index, leaves), form)
+            filled = run.carry.filled(index, list(leaves))
+            if any(one is not other for one, other in zip(filled, leaves, strict=True)):
+                args, kwargs = tree_unflatten(filled, form)  # otherwise the block gets the model's own dicts and lists
         if self.before is not None:
             args, kwargs = with_hidden(args, kwargs, self.before(hidden_of(args, kwargs)))
         output = self._compute(args, kwargs)

@@ -218,7 +218,7 @@ def _check_rows_independent(
                 shown=shown,
                 pieces=pieces,
                 gather=Message(", or gather='batch' if only the loss compares rows (contrastive)")
-                if engine.objective.loss is not None and engine.batch_loss is None
+                if engine.objective.loss is not None and engine.batch_loss is None and not gradient.name
                 else "",
             )
         )

@@ -12,6 +12,7 @@ rank copies the written elements of its shard into its main weights.
 | to a full parameter, with different values on some ranks | refused |
 | to a sharded parameter (TP, EP), or to any parameter under pipelines | refused: the value may depend on other ranks |
 | through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
+| a parameter gets another storage (`model.to("cpu:0")`, `parameter.data = other`) | refused |
 | under ZeRO 3 | refused at the write itself (shard/access_guard.py) |
 
 Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. Each rank sets a flag if its
@@ -75,6 +76,7 @@ class ExternalWrites:
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
         unsharded = [unit for unit in units if unit.layout.zero_stage < 3]
         self._parameters = [each for unit in unsharded for each in unit.parameters.items()]
+        self._units = [unit for unit in unsharded for _ in unit.parameters]
         self._masters = [unit for unit in unsharded if unit.has_main_params]
         self._inside = False
         self.names: dict[str, None] = {}
@@ -89,10 +91,23 @@ class ExternalWrites:
         self.names = {}
 
     def detect(self) -> None:
-        """Adds to `names` the parameters that were written since `record_versions`."""
-        for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
+        """Adds to `names` the parameters that were written since `record_versions`.
+
+        Raises:
+            InputError: a parameter has a storage of its own now, which no update reaches.
+        """
+        for (name, parameter), unit, before in zip(self._parameters, self._units, self._versions, strict=True):
             if parameter._version != before:
                 self.names[name] = None
+            if parameter.untyped_storage()._cdata != unit.weights.full.untyped_storage()._cdata:
+                raise InputError(
+                    Message(
+                        "{name} was replaced after parallelize (model.to, .cuda, .half, or an assignment to .data), "
+                        "so updates would not reach it: convert the model before parallelize, and write values with "
+                        "copy_ inside `with trainer.full_parameters(write=True)`",
+                        name=name,
+                    )
+                )
 
     @contextmanager
     def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
