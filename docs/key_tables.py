@@ -144,7 +144,7 @@ UNITS = {
     ),
     "ratio": (
         "rope_base", "lr", "betas", "eps", "weight_decay", "momentum", "matrix_lr", "final_lr", "cooldown",
-        "clip", "alpha", "expert_capacity", "expert_bias_rate", "weights", "held_out", "efficiency",
+        "clip", "alpha", "beta", "expert_capacity", "expert_bias_rate", "weights", "held_out", "efficiency",
         "sustained", "attention", "share", "adding", "shard_weights", "seed", "zero",
     ),
 }  # fmt: skip

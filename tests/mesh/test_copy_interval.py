@@ -32,7 +32,7 @@ class Run:
         memory = SimpleNamespace(own=str(folder / "copies"), single_node=True, history=0)
         channel: Any = SimpleNamespace(rank=0, say=say, memory=memory)
         run = SimpleNamespace(folder=str(folder), memory_checkpoints=True, keep=2, retries=2, checkpoint_every=1)
-        launch: Any = SimpleNamespace(run=run, workload=SimpleNamespace(spikes="keep", steps=100))
+        launch: Any = SimpleNamespace(run=run, workload=SimpleNamespace(skips_spikes=False, steps=100))
         self.recovery = recovery.Recovery(launch, channel, made, Heartbeat(open_heartbeats("", 1), 0), {})
         assert self.recovery.copies is not None
         self.copies = self.recovery.copies

@@ -337,7 +337,7 @@ def test_rows_that_see_each_other_are_found() -> None:
         describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division
         == "norm is a norm with batch statistics"
     )
-    assert describe(Pairs).against_division == "its output grows with the square of the number of rows"
+    assert describe(Pairs).against_division.startswith("its output grows with the square of the number of rows")
     assert describe(Own).against_division == ""
 
 

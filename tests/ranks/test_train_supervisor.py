@@ -306,6 +306,6 @@ def test_a_process_that_has_started_an_accelerator_forks_no_ranks(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "starts.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
-    with pytest.raises(RankFailed, match=r"has initialized an accelerator \(torch has initialized CUDA\)"):
+    with pytest.raises(RankFailed, match=r"has initialized an accelerator \(torch has initialized a GPU\)"):
         Supervisor(RankJob("rank_targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
     assert gone(tmp_path)

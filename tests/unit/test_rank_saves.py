@@ -40,7 +40,7 @@ class Rank:
         channel: Any = SimpleNamespace(rank=0, say=say, memory=memory)
         trainer: Any = SimpleNamespace(mesh=None, scale=SimpleNamespace(dynamic=False), save=self.save, steps=0)
         run = SimpleNamespace(folder=str(folder), memory_checkpoints=True, keep=2, retries=2, checkpoint_every=1)
-        launch: Any = SimpleNamespace(run=run, workload=SimpleNamespace(spikes="keep", steps=100))
+        launch: Any = SimpleNamespace(run=run, workload=SimpleNamespace(skips_spikes=False, steps=100))
         self.trainer, self.pulse = trainer, Heartbeat(open_heartbeats("", 1), 0)
         self.recovery = Recovery(launch, channel, trainer, self.pulse, {})
         self.recovery.gap = StepGap()

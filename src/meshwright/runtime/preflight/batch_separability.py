@@ -217,7 +217,7 @@ def _check_rows_independent(
                 why=why,
                 shown=shown,
                 pieces=pieces,
-                gather=Message(", or gather='batch' if only the loss compares rows (contrastive)")
+                gather=Message(", or gather='batch' for a contrastive loss")
                 if engine.objective.loss is not None and engine.batch_loss is None and not gradient.name
                 else "",
             )
