@@ -94,6 +94,7 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "job.yaml").write_text(JOB, encoding="utf-8")
     environment = {
         **os.environ,
+        "MESHWRIGHT_ANSWERS": "0",  # pages show a search, not a stored answer
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "COLUMNS": "120",
         "NO_COLOR": "1",
