@@ -210,3 +210,19 @@ def test_the_checks_run_no_more_tokens_than_a_micro_batch(ranks: Any, plan: str)
     """On a device that a plan fills, a pass of more rows would run out of memory in the first step."""
     rows = parse_plan(plan).micro_batch
     assert ranks.run(parse_plan(plan).world, most_tokens, plan) == [rows * 2048] * parse_plan(plan).world
+
+
+def test_rows_are_checked_in_the_first_step_whose_batch_has_several_parts() -> None:
+    """The steps whose rows are checked had one micro-batch, in which rows may depend on each other."""
+    trainer = parallelize(
+        Net("zero head").double(),
+        lambda each: torch.optim.SGD(each, lr=0.1),
+        "dp1.mb4",
+        precision="fp64",
+        prove="never",
+    )
+    ids = torch.randint(0, WORDS, (2 * ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
+        trainer.step({"input_ids": ids[:ROWS], "labels": ids[:ROWS]})
+    with pytest.raises(InputError, match="rows of a batch depend on each other"):
+        trainer.step({"input_ids": ids, "labels": ids})
