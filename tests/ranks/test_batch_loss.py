@@ -133,7 +133,7 @@ def test_rows_that_depend_on_each_other_inside_the_model_are_refused(ranks: Pool
 
 def test_a_contrastive_loss_without_gather_is_refused_by_a_line_that_names_it(ranks: Pool) -> None:
     for line in ranks.run(2, partial(trained, "dp2", gather=None)):
-        assert "rows of a batch depend on each other" in line and "or gather='batch' if only the loss" in line, line
+        assert "rows of a batch depend on each other" in line and "or gather='batch' for" in line, line
 
 
 FORWARD = {name: value for name, value in batch_of(0).items() if name != "group"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,4 +130,7 @@ def test_one_event_leaves_neither_a_file_nor_a_thread_open(tmp_path: Path) -> No
     record_event(tmp_path, print, kind="run_extended", step=2, cause="longer")
     assert [event.step for event in read_events(tmp_path / EVENTS_FILE_NAME)] == [1, 2]
     assert before[0] == [name for name in opened() if str(tmp_path) in name] == []
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread that has nothing to do is about to end
     assert threading.active_count() <= before[1]
