@@ -6,12 +6,29 @@ each and names the place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench.planted_faults import (
+    BLOCK,
+    Fault,
+    change_output,
+    detached_block,
+    frozen_by_mistake,
+    here,
+    lost_all_reduce_of_a_norm,
+    lost_gradient_of_a_replica,
+    lost_label,
+    lost_residual,
+    mean_of_means,
+    reversed_gradient,
+    skipped_micro_batch,
+    wrong_label_shift,
+    wrong_positions,
+    wrong_shard_of_a_column,
+)
 from equality import make_batch, make_optimizer
 from test_proof import trainer_of
 from torch import nn
@@ -21,8 +38,6 @@ from meshwright.spec.record import ProofResult
 from meshwright.train.trainer import Trainer, parallelize
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-BLOCK = "model.layers.1"
-Plant = Callable[[Trainer], None]
 
 
 def module_of(trainer: Trainer, path: str) -> nn.Module:
@@ -35,24 +50,8 @@ def weight(trainer: Trainer, name: str) -> tuple[FlatParamGroup, torch.Tensor]:
     return unit, unit.layout.view(unit.weights.full, name)
 
 
-def here(trainer: Trainer) -> bool:
-    """Whether this is the last rank: of the last stage, and of the last replica."""
-    return trainer.mesh.rank == trainer.plan.world - 1
-
-
-def wrapped(trainer: Trainer, path: str, change: Callable[[Any, Any], Any]) -> None:
-    """The output of a module becomes `change(input, output)`."""
-    module_of(trainer, path).register_forward_hook(lambda module, args, output: change(args[0], output))
-
-
 # --- faults
 # -------------------------------------------------------------------------------------------------------------------
-
-
-def wrong_shard_of_a_column(trainer: Trainer) -> None:
-    """Without a trace in the versions of tensors, as if they had been laid so."""
-    own = weight(trainer, f"{BLOCK}.mlp.up_proj.weight")[1]
-    own.data.copy_(own.flip(0))
 
 
 def wrong_order_of_heads(trainer: Trainer) -> None:
@@ -81,17 +80,9 @@ def swapped_blocks(trainer: Trainer) -> None:
     one.forward, other.forward = other.forward, one.forward  # type: ignore[method-assign]
 
 
-def lost_residual(trainer: Trainer) -> None:
-    wrapped(trainer, f"{BLOCK}.mlp", lambda given, output: output - given)
-
-
 def doubled_bias(trainer: Trainer) -> None:
     module = module_of(trainer, "transformer.h.1.mlp.c_proj")
     module.register_forward_hook(lambda module, args, output: output + module.bias)
-
-
-def lost_all_reduce_of_a_norm(trainer: Trainer) -> None:
-    trainer.engine.zero._partial.clear()
 
 
 def scaled_gradient_of_a_replica(trainer: Trainer) -> None:
@@ -100,63 +91,12 @@ def scaled_gradient_of_a_replica(trainer: Trainer) -> None:
         unit.parameters[f"{BLOCK}.mlp.down_proj.weight"].register_hook(lambda gradient: gradient * 1.01)
 
 
-def lost_gradient_of_a_replica(trainer: Trainer) -> None:
-    if here(trainer):
-        unit, _ = weight(trainer, "model.norm.weight")
-        unit.parameters["model.norm.weight"].register_hook(torch.zeros_like)
-
-
-def skipped_micro_batch(trainer: Trainer) -> None:
-    inner = trainer.engine.pipeline.run
-    trainer.engine.pipeline.run = lambda batches, scale: inner([*batches[:-1], batches[0]], scale)  # type: ignore[method-assign]
-
-
-def mean_of_means(trainer: Trainer) -> None:
-    """Each micro-batch counts as much, whatever its number of labels."""
-    objective = trainer.engine.objective
-    inner = objective.sum
-    objective.sum = lambda output, batch: inner(output, batch) / max(objective.count(batch), 1) * 2.0  # type: ignore[method-assign]
-
-
-def wrong_label_shift(trainer: Trainer) -> None:
-    trainer.engine.objective.shift = False
-
-
-def lost_label(trainer: Trainer) -> None:
-    objective = trainer.engine.objective
-    inner = objective.count
-    objective.count = lambda batch: inner(batch) - 1  # type: ignore[method-assign]
-
-
-def detached_block(trainer: Trainer) -> None:
-    wrapped(trainer, f"{BLOCK}.mlp", lambda given, output: output.detach())
-
-
-def reversed_gradient(trainer: Trainer) -> None:
-    def turn(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        output.register_hook(torch.neg)
-        return output
-
-    wrapped(trainer, f"{BLOCK}.mlp", turn)
-
-
-def wrong_positions(trainer: Trainer) -> None:
-    wrapped(trainer, f"{BLOCK}.self_attn.k_proj", lambda given, output: output.roll(1, 1))
-
-
 def norm_of_a_slice(trainer: Trainer) -> None:
     if here(trainer):
-        wrapped(trainer, f"{BLOCK}.input_layernorm", lambda given, output: output * 1.0001)
+        change_output(trainer, f"{BLOCK}.input_layernorm", lambda given, output: output * 1.0001)
 
 
-def frozen_by_mistake(trainer: Trainer) -> None:
-    """On one rank alone: the others still train it."""
-    if here(trainer):
-        unit, _ = weight(trainer, "model.norm.weight")
-        unit.parameters["model.norm.weight"].requires_grad_(False)
-
-
-FAULTS: tuple[tuple[Plant, str, str, str], ...] = (
+FAULTS: tuple[tuple[Fault, str, str, str], ...] = (
     (wrong_shard_of_a_column, "llama", "tp2", f"{BLOCK}.mlp.up_proj"),
     (wrong_order_of_heads, "llama", "tp2", f"{BLOCK}.self_attn.q_proj"),
     (flipped_bit, "llama", "dp2", f"{BLOCK}.mlp"),
@@ -179,7 +119,7 @@ FAULTS: tuple[tuple[Plant, str, str, str], ...] = (
 )
 
 
-def proof_with(plant: Plant, name: str, plan: str) -> ProofResult:
+def proof_with(plant: Fault, name: str, plan: str) -> ProofResult:
     trainer = trainer_of(name, plan)
     plant(trainer)
     return trainer.prove(make_batch(name, 0))
@@ -188,7 +128,7 @@ def proof_with(plant: Plant, name: str, plan: str) -> ProofResult:
 @pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
 @pytest.mark.covering(2)
 def test_a_planted_fault_is_found_and_its_place_named(
-    ranks: Any, plant: Plant, name: str, plan: str, place: str
+    ranks: Any, plant: Fault, name: str, plan: str, place: str
 ) -> None:
     proof = ranks.run(2, proof_with, plant, name, plan)[0]
     assert not proof.equal
@@ -223,17 +163,17 @@ def other_running_mean(trainer: Trainer) -> None:
 
 
 def unreached_expert(trainer: Trainer) -> None:
-    wrapped(trainer, "experts.1", lambda given, output: output.detach())
+    change_output(trainer, "experts.1", lambda given, output: output.detach())
 
 
-def parted(plant: Plant, plan: str) -> ProofResult:
+def parted(plant: Fault, plan: str) -> ProofResult:
     trainer = parallelize(Parted().double(), make_optimizer, plan, precision="fp64", prove="start")
     plant(trainer)
     ids = torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(1))
     return trainer.prove({"input_ids": ids, "labels": ids.clone()})
 
 
-PARTED_FAULTS: tuple[tuple[Plant, str, str], ...] = (
+PARTED_FAULTS: tuple[tuple[Fault, str, str], ...] = (
     (other_running_mean, "dp2", "first at norm:"),
     (unreached_expert, "dp2.z1", "experts.1.weight and 1 more get a gradient only on one device"),
 )
@@ -241,7 +181,7 @@ PARTED_FAULTS: tuple[tuple[Plant, str, str], ...] = (
 
 @pytest.mark.parametrize(("plant", "plan", "place"), PARTED_FAULTS)
 def test_a_fault_of_a_saved_buffer_or_an_expert_is_found_and_its_place_named(
-    ranks: Any, plant: Plant, plan: str, place: str
+    ranks: Any, plant: Fault, plan: str, place: str
 ) -> None:
     proof = ranks.run(2, parted, plant, plan)[0]
     assert not proof.equal

@@ -345,11 +345,11 @@ def _run_between_blocks(
         record.contributed["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
         raise StopForward
 
-    # Parameters of the blocks too: the code between blocks may read them, and the blocks themselves do not run.
+    # This includes the parameters of the blocks, which the code between blocks may read. The blocks do not run here.
     parameters = {name: one for name, one in model.named_parameters() if not one.is_meta}
-    projected = GradProjection(
-        {name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}, {}
-    )
+    inside = tuple(f"{path}." for path in blocks)
+    large = {name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}
+    projected = GradProjection({name: one for name, one in large.items() if not name.startswith(inside)}, {})
     set_seed(0)
     with ExitStack() as stack:
         stack.enter_context(check.running())

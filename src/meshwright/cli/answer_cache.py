@@ -100,7 +100,7 @@ def _time_of(path: Path) -> float:
 
 
 class PrintedAnswer(io.StringIO):
-    """A text that is a terminal if standard output is one, so that lines have its width."""
+    """A text buffer that reports whether standard output is a terminal, so that lines have the terminal's width."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()

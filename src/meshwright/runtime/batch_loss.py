@@ -185,8 +185,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Opaque(torch.autograd.Function):
-    """The identity. The numbers by which the loss divides count all rows, so they must not be compared with this rank's
-    rows (loss_divisors.py), which do not look behind such a function."""
+    """The identity. It prevents a check: loss_divisors.py compares the numbers by which a loss divides with the number
+    of rows of this rank, but here they count the rows of all ranks. The check does not read past a custom function."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class PreferenceLoss:
             chosen, rejected = log_probs - torch.stack([batch[name] for name in REFERENCE_ENTRIES]).to(log_probs)
             losses = -F.logsigmoid(self.beta * (chosen - rejected))
         else:
-            # A mean of 0 would have infinite odds: rows without both answers, which count nothing, get another mean.
+            # A mean log-probability of 0 has infinite odds. Rows that lack an answer are not counted, so they get -1.
             means = torch.where(is_pair, log_probs / counts.clamp_min(1), -1.0)
             odds = means - torch.log1p(-means.exp())
             losses = -means[0] - self.beta * F.logsigmoid(odds[0] - odds[1])

@@ -73,7 +73,8 @@ def recording(
     modules = [model] if isinstance(model, nn.Module) else list(model)
     recorder = StepRecorder(Path(folder), modules, steps, tensors, names or (lambda name: name))
     recorder.begin(shards, group, sequence)
-    wait_for_gloo_at_exit()
+    if dist.is_initialized():
+        wait_for_gloo_at_exit()
     try:
         yield recorder
     finally:

@@ -71,7 +71,7 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 REPEAT_TOLERANCE, REPEAT_TOLERANCE_64 = 0.1, 1e-3
-"""Tolerance of the loss of a repeated forward as a multiple of the tolerance of losses, and that in float64."""
+"""Tolerances of the loss of a repeated forward, as multiples of the tolerance of losses. The second is for float64."""
 MAX_COMPARED_MICRO_BATCHES = 8
 """A forward of at most as many rows as this number of micro-batches have is compared. It stores no activations."""
 MAX_JOINED_ELEMENTS = 1 << 14
@@ -83,7 +83,7 @@ GRADIENT_TOLERANCE_FACTOR = 10.0
 
 class NoDropout(TorchFunctionMode):
     """Disables dropout: the dropout functions return their input, and attention and recurrent layers run without
-    dropout. Dropout of everything (a rate of 1) draws nothing and is left as it is."""
+    dropout. Dropout with a rate of 1 uses no random numbers, so it is not disabled."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")

@@ -39,6 +39,8 @@ from meshwright.train.step.state import TrainState
 
 MAX_CHANGES = 4
 """The number of changes of the code with the number of rows that are compared, before that of the whole batch."""
+UNKNOWN = -1
+"""Returned instead of a number of rows if the copy does not run, or the user's code calls no torch function."""
 
 
 class RowCounts:
@@ -71,12 +73,13 @@ class RowCounts:
         if self._known == (low, high) or (is_first and state.engine.preflight.is_skipped):
             return
         bounds, low = sorted({fewest, rows, low, high}), min(fewest, low)
-        if not all(gather_objects(bool(self._path(state.engine, batches[0], low)))):
-            if rows > fewest:
-                self._compare(state, batches, fewest, low, min(rows, MAX_COMPARED_MICRO_BATCHES * fewest))
-            return
         for _ in range(MAX_CHANGES):
-            first = max(gather_objects(self._next_other(state, batches[0], low, bounds)))
+            found = gather_objects(self._next_other(state, batches[0], low, bounds))
+            if min(found) == UNKNOWN:
+                if rows > fewest:
+                    self._compare(state, batches, fewest, low, min(rows, MAX_COMPARED_MICRO_BATCHES * fewest))
+                return
+            first = max(found)
             if not first or not self._compare(state, batches, fewest, low, first):
                 return
             low = first
@@ -126,8 +129,10 @@ class RowCounts:
 
     def _next_other(self, state: TrainState, example: Batch, low: int, bounds: Sequence[int]) -> int:
         """Returns the smallest number of rows above `low` with other call sites than `low`, if one of `bounds` above
-        `low` has other call sites, otherwise 0."""
+        `low` has other call sites, otherwise 0. Returns UNKNOWN if the copy does not run."""
         path = self._path(state.engine, example, low)
+        if not path:
+            return UNKNOWN
         other = next((each for each in bounds if each > low and self._path(state.engine, example, each) != path), 0)
         return self._first_other(state, example, low, other) if other else 0
 
