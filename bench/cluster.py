@@ -36,7 +36,8 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.units import show_rate, show_seconds
 from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.cluster_parser import available_cpus, parse_cluster
+from meshwright.planner.inputs.cluster_parser import available_cpus
+from meshwright.planner.inputs.cluster_syntax import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.trials import Trial, next_trial

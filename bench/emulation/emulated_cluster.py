@@ -38,10 +38,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from bench.emulation.network import ALTERNATIVES, INTERFACE, PR_SET_PDEATHSIG, ShapedLinks, node_address
+from bench.emulation.network import (
+    ALTERNATIVES,
+    INTERFACE,
+    PR_SET_PDEATHSIG,
+    ShapedLinks,
+    UplinkTier,
+    node_address,
+)
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.signals import stop_signal_handler
 from meshwright.spec.cluster import Cluster
@@ -63,6 +71,8 @@ class ScaledCluster(NamedTuple):
     motion: float
     delay: float = 0.0
     """Seconds from one node to another, on top of what this machine takes anyway."""
+    tiers: tuple[UplinkTier, ...] = ()
+    """The links of racks, pods and sites, innermost first."""
 
 
 def scale_to_machine(cluster: Cluster, cores: float, core: float) -> ScaledCluster:
@@ -85,9 +95,17 @@ def scale_to_machine(cluster: Cluster, cores: float, core: float) -> ScaledClust
             "simulate`"
         )
     motion = fastest / (most * core)
-    return ScaledCluster(
-        tuple(shares), tuple(nodes), tuple(wire / motion for wire in wires), motion, cluster.network.latency * motion
+    first = [nodes.index(node) for node in range(len(wires))]
+    tiers = tuple(
+        UplinkTier(
+            tuple(rank // inner.span for rank in first),
+            link.bandwidth * link.efficiency * inner.span / motion,
+            link.latency * motion,
+        )
+        for inner, link in pairwise((cluster.network, *cluster.tiers))
     )
+    wires = [wire / motion for wire in wires]
+    return ScaledCluster(tuple(shares), tuple(nodes), tuple(wires), motion, cluster.network.latency * motion, tiers)
 
 
 def _common_peak(cluster: Cluster, peak: dict[str, float]) -> float:
@@ -263,7 +281,9 @@ def emulate_cluster(scaled: ScaledCluster) -> Iterator[EmulatedCluster]:
         raise InputError(f"emulate: network namespaces and quotas of processor time are root's; {ALTERNATIVES}")
     with ExitStack() as stack:
         shares = stack.enter_context(CpuQuotas(scaled.shares))
-        yield EmulatedCluster(scaled, stack.enter_context(ShapedLinks(scaled.wires, scaled.delay)), shares)
+        yield EmulatedCluster(
+            scaled, stack.enter_context(ShapedLinks(scaled.wires, scaled.delay, scaled.tiers)), shares
+        )
 
 
 def run_on_ranks(cluster: EmulatedCluster, command: Sequence[str], environment: Mapping[str, str]) -> int:

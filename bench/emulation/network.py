@@ -26,9 +26,10 @@ import signal
 import struct
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from meshwright.core.errors import InputError
 from meshwright.core.signals import STOP_SIGNALS
@@ -55,10 +56,22 @@ def open_tap(name: str) -> int:
     return handle
 
 
-def relay_frames(taps: Sequence[int], rates: Sequence[float], delay: float) -> NoReturn:
-    """Never ends. `rates`: bytes/s that each node takes."""
+class UplinkTier(NamedTuple):
+    """The links of blocks of nodes, such as racks or sites: the block of each node, the bytes/s of a block's link each
+    way, and the seconds from one block to another."""
+
+    blocks: tuple[int, ...]
+    rate: float
+    delay: float
+
+
+def relay_frames(
+    taps: Sequence[int], rates: Sequence[float], delay: float, tiers: Sequence[UplinkTier] = ()
+) -> NoReturn:
+    """Never ends. `rates`: bytes/s that each node takes. `tiers`: the links of blocks, innermost first, that frames
+    between two blocks pass too."""
     known: dict[bytes, int] = {}
-    free = [0.0] * len(taps)
+    free: defaultdict[tuple[object, ...], float] = defaultdict(float)
     nodes = {handle: node for node, handle in enumerate(taps)}
     waiting: list[tuple[float, int, int, bytes]] = []
     count = 0
@@ -73,11 +86,30 @@ def relay_frames(taps: Sequence[int], rates: Sequence[float], delay: float) -> N
                 to = known.get(frame[MAC_FIELDS[0]])
                 now = time.monotonic()
                 for node in (to,) if to is not None else [node for node in nodes.values() if node != nodes[handle]]:
-                    if free[node] > now + MAX_QUEUE_SECONDS:
+                    path, latency = _path(nodes[handle], node, rates, delay, tiers)
+                    if any(free[port] > now + latency + MAX_QUEUE_SECONDS for port, _ in path):
                         continue
-                    free[node] = max(free[node], now) + len(frame) / rates[node]
+                    for port, rate in path:
+                        now = free[port] = max(free[port], now) + len(frame) / rate
                     count += 1
-                    heappush(waiting, (free[node] + delay, count, node, frame))
+                    heappush(waiting, (now + latency, count, node, frame))
+
+
+def _path(
+    sender: int, receiver: int, rates: Sequence[float], delay: float, tiers: Sequence[UplinkTier]
+) -> tuple[list[tuple[tuple[object, ...], float]], float]:
+    """The ports on the way from node to node with their bytes/s, and the seconds of the way.
+
+    >>> sites = UplinkTier((0, 0, 1, 1), 10.0, 0.5)
+    >>> _path(0, 1, [100.0] * 4, 0.1, [sites]), _path(0, 3, [100.0] * 4, 0.1, [sites])[1]
+    (([((1,), 100.0)], 0.1), 0.5)
+    """
+    ways: list[tuple[tuple[object, ...], float]] = []
+    for at, tier in enumerate(tiers):
+        if (ours := tier.blocks[sender]) != (theirs := tier.blocks[receiver]):
+            ways += [((at, "out", ours), tier.rate), ((at, "in", theirs), tier.rate)]
+            delay = tier.delay
+    return [*ways, ((receiver,), rates[receiver])], delay
 
 
 def _read_frames(handle: int) -> list[bytes]:
@@ -115,20 +147,21 @@ def node_address(node: int) -> str:
 
 
 class ShapedLinks:
-    """A namespace per node, `rates` bytes/s each way, `delay` seconds from one to another. A context manager."""
+    """A namespace per node, `rates` bytes/s each way, `delay` seconds from one to another, and `tiers` between blocks
+    of nodes. A context manager."""
 
-    def __init__(self, rates: Sequence[float], delay: float = 0.0) -> None:
+    def __init__(self, rates: Sequence[float], delay: float = 0.0, tiers: Sequence[UplinkTier] = ()) -> None:
         if len(rates) > 250:
             raise InputError(f"{len(rates)} nodes are more than one switch of this emulator has room for (250)")
-        self.rates, self.delay = tuple(rates), delay
+        self.rates, self.delay, self.tiers = tuple(rates), delay, tuple(tiers)
         self._holders: list[int] = []
         self._nodes: list[int] = []
 
     def __enter__(self) -> ShapedLinks:
         try:
-            if self.delay >= MIN_RELAY_DELAY_SECONDS:
+            if self.tiers or self.delay >= MIN_RELAY_DELAY_SECONDS:
                 self._nodes = [self._hold() for _ in self.rates]
-                self._fork(self._taps, lambda taps: relay_frames(taps, self.rates, self.delay))
+                self._fork(self._taps, lambda taps: relay_frames(taps, self.rates, self.delay, self.tiers))
             else:
                 switch = self._hold()
                 _run_in_namespace(switch, "ip", "link", "add", "switch", "type", "bridge")

@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.cli.launch_plan import _scale_to_world, _warn_slow_group
 from meshwright.core.messages import translate
 from meshwright.planner.cost.calibration import calibrate
-from meshwright.planner.inputs.cluster_parser import parse_cluster
+from meshwright.planner.inputs.cluster_syntax import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
 from meshwright.runtime.backend import host_id

@@ -17,7 +17,8 @@ from meshwright.planner.cost.constants import CPU_OPS_PER_STAGE_PASS, CPU_UPDATE
 from meshwright.planner.cost.links import LinkModel, link_model
 from meshwright.planner.cost.plan_grid import TpEpShape
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.inputs.cluster_parser import load_local_profile, parse_cluster, read_cluster, save_local_profile
+from meshwright.planner.inputs.cluster_parser import load_local_profile, read_cluster, save_local_profile
+from meshwright.planner.inputs.cluster_syntax import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.cluster import (
     Cluster,
@@ -70,7 +71,7 @@ def timings(links: LinkModel, sets: tuple[tuple[int, int], ...]) -> tuple[Collec
 
 
 def test_the_links_with_which_times_were_made_are_found_again() -> None:
-    made = LinkModel(2, NEAR, FAR, handed=True)
+    made = LinkModel((2,), (NEAR, FAR), handed=True)
     sets = ((2, 1), (4, 1), (2, 2))
     measured = ClusterProfile(devices=tuple(rank(n, n // 2) for n in range(4)), timings=timings(made, sets))
     found = calibrate(measured, parse_cluster("2x2:cpu"))
@@ -87,8 +88,8 @@ def test_the_links_with_which_times_were_made_are_found_again() -> None:
 
 def test_what_ranks_lose_where_they_meet_is_found_again() -> None:
     near, far = NEAR.but(meeting=3e-4), FAR.but(meeting=2e-3)
-    made, sets = LinkModel(2, near, far, handed=True), ((2, 1), (4, 1), (2, 2))
-    rested = timings(LinkModel(2, NEAR, FAR, handed=True), sets)
+    made, sets = LinkModel((2,), (near, far), handed=True), ((2, 1), (4, 1), (2, 2))
+    rested = timings(LinkModel((2,), (NEAR, FAR), handed=True), sets)
     small = [each for each in rested if each.kind == "reduce_scatter" and each.size == 2**12]
     longer = tuple(each.but(seconds=predict_collective_seconds(made, each)) for each in small)
     devices = tuple(rank(n, n // 2) for n in range(4))

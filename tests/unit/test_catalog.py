@@ -9,7 +9,8 @@ import pytest
 from meshwright.catalog import read
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
-from meshwright.planner.inputs.cluster_parser import device_entry, parse_cluster, read_cluster
+from meshwright.planner.inputs.cluster_parser import read_cluster
+from meshwright.planner.inputs.cluster_syntax import device_entry, parse_cluster
 from meshwright.spec.cluster import Cluster
 
 MODELS, DEVICES = read.models(), read.devices()

@@ -42,8 +42,8 @@ def priced(plan: str, **asked: Any) -> Estimate:
 
 def test_what_crosses_nodes_crosses_once_for_each_of_them() -> None:
     tiers, flat = (
-        collective_rates(LinkModel(2, NEAR, FAR, handed=True), 4, 1),
-        collective_rates(LinkModel(1, NEAR, FAR, handed=True), 4, 1),
+        collective_rates(LinkModel((2,), (NEAR, FAR), handed=True), 4, 1),
+        collective_rates(LinkModel((1,), (NEAR, FAR), handed=True), 4, 1),
     )
     assert float(flat.gather(8e6) / tiers.gather(8e6)) == pytest.approx(3.0, rel=0.1)
     assert float(flat.reduce(8e6) / tiers.reduce(8e6)) == pytest.approx(3.0, rel=0.1)

@@ -8,7 +8,7 @@ from meshwright.core.errors import NothingFits
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
-from meshwright.planner.inputs.cluster_parser import parse_cluster
+from meshwright.planner.inputs.cluster_syntax import parse_cluster
 from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan

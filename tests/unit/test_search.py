@@ -32,7 +32,7 @@ from meshwright.planner.search.explain import explain
 from meshwright.planner.search.ranking import search_plans, smaller_clusters
 from meshwright.planner.search.space import PlanSpace
 from meshwright.report.plans import search_result_text
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, Link
 from meshwright.spec.constraints import plan_violations
 from meshwright.spec.enums import MESH_AXES
 from meshwright.spec.job import Job
@@ -122,10 +122,15 @@ def small_jobs(draw) -> Job:
             )
         )
     )
-    nodes, devices = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]))
+    nodes, devices, span = draw(
+        st.sampled_from([(1, 1, 0), (1, 2, 0), (1, 3, 0), (1, 4, 0), (2, 2, 0), (2, 3, 0), (4, 1, 2), (6, 1, 3)])
+    )
     memory = draw(st.sampled_from([2e6, 4e6, 8e6, 16e6, 1e9]))
     batch = draw(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 11, 12]))
     on = cluster(nodes, devices, memory)
+    if span:  # racks of `span` nodes
+        racks = Link(name="racks", bandwidth=draw(st.sampled_from([1e8, 5e9, 50e9])), latency=1e-4)
+        on = on.but(network=on.network.but(span=span), tiers=(racks,))
     slow, fast = {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}
     disk = {"storage_bandwidth": draw(st.sampled_from([1e9, 1e12]))}
     host = draw(

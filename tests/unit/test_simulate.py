@@ -22,7 +22,7 @@ from meshwright.core.errors import InputError
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.simulate import step
-from meshwright.planner.simulate.events import LinkPort, LinkTier, LinkTransfer, SimClock, SimTask
+from meshwright.planner.simulate.events import LinkPort, LinkTransfer, SimClock, SimTask
 from meshwright.planner.simulate.fleet import RecoveryPolicy
 from meshwright.planner.simulate.op_times import EndOfStepTimes, OpTimes, PassSegment, StageOpTimes, compute_op_times
 from meshwright.planner.simulate.run import SimulationResult, count_surviving_replicas, simulate
@@ -102,11 +102,11 @@ def bare(
             orders=schedule_orders(schedule, pp, virtual, micro_batches),
             durations=OpTimes(stages, tuple(EndOfStepTimes(0.0, 0.0, 0.0, 0.0) for _ in range(pp)), 1.0, 0.0, False),
             lanes=[ReplicaClass(1, 0, tuple(range(pp)), ())],
-            lines={tier: step.LinkSpeed(1e300, latency) for tier in LinkTier},
-            hops=[[LinkTier.near] * pp] * pp,
-            data=LinkTier.near,
-            tensor=LinkTier.near,
-            faulty=LinkTier.near,
+            lines=[step.LinkSpeed(1e300, latency)],
+            hops=[[0] * pp] * pp,
+            data=0,
+            tensor=0,
+            faulty=0,
             zero=0,
             barrier=True,
         )

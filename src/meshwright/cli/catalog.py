@@ -86,7 +86,7 @@ def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Returns the rows of the table of clusters, with the header first."""
-    from meshwright.planner.inputs.cluster_parser import parse_cluster
+    from meshwright.planner.inputs.cluster_syntax import parse_cluster
 
     lines = [["cluster", "devices", "is", "memory"]]
     for name, row in rows.items():

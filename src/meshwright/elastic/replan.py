@@ -139,7 +139,7 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
     several nodes, the result has these nodes. Otherwise each device gets its own node, with one device's fraction of
     the resources of a node. So no link is assumed to be faster than it is.
 
-    >>> from meshwright.planner.inputs.cluster_parser import parse_cluster
+    >>> from meshwright.planner.inputs.cluster_syntax import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]
     >>> [(found.nodes, found.devices) for found in (resize_group(pair, count) for count in (2, 4, 3))]
     [(1, 2), (2, 2), (3, 1)]

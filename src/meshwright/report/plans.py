@@ -69,9 +69,8 @@ def search_result_text(
         for entry in answer.rejected:
             example = f"{translate(term('reason', entry.reason), language)} ({translate(entry.example, language)})"
             lines.append(wrap_text(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
-    said = messages_text(
-        [*why, *(Message("note: {note}", note=note) for note in answer.chosen.estimate.notes)], language
-    )
+    notes = [Message("note: {note}", note=note) for note in answer.chosen.estimate.notes]
+    said = messages_text([*why, *placement_messages(job, answer.chosen.plan), *notes], language)
     known = [messages_text(trust, language)] if trust else []
     return "\n\n".join([job_text(job, language), ranked, said, *known, "\n".join(lines)])
 
@@ -98,6 +97,30 @@ def plan_only_messages(answer: SearchResult) -> list[Message]:
             share=seconds / answer.chosen.estimate.time.step - 1.0,
         )
     ]
+
+
+def placement_messages(job: Job, plan: Plan) -> list[Message]:
+    """Returns a line with the tiers of the network and the axes of the plan that span each of them. The result is empty
+    if the network has no tiers outside of nodes."""
+    from meshwright.planner.cost.links import link_model, ranks_by_tier
+    from meshwright.spec.grid import rank_strides
+
+    if not job.cluster.tiers:
+        return []
+    links, strides = link_model(job.cluster), rank_strides(plan)
+    axes = [(axis, getattr(plan, axis), stride) for axis, stride in strides.items() if getattr(plan, axis) > 1]
+    tiers = [
+        Message(
+            "{link} ({rate:rate} a device) connects {devices}: {axes}",
+            link=link.name,
+            rate=link.bandwidth,
+            devices=span,
+            axes=", ".join(f"{axis}{n}" for axis, n, stride in axes if len(ranks_by_tier(links, n, stride)) == at + 1)
+            or Message("none"),
+        )
+        for at, (link, span) in enumerate(zip(links.links, (*links.spans, job.cluster.devices), strict=True))
+    ]
+    return [Message("network of {plan}: {tiers}", plan=plan.name, tiers=tiers)]
 
 
 def messages_text(said: Sequence[Message], language: str = "en") -> str:
@@ -231,6 +254,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         align_columns(time),
         "",
         translate(speed, language),
+        *(wrap_text(translate(line, language)) for line in placement_messages(job, plan)),
         *(wrap_text(translate(Message("note: {note}", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)

@@ -139,6 +139,13 @@ class Cluster(StrictModel):
         min_length=1, description="groups of identical nodes, in the order of their ranks"
     )
     network: Link = Field(description="network between nodes")
+    tiers: tuple[Link, ...] = Field(
+        default=(),
+        description=(
+            "networks between larger blocks, such as racks, pods and sites, innermost first; `network` and each tier "
+            "except the last state the devices of a block in `span`"
+        ),
+    )
     failures_per_device_hour: float = Field(
         default=0.0, ge=0, description="failures of a device per hour, for simulate --days; 0: unknown"
     )
@@ -179,6 +186,13 @@ class Cluster(StrictModel):
         if None in prices:
             return None
         return sum(group.nodes * group.devices * (group.device.price or 0.0) for group in self.groups)
+
+    @property
+    def blocks(self) -> int:
+        """Returns the number of blocks that the outermost network connects: sites, racks, or nodes without `tiers`."""
+        if self.tiers:
+            return -(-self.devices // (self.network, *self.tiers)[-2].span)
+        return sum(group.nodes for group in self.groups)
 
     @property
     def devices_per_node(self) -> int:

@@ -105,10 +105,14 @@ def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
         )
     odd += found.odd if measured.busy <= MAX_BUSY_PROCESSORS or len(measured.hosts) > 1 else ()
     odd += _misfit_notes(
-        measured, LinkModel(span, near.but(meeting=0.0), far.but(meeting=0.0), _gathers_by_all_to_all(measured))
+        measured, LinkModel((span,), (near.but(meeting=0.0), far.but(meeting=0.0)), _gathers_by_all_to_all(measured))
     )
     cluster = Cluster(
-        name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour
+        name=known.name,
+        groups=tuple(groups),
+        network=far.but(span=known.network.span),
+        tiers=known.tiers,
+        failures_per_device_hour=known.failures_per_device_hour,
     )
     return CalibratedCluster(cluster, tuple(odd))
 
@@ -275,9 +279,9 @@ def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Lin
     near_meetings, far_meetings = (
         [each for each in measured.meetings if bool(span % (each.ranks * each.stride)) == far] for far in (False, True)
     )
-    within = lambda link: LinkModel(span, link, link)
+    within = lambda link: LinkModel((span,), (link, link))
     near = _fit_sync_overhead(near_meetings, _fit_link(inside, old_near, within), within) if inside else None
-    across = lambda link: LinkModel(span, near or link, link, _gathers_by_all_to_all(measured))
+    across = lambda link: LinkModel((span,), (near or link, link), _gathers_by_all_to_all(measured))
     far = _fit_sync_overhead(far_meetings, _fit_link(between, old_far, across), across) if between else None
     return near or far or old_near, far or near or old_far
 

@@ -358,20 +358,13 @@ class CostModel:
         )
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one)
-        passing, terms = self._passing(box), step_terms(self.setting, box)
+        busy = broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble
+        passing, terms = self._passing(box, busy), step_terms(self.setting, box)
         once, last, imbalance = (
             part.max(axis=0, keepdims=True)
             for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
         )
-        step = (
-            broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True)
-            + bubble
-            + passing
-            + once
-            + last
-            + imbalance
-            + terms.sum(axis=0)
-        )
+        step = busy + passing + once + last + imbalance + terms.sum(axis=0)
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, terms, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
@@ -421,15 +414,20 @@ class CostModel:
             broadcast_to_axis(imbalance, "o") * one.block_backward - slack, 0.0
         )
 
-    def _passing(self, box: PlanGrid) -> Array:
-        """Returns the seconds per step of messages between pipeline ranks."""
+    def _passing(self, box: PlanGrid, busy: Array) -> Array:
+        """Returns the seconds per step of messages between pipeline ranks that add to the seconds `busy` of the
+        pipeline: those on the critical path. If a link needs longer than that for all messages, two per micro-batch and
+        virtual stage, the result is the rest of this time."""
         if box.pp == 1:
             return broadcast_to_axis(0.0, "")
-        passed = p2p_seconds(
-            self.setting.fabric, p2p_message_bytes(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"]
-        )
+        size, group = p2p_message_bytes(self.setting, box, self._tokens(box)), (box.pp, box.strides["pp"])
+        passed = p2p_seconds(self.setting.fabric, size, *group)
         hops = np.array([critical_path_messages(order, box.pp, box.counts) for order in box.orders])
-        return broadcast_to_axis(hops, "ob") * passed
+        exposed = broadcast_to_axis(hops, "ob") * passed
+        wire = passed - p2p_seconds(self.setting.fabric, 0.0 * size, *group)
+        stages = broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+        loaded = 2.0 * broadcast_to_axis(box.counts, "b") * stages * wire
+        return np.maximum(exposed, loaded - busy) if (loaded > busy).any() else exposed
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
         """Returns the seconds of the longest backward of a block. `recompute` is 1 where all of the block is

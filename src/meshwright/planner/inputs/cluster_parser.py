@@ -1,10 +1,4 @@
-"""Parses `--cluster`: `local`, a file, a catalog name, or node groups `NODESxDEVICES:device[@LINK]`. Groups of
-different nodes are joined by `+`.
-
-Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. LINK may
-follow any group and applies to all groups. LINK is a catalog name, the bandwidth of one device (`@25GB/s`, `@200Gb`,
-`@100Mb`), or the number and rate of a node's ports (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the
-slowest network.
+"""Reads `--cluster`: `local`, a file, a catalog name, or a cluster in words (cluster_syntax.py).
 
 The cluster `local` is this machine: its CUDA devices as the driver lists them, or else ranks on the CPU cores of the
 host. Torch is not imported to find them. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N`
@@ -32,28 +26,12 @@ from typing import Any, NamedTuple
 from meshwright.catalog import read as catalog
 from meshwright.core.cgroup_limits import cgroup_memory_limit
 from meshwright.core.codec import parse_text, read_text_file, validate_data
-from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder, path_from_text, write_atomically
 from meshwright.core.messages import Message
 from meshwright.core.quantities import parse_quantity
+from meshwright.planner.inputs.cluster_syntax import device_entry, device_spec, node_group, parse_cluster
 from meshwright.spec.cluster import MAX_CLUSTER_NODES, Cluster, Device, Link, NodeGroup
-
-_GROUP_PATTERN = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9}):([A-Za-z0-9_.+-]+)")
-_PORTS_PATTERN = re.compile(r"([0-9]{1,9})x(.+)")
-_DEFAULT_LATENCY = "6 us"
-DEVICE_FIELDS = (
-    "name",
-    "power_watts",
-    "memory",
-    "bandwidth",
-    "peak",
-    "efficiency",
-    "sustained",
-    "attention",
-    "processors",
-    "context",
-    "source",
-)
 
 
 def read_cluster(text: str, measured: bool = True) -> Cluster:
@@ -154,7 +132,28 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
             if isinstance(data.get("groups"), list | tuple)
             else data
         )
-    return validate_data(Cluster, data, where)
+    cluster = validate_data(Cluster, data, where)
+    _check_spans(cluster, where)
+    return cluster
+
+
+def _check_spans(cluster: Cluster, where: str) -> None:
+    """Raises InputError unless each tier of the network connects several equal blocks of the tier inside of it."""
+    inside = max(group.devices for group in cluster.groups)
+    for at, link in enumerate((cluster.network, *cluster.tiers)[:-1]):
+        if not link.span or link.span % inside or (link.span == inside and at) or cluster.devices % link.span:
+            raise InputError(
+                Message(
+                    "{where}: {link} has span {span}, but a network inside of another one must state how many "
+                    "consecutive devices it connects: a multiple of {inside} that divides the {devices} devices",
+                    where=where,
+                    link=link.name,
+                    span=link.span,
+                    inside=inside,
+                    devices=cluster.devices,
+                )
+            )
+        inside = link.span
 
 
 def _fill_group(group: Any) -> Any:
@@ -165,127 +164,11 @@ def _fill_group(group: Any) -> Any:
     row = device_entry(group["device"])
     count = group.get("devices", 1)
     return {
-        **_node_group(row, 1, count if isinstance(count, int) and 0 < count <= MAX_CLUSTER_NODES else 1).model_dump(),
+        **node_group(row, 1, count if isinstance(count, int) and 0 < count <= MAX_CLUSTER_NODES else 1).model_dump(),
         "nodes": 1,
         **group,
-        "device": _device_spec(row),
+        "device": device_spec(row),
     }
-
-
-def parse_cluster(text: str) -> Cluster:
-    """Parses groups of nodes joined by `+`, with an optional `@LINK`. Raises InputError if a part is not
-    NODESxDEVICES:device."""
-    body, link = _split_network(text)
-    groups, networks = [], []
-    for part in re.split(r"\+(?=\d+[x:])", body):
-        match = _GROUP_PATTERN.fullmatch(part.strip())
-        if match is None:
-            raise InputError(
-                Message(
-                    "cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or "
-                    "'local', or a file",
-                    text=text,
-                    part=part,
-                )
-            )
-        nodes, devices = int(match[1] or 1), int(match[2])
-        if nodes < 1 or devices < 1:
-            raise InputError(
-                Message(
-                    "cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1",
-                    text=text,
-                    part=part,
-                    nodes=nodes,
-                    devices=devices,
-                )
-            )
-        row = device_entry(match[3])
-        groups.append(_node_group(row, nodes, devices))
-        networks.append(validate_data(Link, row["network"], f"device {row['name']}.network"))
-    network = (
-        parse_link(link, min(group.devices for group in groups))
-        if link
-        else min(networks, key=lambda network: network.bandwidth)
-    )
-    return validate_data(Cluster, {"name": text, "groups": tuple(groups), "network": network}, f"cluster {text!r}")
-
-
-def _split_network(text: str) -> tuple[str, str]:
-    """Splits `text` into the node groups and LINK, which is '' if `text` has none. Raises InputError if `text` has two
-    different links."""
-    found = re.findall(r"@([^+]+)", text)
-    if len(set(found)) > 1:
-        raise InputError(
-            Message(
-                "cluster {text!r} names two networks, {found!r} and {found_2!r}, but all nodes use one network",
-                text=text,
-                found=found[0],
-                found_2=found[1],
-            )
-        )
-    return re.sub(r"@[^+]+", "", text), found[0].strip() if found else ""
-
-
-def parse_link(text: str, devices: int) -> Link:
-    """Parses LINK. The bandwidth of the result is that of one device; the `devices` devices of a node share the node's
-    ports. Raises InputError if `text` is neither a name of the catalog nor a rate above 0.
-
-    >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
-    [25.0, 25.0, 25.0, 12.5, 0.1]
-    """
-    row = catalog.find_entry(catalog.links(), text)
-    if row is not None:
-        return validate_data(Link, {key: value for key, value in row.items() if key != "source"}, f"link {text}")
-    match = _PORTS_PATTERN.fullmatch(text)
-    part, speed = (float(match[1]) / devices, match[2]) if match else (1.0, text)
-    try:
-        rate = float(speed) * 1e9 if speed.replace(".", "", 1).isdecimal() else parse_quantity(speed, "B/s")
-    except ValueError:
-        known = list(catalog.links())
-        raise InputError(
-            Message(
-                "link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {known}{hint}",
-                text=text,
-                known=", ".join(known),
-                hint=did_you_mean(text, known),
-            )
-        ) from None
-    if rate * part <= 0:
-        raise InputError(Message("link {text!r} carries nothing: its rate must be above 0", text=text))
-    return validate_data(Link, {"name": text, "bandwidth": rate * part, "latency": _DEFAULT_LATENCY}, f"link {text!r}")
-
-
-def device_entry(name: str) -> catalog.CatalogEntry:
-    """Returns the catalog entry of the device `name`. Raises InputError for an unknown name; the message suggests
-    similar names."""
-    rows = catalog.devices()
-    row = catalog.find_entry(rows, name)
-    if row is None:
-        hint = did_you_mean(name.lower(), catalog.all_names(rows)) or Message(
-            "; `meshwright catalog devices` lists the known ones"
-        )
-        raise InputError(Message("device {name!r} is not in the catalog{hint}", name=name, hint=hint))
-    return row
-
-
-def _device_spec(row: catalog.CatalogEntry) -> Device:
-    return validate_data(
-        Device, {key: row[key] for key in DEVICE_FIELDS if key in row}, Message("device {name}", name=row["name"])
-    )
-
-
-def _node_group(row: catalog.CatalogEntry, nodes: int, devices: int) -> NodeGroup:
-    sharing = min(1.0, row.get("host_links", devices) / devices)
-    fields = {
-        "nodes": nodes,
-        "devices": devices,
-        "device": _device_spec(row),
-        "link": validate_data(Link, row["link"], f"device {row['name']}.link"),
-        "host_memory": parse_quantity(row["host_memory"], "B") * devices,
-        "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s") * sharing,
-        "storage_bandwidth": parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
-    }
-    return validate_data(NodeGroup, fields, f"nodes of {row['name']}")
 
 
 LOCAL_PROFILE_ENV = "MESHWRIGHT_MEASURED"

@@ -10,9 +10,10 @@ repeated for each improvement, because another plan may then be best. Improvemen
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, join_messages
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.best_plans import PlanCandidate, PlanFamily, SearchResult
 from meshwright.planner.search.branch_and_bound import search_top_plans
@@ -75,14 +76,10 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
         near = (group.but(link=group.link.but(bandwidth=group.link.bandwidth * IMPROVEMENT_FACTOR)) for group in groups)
         yield "links", job.but(cluster=with_node_groups(cluster, near))
     if sum(group.nodes for group in groups) > 1:
-        yield (
-            "network",
-            job.but(
-                cluster=cluster.but(
-                    network=cluster.network.but(bandwidth=cluster.network.bandwidth * IMPROVEMENT_FACTOR)
-                )
-            ),
+        network, *tiers = (
+            link.but(bandwidth=link.bandwidth * IMPROVEMENT_FACTOR) for link in (cluster.network, *cluster.tiers)
         )
+        yield "network", job.but(cluster=cluster.but(network=network, tiers=tuple(tiers)))
         yield from _with_less_traffic(job)
     yield "batch", job.but(workload=job.workload.but(batch=int(job.workload.batch * IMPROVEMENT_FACTOR)))
 
@@ -92,17 +89,17 @@ def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
     Improvements that the job already has, or that its precision, batch or pins do not allow, are omitted. All of them
     change the training result, so the planner only suggests them.
     """
-    work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
+    work, blocks = job.workload, job.cluster.blocks
     if work.compression is None and not work.exact and work.precision != "fp16":
         for kind in ("bf16",) * (work.recipe.gradient_size > 2) + ("int8", "low-rank"):
             yield kind, job.but(workload=work.but(compression=GradientCompression(kind=kind)))  # type: ignore[arg-type]
     if (
         work.local is None
         and not work.exact
-        and work.batch % nodes == 0
+        and work.batch % blocks == 0
         and not {"dp", "dp_replicate", "ep"} & job.pins.keys()
     ):
-        local_work = work.but(local=DilocoConfig(replicas=nodes))
+        local_work = work.but(local=DilocoConfig(replicas=blocks))
         yield "local", job.but(workload=local_work, pins={**job.pins, **local_work.fixed})
 
 
@@ -228,6 +225,17 @@ def _links_message(job: Job) -> Message:
         **inside,
         **between,
         times=group.link.bandwidth / network.bandwidth,
+    ) + join_messages(
+        "",
+        [
+            Message(
+                " Blocks of {devices} over {link}, {rate:rate} a device.",
+                devices=inner.span,
+                link=link.name,
+                rate=link.bandwidth,
+            )
+            for inner, link in pairwise((network, *cluster.tiers))
+        ],
     )
 
 

@@ -202,7 +202,8 @@ def scale_cluster(cluster: Cluster, compute: float, links: float) -> Cluster:
         faster = device.but(peak=peak, bandwidth=device.bandwidth * compute, launch=device.launch / compute)
         return each.but(device=faster, link=link(each.link))
 
-    return cluster.but(groups=tuple(map(group, cluster.groups)), network=link(cluster.network))
+    tiers = tuple(map(link, cluster.tiers))
+    return cluster.but(groups=tuple(map(group, cluster.groups)), network=link(cluster.network), tiers=tiers)
 
 
 def plan_degrees(plan: Plan) -> tuple[int, ...]:

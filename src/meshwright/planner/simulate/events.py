@@ -11,15 +11,13 @@ on one port share its bandwidth.
 
     rate of a transfer = minimum over its ports of (available fraction of the bandwidth) / (transfers on the port)
 
-A collective uses the input and output ports of all members from its start to its end. Each rank has ports in two tiers:
-near ports to the devices of its own domain (a node, for example), and far ports to all other devices, as in
-`cost.links`.
+A collective uses the input and output ports of all members from its start to its end. Each rank has ports in each tier
+of the network (`cost.links.LinkModel`): ports to the devices of its own node, to other nodes of its block, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from enum import StrEnum
 from heapq import heappop, heappush
 from math import inf
 
@@ -108,13 +106,6 @@ class SimClock:
                 self.now = time
                 work.serial = -2
                 work.done()
-
-
-class LinkTier(StrEnum):
-    """The tier of a link: `near` between the devices of one domain, `far` between devices of different domains."""
-
-    near = "near"
-    far = "far"
 
 
 class LinkPort:

@@ -25,14 +25,12 @@ from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.overlap import with_chosen_bucket
 from meshwright.planner.cost.plan_grid import PlanGrid, grid_of_plan
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.simulate.events import LinkTier
 from meshwright.planner.simulate.fleet import RecoveryPolicy
 from meshwright.planner.simulate.op_times import OpTimes, compute_op_times
 from meshwright.planner.simulate.step import WAIT_REASONS, LinkSpeed, SimulatedRank, StepProgram, StepSimulator
 from meshwright.planner.simulate.symmetry import (
     ReplicaClass,
     coords_of_rank,
-    link_tier,
     rank_at_coords,
     replica_classes,
 )
@@ -254,7 +252,7 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
     rows = replica_classes(plan, faults)
     fabric = pricer.setting.fabric
     last, across = Coords(0, plan.dp_replicate - 1, plan.dp_shard - 1, 0, 0), Coords(0, 0, 0, plan.cp - 1, plan.tp - 1)
-    hops = [[link_tier([one, other], fabric.domain) for other in rows[0].ranks] for one in rows[0].ranks]
+    hops = [[fabric.tier((one, other)) for other in rows[0].ranks] for one in rows[0].ranks]
     return StepSimulator(
         StepProgram(
             orders=schedule_orders(
@@ -262,11 +260,11 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
             ),
             durations=heterogeneous_op_times(job, plan, box) if plan.placement else compute_op_times(pricer, plan, box),
             lanes=rows,
-            lines={LinkTier.near: link_speed(fabric.near), LinkTier.far: link_speed(fabric.far)},
+            lines=[link_speed(link) for link in fabric.links],
             hops=hops,
-            data=link_tier([0, rank_at_coords(plan, last)], fabric.domain),
-            tensor=link_tier([0, rank_at_coords(plan, across)], fabric.domain),
-            faulty=LinkTier.far if fabric.domain < job.cluster.devices else LinkTier.near,
+            data=fabric.tier((0, rank_at_coords(plan, last))),
+            tensor=fabric.tier((0, rank_at_coords(plan, across))),
+            faulty=1 if fabric.domain < job.cluster.devices else 0,
             zero=plan.zero,
             barrier=job.workload.optimizer.clip is not None,
         )

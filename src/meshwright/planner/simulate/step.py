@@ -16,7 +16,7 @@ The following rules apply in addition to the order of the schedule:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from typing import NamedTuple
 from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE, OVERLAP_SLOWDOWN
 from meshwright.planner.simulate.events import (
     LinkPort,
-    LinkTier,
     LinkTransfer,
     SimClock,
     SimEvent,
@@ -77,20 +76,21 @@ class StepProgram(NamedTuple):
     """The input of a simulation.
 
     `orders` is the order of actions of each pipeline rank, `durations` the times of these actions. `lanes` are the
-    classes of identical replicas (symmetry.py). `lines` is the speed of a link by tier. `hops` is the tier of the link
-    between each pair of pipeline ranks. `data` and `tensor` are the tiers of the data-parallel groups and of the tensor
-    and context groups. Link faults apply to the ports of tier `faulty`. `zero` is the ZeRO stage. `barrier`: whether
-    all ranks synchronise before the update, for the norm of clipped gradients.
+    classes of identical replicas (symmetry.py). `lines` is the speed of a link by tier, innermost first, and a tier is
+    an index of it. `hops` is the tier of the link between each pair of pipeline ranks. `data` and `tensor` are the
+    tiers of the data-parallel groups and of the tensor and context groups. Link faults apply to the ports of tier
+    `faulty` and of the tiers outside of it. `zero` is the ZeRO stage. `barrier`: whether all ranks synchronise before
+    the update, for the norm of clipped gradients.
     """
 
     orders: RankOrders
     durations: OpTimes
     lanes: Sequence[ReplicaClass]
-    lines: dict[LinkTier, LinkSpeed]
-    hops: Sequence[Sequence[LinkTier]]
-    data: LinkTier
-    tensor: LinkTier
-    faulty: LinkTier
+    lines: Sequence[LinkSpeed]
+    hops: Sequence[Sequence[int]]
+    data: int
+    tensor: int
+    faulty: int
     zero: int
     barrier: bool
 
@@ -108,9 +108,7 @@ class SimulatedRank:
     at: int
     pp: int
     lane: ReplicaClass
-    ports: dict[tuple[LinkTier, str], LinkPort] = field(
-        default_factory=lambda: {(tier, way): LinkPort() for tier in LinkTier for way in ("out", "in")}
-    )
+    ports: defaultdict[tuple[int, str], LinkPort] = field(default_factory=lambda: defaultdict(LinkPort))
     computing: SimTask | None = None
     running: SimulatedCollective | None = None
     queue: deque[SimulatedCollective] = field(default_factory=deque)
@@ -188,7 +186,8 @@ class StepSimulator:
     def _faults(self, cell: SimulatedRank) -> None:
         """Sets the bandwidth fractions of a rank's ports. Schedules the changes at the start and end of temporary link
         faults."""
-        ports = [cell.ports[self.play.faulty, way] for way in ("out", "in")]
+        tiers = range(self.play.faulty, len(self.play.lines))
+        ports = [cell.ports[tier, way] for tier in tiers for way in ("out", "in")]
         links = cell.lane.mark(cell.pp).links
 
         def set_share() -> None:
@@ -212,7 +211,7 @@ class StepSimulator:
     def _process(self, cell: SimulatedRank) -> SimProcess:
         play, clock = self.play, self.clock
         mark = cell.lane.mark(cell.pp)
-        exchange = 1.0 / mark.share if play.tensor == play.faulty and mark.share else 1.0
+        exchange = 1.0 / mark.share if play.tensor >= play.faulty and mark.share else 1.0
         order = play.orders[cell.pp]
         last = {action.stage: action for action in order if action.kind is not ActionKind.F}
         for action in order:

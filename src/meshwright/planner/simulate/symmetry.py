@@ -16,10 +16,8 @@ identical replicas. Without faults there is one lane. With faults there are thre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.planner.simulate.events import LinkTier
 from meshwright.spec.faults import Faults, SlowLink
 from meshwright.spec.grid import Coords, rank_strides
 from meshwright.spec.plan import Plan
@@ -117,9 +115,3 @@ def coords_of_rank(plan: Plan, rank: int) -> Coords:
     """Returns the mesh coordinates of the global rank `rank`."""
     strides = rank_strides(plan)
     return Coords(**{axis: rank // strides[axis] % getattr(plan, axis) for axis in Coords._fields})
-
-
-def link_tier(ranks: Sequence[int], domain: int) -> LinkTier:
-    """Returns the near tier if all global ranks in `ranks` are in one domain of `domain` devices, otherwise the far
-    tier."""
-    return LinkTier.near if len({rank // domain for rank in ranks}) == 1 else LinkTier.far

@@ -18,7 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.planner.cost.cost_context import RuntimeModel
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
-from meshwright.planner.inputs.cluster_parser import parse_cluster, parse_link
+from meshwright.planner.inputs.cluster_syntax import parse_cluster, parse_link
 from meshwright.planner.validation.frameworks import (
     Framework,
     FrameworkKernels,

@@ -48,7 +48,7 @@ from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.links import all_to_all_seconds, collective_rates, link_model
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
-from meshwright.planner.inputs.cluster_parser import parse_cluster, parse_link
+from meshwright.planner.inputs.cluster_syntax import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.trials import largest_expected_gain, plan_degrees
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
