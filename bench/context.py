@@ -17,8 +17,8 @@ import time
 import torch
 
 from meshwright.runtime.context_parallel import kernels
-from meshwright.runtime.context_parallel.attention import MaskBlock, MaskBlocks
 from meshwright.runtime.context_parallel.blocks import HeadTailSplit
+from meshwright.runtime.context_parallel.ring import MaskBlock, MaskBlocks
 
 RANKS, LENGTH, HEADS, WIDTH, REPEATS = 4, 4096, 4, 64, 3
 _ALL = slice(None)

@@ -48,7 +48,7 @@ def test_a_row_layer_adds_its_bias_after_the_product(layer: nn.Module) -> None:
     summed = rule.add_bias(rule.forward_without_bias(layer, x), layer.get_parameter("bias"))
     torch.testing.assert_close(summed, layer(x))
     row = RowLayer(layer, rule, lambda total: total[:1])  # a rank may leave with a slice of the sum, as under sp
-    torch.testing.assert_close(row(x), layer(x)[:1])
+    torch.testing.assert_close(row.forward(x), layer(x)[:1])
 
 
 def test_a_file_with_a_rule_is_all_that_a_new_rule_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Budgets of a training step on a device with streams: how often the host waits for a value of the device, how many
-kernels a block launches, and how many graph breaks a compiled block has. The device is played on the CPU
+kernels a block launches, and that a compiled block is one graph. The device is played on the CPU
 (recording_backend.py)."""
 
 from __future__ import annotations
@@ -121,34 +121,28 @@ def test_a_block_launches_no_more_kernels_than_its_budget() -> None:
     assert of_a_block["mm"] > 0 and sum(of_a_block.values()) / 2 <= KERNELS_OF_A_BLOCK, of_a_block
 
 
-GRAPH_BREAKS = {
-    "dp2.compile": (0, 1),
-    "dp2.z3.compile": (0, 1),
-    "tp2.compile": (9, 8),
-    "tp2.sp.compile": (11, 8),
-    "cp2.compile": (3, 4),
-    "cp2.ulysses.compile": (3, 4),
-}
-"""By plan: the breaks of the graph of a block of a Llama, and the compiled graphs that its forward calls. The goal is 0
-and 1: each call is overhead of the host, and the compiler fuses nothing across a break. A number may only fall."""
+COMPILED = ("dp2", "dp2.z3", "tp2", "tp2.sp", "cp2", "cp2.ulysses", "tp2.cp2.sp", "cp4.ulysses2", "tp2.sp.rc-sac")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own
-@pytest.mark.parametrize("plan", GRAPH_BREAKS)
-def test_a_compiled_block_has_no_more_graph_breaks_than_its_budget(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts in one step of two micro-batches of two blocks. Equal blocks share what is compiled for the first one."""
+@pytest.mark.parametrize("plan", COMPILED)
+def test_a_compiled_block_is_one_graph_without_breaks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts in one step of two micro-batches of two blocks. Each call of a graph is overhead of the host, and the
+    compiler fuses nothing across a break. Equal blocks share what is compiled for the first one."""
     calls: list[int] = []
+    graphs: list[Any] = []
 
     def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        graphs.append(graph)
         return lambda *given: (calls.append(1), graph.forward(*given))[1]
 
     monkeypatch.setattr(compile, "compiler_backend", lambda: counting)
     torch._dynamo.reset()
     counters.clear()
     try:
-        trace(parse_plan(plan), "llama", [0], steps=1)
-        found = sum(counters["graph_break"].values()), len(calls) / 4
-        assert found == GRAPH_BREAKS[plan], dict(counters["graph_break"])
+        trace(parse_plan(f"{plan}.compile"), "llama", [0], steps=1)
+        assert not counters["graph_break"]
+        assert (len(graphs), len(calls)) == (1, 4)
     finally:
         torch._dynamo.reset()
         counters.clear()

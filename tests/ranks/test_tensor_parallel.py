@@ -374,7 +374,7 @@ def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bo
     entry = RegionEntryHook(group, sequence_parallel, 2)
     for layer, weight in zip(layers, weights):
         layer.weight.data = weight[mine].clone()
-        layer.forward = ColumnLinear(layer, entry, linear=True)
+        layer.forward = ColumnLinear(layer, entry, linear=True).forward
     hidden = collectives.slice_dim(whole.detach(), group, 1) if sequence_parallel else whole.detach().clone()
     hidden.requires_grad_()
     (entered,), _ = entry(layers, (hidden * 1,), {})

@@ -1,9 +1,10 @@
 """Compiles blocks with torch.compile. The build pass `wrap_blocks` uses it. All code outside of blocks stays eager.
 
 Only the forward inside a block wrapper is compiled. The wrapper's other work stays eager: all-gather of weights,
-recompute, sequence cuts and stage boundaries. The compiler also skips collectives, attention over context ranks, and
-the project's own layers (tensor parallelism, deferred weight gradients, experts). In a block with such layers, only the
-code between them is compiled. All identical blocks use the code that was compiled for the first of them.
+recompute, sequence cuts and stage boundaries. A block of tensor and context parallelism is one graph: its collectives
+and ring attention are operators of the graph (comm/graph_collectives.py). The compiler skips other replaced layers of
+the project: those with deferred weight gradients, and experts. In a block with such layers, only the code
+between them is compiled. All identical blocks use the code that was compiled for the first of them.
 
 [Note: what the compiler keeps] In a compiled block the compiler decides which tensors forward saves for backward. It
 saves the operands of matrix products, and recomputes the results of norms and activations. With selective recompute the
@@ -65,10 +66,21 @@ def compile_block(
     `uses_sac`: whether the block uses selective recompute. `defers_wgrad`: whether its weight gradients are deferred.
     """
     for module in block.modules():
-        _disable_compiler(module, block)
-    chosen = _backend_for_sac if uses_sac else _backend_for_deferred_wgrad if defers_wgrad else compiler_backend()
+        _disable_compiler(module, block, defers_wgrad)
+    chosen = _backend_for_sac if uses_sac else _backend_for_deferred_wgrad if defers_wgrad else _backend
     compiled: Callable[..., Any] = torch.compile(forward, backend=chosen, dynamic=False)
     return compiled
+
+
+def _backend(graph: Any, given: Any, **options: Any) -> Any:
+    """Compiles the graph of a block. Backward repeats the all-gathers of the forward, whose inputs are smaller than
+    their results ([Note: region input] in tensor_parallel/column.py)."""
+    from torch._dynamo import lookup_backend
+
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.meshwright.collective.default and "all_gather" in node.args:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return lookup_backend(compiler_backend())(graph, given, **options)
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
@@ -82,7 +94,6 @@ def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
     """Compiles the graph of a block with selective recompute ([Note: what the compiler keeps]). This compiler backend
     uses private names of torch. tests/ranks/test_compile.py fails if torch renames them."""
-    from torch._dynamo import lookup_backend
     from torch._functorch import config
 
     nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
@@ -93,7 +104,7 @@ def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
             _replace_split_with_slices(graph.graph, node)
     graph.recompile()
     with config.patch(aggressive_recomputation=True, recompute_views=True):
-        return lookup_backend(compiler_backend())(graph, given, **options)
+        return _backend(graph, given, **options)
 
 
 def _target_name(node: Any) -> str:
@@ -124,15 +135,21 @@ def _replace_split_with_slices(graph: Any, node: Any) -> None:
     graph.erase_node(node)
 
 
-def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
-    """Excludes the hooks of `module` from compilation. Also excludes its `forward` if it was replaced and `module` is
-    not `block` itself."""
+def _disable_compiler(module: nn.Module, block: nn.Module, defers_wgrad: bool) -> None:
+    """Excludes the hooks of `module` from compilation, and its `forward` if it was replaced and `module` is not `block`
+    itself. Hooks and forwards with a true `is_traceable` are compiled, unless the block defers weight gradients."""
     stored: Any = vars(module)
     if module is not block and "forward" in stored:
-        module.forward = torch.compiler.disable(stored["forward"])  # type: ignore[method-assign]
+        module.forward = _traced_or_disabled(stored["forward"], defers_wgrad)  # type: ignore[method-assign]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in hooks.items():
-            hooks[number] = torch.compiler.disable(hook)
+            hooks[number] = _traced_or_disabled(hook, defers_wgrad)
+
+
+def _traced_or_disabled(function: Any, defers_wgrad: bool) -> Any:
+    owner = getattr(function, "__self__", function)  # the object of a bound method
+    is_traced = not defers_wgrad and getattr(owner, "is_traceable", False)
+    return function if is_traced else torch.compiler.disable(function)
 
 
 def compile_seconds() -> float:

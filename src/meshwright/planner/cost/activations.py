@@ -3,10 +3,10 @@ class of equal pipeline ranks.
 
 `activation_bytes` computes the activations that a layer saves for backward, and the transient memory of its backward.
 
-[Note: in pieces] torch.compile does not trace into some layers of this project: tensor-parallel layers, expert layers,
-and layers with a deferred weight gradient. So torch.compile produces several graphs per block, with these layers
-between the graphs. The activation function of a gated feed-forward and the next matrix product are then in different
-graphs, so the result of the activation function is saved.
+[Note: in pieces] torch.compile does not trace into some layers of this project: expert layers, and layers with a
+deferred weight gradient. So torch.compile produces several graphs per block, with these layers between the graphs. The
+activation function of a gated feed-forward and the next matrix product are then in different graphs, so the result of
+the activation function is saved.
 
 `activation_peak` computes the peak of saved activations on each class of pipeline ranks, with recompute and offload.
 The points of a step at which the memory of a rank can peak are called moments. The schedule determines the moments, and
@@ -93,7 +93,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     at_once = tokens[:, None] * ((layer.derived_split * size + layer.derived_fixed_split) / box.tp)
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
     fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
-    pieces = box.tp > 1 or layer.routed > 0
+    pieces = layer.routed > 0
     if box.compile and pieces:  # layers that torch.compile does not trace save their inputs
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # one kernel fuses the element-wise operations of a function
@@ -103,7 +103,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
-    if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
+    if box.compile and layer.fused_split and not pieces:
         # A fused kernel writes one of the two gradients with the feed-forward's inner width over the other gradient.
         alive = (layer.transient + layer.output) / 2.0
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
@@ -145,8 +145,7 @@ def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array
 def _fused_activation_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
     """Returns the bytes per token that an eager block saves and a compiled block does not save ([Note: in pieces]).
     `divided` is `tp` for blocks with sequence parallelism, else 1."""
-    split = 0.0 if layer.routed else layer.fused_split - layer.fused_gates * (tp > 1)
-    fixed = 0.0 if layer.routed or tp > 1 else layer.fused_fixed_split
+    split, fixed = (0.0, 0.0) if layer.routed else (layer.fused_split, layer.fused_fixed_split)
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
 
 

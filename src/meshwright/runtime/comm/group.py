@@ -13,11 +13,13 @@ An axis with one rank has no group: callers check `group is None`. Otherwise the
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,6 +70,12 @@ class CommGroup:
     """Transfers whose second message has not started yet, in order (compression.py)."""
     intra_host: bool = False
     """Whether all ranks are known to be on one host."""
+    key: int = field(default_factory=itertools.count().__next__, init=False)
+    """The number of the group in this process, by which a compiled graph names it (graph_collectives.py)."""
+    by_key: ClassVar[weakref.WeakValueDictionary[int, CommGroup]] = weakref.WeakValueDictionary()
+
+    def __post_init__(self) -> None:
+        CommGroup.by_key[self.key] = self
 
     @property
     def size(self) -> int:

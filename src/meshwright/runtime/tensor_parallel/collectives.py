@@ -24,6 +24,7 @@ from functools import partial
 import torch
 
 from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.graph_collectives import collective
 from meshwright.runtime.comm.group import CommGroup, linear_map
 
 
@@ -32,6 +33,8 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
     may use it afterwards."""
     if group is None:
         return x
+    if torch.compiler.is_compiling():
+        return collective(x, group.key, "all_reduce")
     # The result must not be an autograd view, because later code may add to it in place.
     return linear_map(x, lambda x: all_reduce_sum(x, group).data, _identity)
 
@@ -39,12 +42,12 @@ def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
     """Returns this rank's slice, along `dim`, of the sum of `x` over ranks, which is the output of a row layer under
     sequence parallelism."""
-    return (
-        x
-        if group is None
-        else linear_map(
-            x, partial(reduce_scatter_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim)
-        )
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return collective(stack_slices(x, group, dim), group.key, "reduce_scatter")
+    return linear_map(
+        x, partial(reduce_scatter_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim)
     )
 
 
@@ -81,8 +84,11 @@ def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
     """Returns `x` of all ranks concatenated along `dim`, in order of rank."""
     ranks = group.size
-    full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
-    async_collectives.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
+    if torch.compiler.is_compiling():
+        full = collective(x, group.key, "all_gather")
+    else:
+        full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
+        async_collectives.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
     shape = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return full.movedim(0, dim).reshape(shape)
 
@@ -90,7 +96,8 @@ def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
 def stack_slices(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
     """Splits `x` along `dim` into one slice per rank. Returns the slices, stacked along a new first dimension."""
     ranks = group.size
-    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    split = x.view(*x.shape[:dim], ranks, x.shape[dim] // ranks, *x.shape[dim + 1 :])
+    return split.movedim(dim, 0).contiguous()
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
@@ -104,4 +111,4 @@ def reduce_scatter_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Ten
 def slice_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
     """Returns a copy of this rank's slice of `x` along `dim`."""
     each = x.shape[dim] // group.size
-    return x.narrow(dim, group.index * each, each).contiguous()
+    return x.narrow(dim, group.index * each, each).clone(memory_format=torch.contiguous_format)

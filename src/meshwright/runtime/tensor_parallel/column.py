@@ -12,6 +12,10 @@ If the model applies an operation between the entry and a column layer, the inpu
 tensor. Then autograd computes the layer's gradients as usual, and `RegionInput.finish` adds autograd's gradient to the
 buffer. A `RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the
 corresponding backward.
+
+[Note: compiled regions] If torch.compile traces a block, autograd computes the gradient of the region's input, and the
+collectives are operators of the graph (comm/graph_collectives.py). Under sequence parallelism runtime/compile.py makes
+backward gather the input again, as in eager code.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch.nn import functional as F
 
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.async_collectives import CollectiveWork
+from meshwright.runtime.comm.graph_collectives import sum_gradient
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
@@ -112,18 +117,26 @@ class RegionInput:
 
 class RegionEntryHook:
     """A forward pre-hook that replaces the hidden state among a module's arguments by the input of the region. Modules
-    with the same hidden state tensor get one common `RegionInput`."""
+    with the same hidden state tensor get one common `RegionInput`. In a compiled graph they get one common tensor
+    ([Note: compiled regions])."""
 
-    def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
+    is_traceable = True
+
+    def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int, modules: int = 1) -> None:
+        """`modules` is the number of modules that the hook is registered on."""
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
         self.crossing: RegionInput | None = None
+        self.modules, self.entries = modules, 0
+        self.traced: tuple[torch.Tensor, torch.Tensor] | None = None
+        """While a graph is traced: the hidden state and the input of the region, until all modules have it."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
-        entered = self._cross(hidden)  # attention may receive `hidden` three times: as query, key and value
+        # Attention may receive `hidden` three times: as query, key and value.
+        entered = self._enter_in_graph(hidden) if torch.compiler.is_compiling() else self._cross(hidden)
         return tuple(entered if value is hidden else value for value in args), {
             name: entered if value is hidden else value for name, value in kwargs.items()
         }
@@ -131,8 +144,17 @@ class RegionEntryHook:
     def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
         """Counts the forward of a consumer whose forward is not replaced, and whose gradient autograd computes. This
         method is registered as a forward hook of the consumer."""
-        if self.crossing is not None:
+        if self.crossing is not None and not torch.compiler.is_compiling():
             self.crossing.read()
+
+    def _enter_in_graph(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.traced is not None and self.traced[0] is hidden:
+            entered = self.traced[1]
+        else:
+            entered = enter_in_graph(hidden, self.group, self.sequence_parallel)
+        self.entries = (self.entries + 1) % self.modules
+        self.traced = (hidden, entered) if self.entries else None
+        return entered
 
     def _cross(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.crossing is None or self.crossing.hidden is not hidden:
@@ -145,10 +167,14 @@ class ReplicatedInputHook:
     """A forward hook of a replicated layer whose output is used only inside the region. The hook makes this output an
     input of the region."""
 
+    is_traceable = True
+
     def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return enter_in_graph(output, self.group, self.sequence_parallel)
         crossing = RegionInput(output, self.group, self.sequence_parallel, 1)
         entered = crossing.entered
         assert entered is not None
@@ -160,18 +186,26 @@ class ColumnLinear:
     """Replaces the forward of a column layer. Returns this rank's output features: the product with the local weight,
     plus the local bias. `linear`: whether the weight is (out, in) instead of (in, out)."""
 
+    is_traceable = True
+
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        crossing = self.entry.crossing
+        crossing = None if torch.compiler.is_compiling() else self.entry.crossing
         if crossing is None or x is not crossing.entered:
             return matmul_forward(self.module, x, bias, self.linear)
         leave = getattr(self.module, "put_off", None)
         output: torch.Tensor = _ColumnMatmul.apply(x, weight, bias, crossing, self.linear, leave)
         crossing.read()
         return output
+
+
+def enter_in_graph(hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool) -> torch.Tensor:
+    """Returns the input of a region for the hidden state `hidden` while torch.compile traces ([Note: compiled
+    regions])."""
+    return collectives.all_gather_dim(hidden, group, 1) if sequence_parallel else sum_gradient(hidden, group)
 
 
 class _EnterRegion(torch.autograd.Function):

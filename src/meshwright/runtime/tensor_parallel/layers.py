@@ -193,8 +193,9 @@ def _enter_region(
         path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)
     }
     readers = [path for path in columns if path not in region.inner_columns]
-    entry = RegionEntryHook(group, sequence_parallel, len(readers))
-    for path in (region.module,) if region.module else region.entries or readers:
+    entered = (region.module,) if region.module else region.entries or readers
+    entry = RegionEntryHook(group, sequence_parallel, len(readers), len(entered))
+    for path in entered:
         model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
     for path in region.mla_inputs:
         model.get_submodule(path).register_forward_hook(ReplicatedInputHook(group, sequence_parallel))
@@ -208,7 +209,7 @@ def _enter_region(
 
 def _make_column(module: nn.Module, entry: RegionEntryHook, split: TpSplit) -> None:
     if is_linear_like(module):
-        module.forward = ColumnLinear(module, entry, split.dim == 0)  # type: ignore[method-assign]
+        module.forward = ColumnLinear(module, entry, split.dim == 0).forward  # type: ignore[method-assign]
     else:  # other layers keep their forward, and autograd computes their gradients
         module.register_forward_hook(entry.was_read)
 
@@ -233,6 +234,7 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
         own = None if bias is None else shard_view(bias, along_bias, group.index, group.size)
         return F.linear(x, mine if split.dim == 0 else mine.t(), own)
 
+    forward.is_traceable = True  # type: ignore[attr-defined]
     module.forward = forward  # type: ignore[assignment]
     if entry is not None:
         module.register_forward_hook(entry.was_read)
@@ -241,21 +243,23 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
 def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_parallel: bool) -> None:
     leave = collectives.reduce_scatter_from_region if sequence_parallel else collectives.reduce_from_region
     if is_linear_like(module):
-        module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
+        module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group)).forward  # type: ignore[method-assign]
     elif rule_of(module).adds_bias_last:
-        module.forward = RowLayer(module, rule_of(module), lambda x: leave(x, group))  # type: ignore[method-assign]
+        module.forward = RowLayer(module, rule_of(module), lambda x: leave(x, group)).forward  # type: ignore[method-assign]
     else:  # these layers have no bias (analysis/regions.py), so they keep their forward
-        module.register_forward_hook(lambda module, args, output: leave(output, group))
+        module.register_forward_hook(RowOutputHook(lambda x: leave(x, group)))
 
 
 class RowLinear:
     """Replaces the forward of a linear row layer: sums the local product over the ranks, and then adds the bias.
     `leave` computes the sum."""
 
+    is_traceable = True
+
     def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.module, self.linear, self.leave = module, linear, leave
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.module._parameters.get("bias")
         output = self.leave(matmul_forward(self.module, x, None, self.linear))
         return output if bias is None else output + bias
@@ -265,13 +269,27 @@ class RowLayer:
     """Replaces the forward of a row layer that is not linear, such as a convolution. Sums the local outputs over the
     ranks with `leave`, and then adds the bias as the layer's rule defines."""
 
+    is_traceable = True
+
     def __init__(self, module: nn.Module, rule: LayerRule, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.module, self.rule, self.leave = module, rule, leave
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.module._parameters.get("bias")
         output = self.leave(self.rule.forward_without_bias(self.module, x))
         return output if bias is None else self.rule.add_bias(output, bias)
+
+
+class RowOutputHook:
+    """A forward hook of a row layer without a bias. Sums the local outputs over the ranks with `leave`."""
+
+    is_traceable = True
+
+    def __init__(self, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.leave = leave
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self.leave(output)
 
 
 class VocabParallelEmbedding:
