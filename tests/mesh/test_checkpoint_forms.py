@@ -28,7 +28,7 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
-from meshwright.runtime.backend import malloc_trim
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.spec.layout import ShardMetadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

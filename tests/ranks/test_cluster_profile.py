@@ -25,8 +25,8 @@ from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.inputs.cluster_syntax import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
-from meshwright.runtime.backend import host_id
 from meshwright.runtime.build.parallelize import make_parallel_context
+from meshwright.runtime.host_process import host_id
 from meshwright.runtime.profiler.device import measure_cluster, measure_update_rate
 from meshwright.runtime.profiler.links import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
 from meshwright.spec.cluster import (

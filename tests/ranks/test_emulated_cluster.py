@@ -22,8 +22,8 @@ from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emu
 from equality import alone, check, train_between_hosts
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.backend import host_id
 from meshwright.runtime.build.parallelize import make_parallel_context
+from meshwright.runtime.host_process import host_id
 from meshwright.runtime.profiler.device import cgroup_cpu_quota
 from meshwright.runtime.profiler.links import CollectiveProfiler
 from meshwright.spec.cluster import LinkSample

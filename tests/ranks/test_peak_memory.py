@@ -15,7 +15,7 @@ import torch
 from equality import read_once
 
 from meshwright.models.registry import build_reference_model
-from meshwright.runtime.backend import malloc_trim
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.shard.optimizer_shard import CHUNK_ELEMENTS
 from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import parallelize

@@ -50,6 +50,7 @@ SUBLAYERS = {
     "spec": {"": 1, "schedules": 0},
     "runtime": {
         "backend": 0,
+        "host_process": 0,
         "error_propagation": 0,
         "comm": 1,
         "deferred_init": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 from bench.emulation.emulated_cluster import scale_to_machine
@@ -84,6 +85,50 @@ def test_the_links_with_which_times_were_made_are_found_again() -> None:
         assert seen.latency == pytest.approx(true.latency, rel=0.1)
     for each in measured.timings:
         assert predict_collective_seconds(link_model(found.cluster), each) == pytest.approx(each.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(450e9, 3e-6), (25e9, 12e-6)], ids=["nvswitch", "pcie"])
+def test_the_fit_of_accelerators_finds_links_from_times_that_scatter(bandwidth: float, latency: float) -> None:
+    """Two nodes of 8 devices. The times of 4 KiB to 1 GiB are those of the formulas, each up to 8 % off."""
+    near = Link(name="near", bandwidth=bandwidth, latency=latency, efficiency=1.0)
+    far = Link(name="far", bandwidth=min(bandwidth, 50e9), latency=2 * latency, efficiency=1.0)
+    bare = [
+        CollectiveSample(kind=kind, ranks=n, stride=stride, size=float(size), seconds=1.0)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+        for n, stride in ((2, 1), (4, 1), (8, 1), (16, 1), (2, 8))
+        for size in (2**12, 2**16, 2**20, 2**24, 2**28, 2**30)
+    ]
+    made, scatter = LinkModel(8, near, far), Random(3)
+    timed = tuple(
+        each.but(seconds=predict_collective_seconds(made, each) * scatter.uniform(0.92, 1.08)) for each in bare
+    )
+    devices = tuple(accelerator(number, number // 8) for number in range(16))
+    found = calibrate(ClusterProfile(devices=devices, timings=timed), parse_cluster("2x8:h100"))
+    assert found.odd == ()
+    for seen, true in ((found.cluster.groups[0].link, near), (found.cluster.network, far)):
+        assert seen.bandwidth == pytest.approx(true.bandwidth, rel=0.05)
+        assert seen.latency == pytest.approx(true.latency, rel=0.15)
+
+
+def accelerator(number: int, host: int, **more: object) -> DeviceProfile:
+    product = MatmulSample(precision="bf16", size=8192, rate=700e12)
+    return rank(number, host).but(name="NVIDIA H100 80GB HBM3", products=(product,), share=1.0, own=0.0, **more)
+
+
+def test_the_text_of_a_probe_notes_warm_devices_and_how_they_are_connected() -> None:
+    devices = tuple(
+        accelerator(n, 0, warm=(620e12, 610e12, 615e12)[n], clock=1.395e9, power=696.0, gpudirect=n < 2)
+        for n in range(3)
+    )
+    kinds = {(0, 1): ("nvlink", 2e11), (0, 2): ("pcie", 2e10), (1, 2): ("pcie", 2.5e10)}
+    links = tuple(LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate, kind=kind)
+                  for (a, b), (kind, rate) in kinds.items())  # fmt: skip
+    measured = ClusterProfile(devices=devices, pairs=links)
+    text = "\n".join(measurement_text(calibrate(measured, parse_cluster("1x3:h100")), measured))
+    assert "warm device 610.0 TFLOP/s of a layer, at 1395 MHz, 696 W (rank 1, the slowest)" in text
+    assert "1 pairs of devices over NVLink: 200.0 GB/s to 200.0 GB/s" in text
+    assert "2 pairs of devices over PCIe: 20.0 GB/s to 25.0 GB/s" in text
+    assert "memory of ranks 0, 1 directly (GPUDirect)" in text
 
 
 def test_what_ranks_lose_where_they_meet_is_found_again() -> None:

@@ -113,6 +113,38 @@ def test_devices_that_torch_cannot_use_are_one_line_with_the_remedy(
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+def install(folder: Path, package: str, version: str, requires: str = "") -> None:
+    (folder / f"{package.replace('-', '_')}-{version}.dist-info").mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n{requires}"
+    (folder / f"{package.replace('-', '_')}-{version}.dist-info" / "METADATA").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ("", "torch for CUDA 12.8 needs NCCL 2.27.5, but it is not installed: pip install nvidia-nccl-cu12==2.27.5"),
+        ("2.9.6", "needs NCCL 2.27.5, but NCCL 2.9.6 is installed: pip install nvidia-nccl-cu12==2.27.5"),
+        ("2.27.5", ""),
+        ("2.30.1", ""),
+    ],
+)
+def test_a_missing_or_old_nccl_is_one_line_before_ranks_start(
+    installed: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(tmp_path, monkeypatch, CUDA, nvidia=2)
+    required = 'Requires-Dist: nvidia-cudnn-cu12==9.10\nRequires-Dist: nvidia-nccl-cu12==2.27.5; system == "Linux"\n'
+    install(tmp_path / "site", "torch", "2.13.0", required)
+    if installed:
+        install(tmp_path / "site", "nvidia-nccl-cu12", installed)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    if not words:
+        check("1x2:h200", 2)
+        return
+    with pytest.raises(InputError) as caught:
+        check("1x2:h200", 2)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_job_without_an_estimate_is_not_trained_on_cores_beside_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,7 +72,7 @@ def count_amd_devices() -> int:
 
 def check_torch_build(cards: list[str], amd: int, build: TorchBuild | None, driver: str) -> None:
     """Raises InputError if torch cannot use the visible NVIDIA devices `cards` or the `amd` AMD devices: it is built
-    without CUDA and ROCm, or the NVIDIA driver of version `driver` is too old for it.
+    without CUDA and ROCm, the NVIDIA driver of version `driver` is too old for it, or its NCCL is missing or too old.
 
     >>> check_torch_build(["NVIDIA H200"], 0, TorchBuild("12.8"), "535.129.03")
     >>> check_torch_build(["NVIDIA H200"], 0, TorchBuild("13.0"), "535.129.03")
@@ -106,6 +107,42 @@ needs: update the driver, or install a torch for CUDA 12
                 usable=max(usable, default=min(OLDEST_DRIVERS)),
             )
         )
+    check_nccl(build)
+
+
+def check_nccl(build: TorchBuild) -> None:
+    """Raises InputError if the NCCL package that torch for CUDA requires is not installed, or is older than the one for
+    which torch is built. Such a torch cannot be imported, or its ranks fail when they connect. A torch that names no
+    NCCL package contains NCCL, or lacks it, which ranks report."""
+    try:
+        required = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return
+    matches = (re.match(r"(nvidia-nccl-[\w-]+)==([\d.]+)", line) for line in required)
+    match = next((each for each in matches if each), None)
+    if match is None:
+        return
+    package, needed = match.groups()
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found = ""
+    if not found or _version_numbers(found) < _version_numbers(needed):
+        raise InputError(
+            Message(
+                "torch for CUDA {cuda} needs NCCL {needed}, but {found}: pip install {package}=={needed}",
+                cuda=build.cuda,
+                needed=needed,
+                found=Message("NCCL {version} is installed", version=found)
+                if found
+                else Message("it is not installed"),
+                package=package,
+            )
+        )
+
+
+def _version_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def check_devices(question: Job | None, ranks: int) -> None:

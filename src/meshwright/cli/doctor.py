@@ -104,9 +104,16 @@ def torch_facts() -> dict[str, Any]:
     import torch
     from torch import distributed
 
-    from meshwright.runtime.backend import unused_accelerator_warning
+    from meshwright.core.errors import InputError
+    from meshwright.runtime.backend import check_other_accelerator
 
-    available = distributed.is_available()
+    available, idle = distributed.is_available(), None
+    try:
+        check_other_accelerator(
+            None if torch.cuda.is_available() else torch.accelerator.current_accelerator(check_available=True)
+        )
+    except InputError as error:
+        idle = error.args[0]
     return {
         "backends": [
             name for name in ("gloo", "nccl", "mpi") if available and getattr(distributed, f"is_{name}_available")()
@@ -115,9 +122,7 @@ def torch_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
         "threads": torch.get_num_threads(),
-        "idle": unused_accelerator_warning(
-            None if torch.cuda.is_available() else torch.accelerator.current_accelerator(check_available=True)
-        ),
+        "idle": idle,
     }
 
 

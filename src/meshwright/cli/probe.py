@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ from meshwright.core.messages import Message, translate
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.calibration import CalibratedCluster
-    from meshwright.spec.cluster import Cluster, ClusterProfile, Link
+    from meshwright.spec.cluster import Cluster, ClusterProfile, DeviceProfile, Link
 
 PROBE_MODULE = "meshwright.train.measured_runs"
 RANK_TIMEOUT_SECONDS = 45.0
@@ -223,6 +223,8 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
             link=_link_line(group.link),
             span=group.link.span,
         )
+    yield from _warm_lines([each for each in found.devices if each.warm])
+    yield from _connection_lines(found)
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
         yield Message("  network   {link}", link=_link_line(cluster.network))
     sizes = sorted({each.size for each in found.timings})
@@ -236,6 +238,43 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
     yield from (Message("anomaly: {line}", line=line) for line in result.odd)
     if not result.odd:
         yield Message("no anomalies found")
+
+
+def _warm_lines(devices: Sequence[DeviceProfile]) -> Iterator[str]:
+    """Yields the rate, the clock and the power of warm accelerators, those of the slowest device."""
+    from meshwright.core.units import show_rate
+
+    if devices:
+        slowest = min(devices, key=lambda each: each.warm)
+        yield Message(
+            "      products of a warm device {rate} of a layer, at {clock}, {power} (rank {rank}, the slowest)",
+            rate=show_rate(slowest.warm, "FLOP/s"),
+            clock=f"{slowest.clock / 1e6:.0f} MHz" if slowest.clock else Message("an unknown clock"),
+            power=f"{slowest.power:.0f} W" if slowest.power else Message("unknown power (pip install nvidia-ml-py)"),
+            rank=slowest.rank,
+        )
+
+
+def _connection_lines(found: ClusterProfile) -> Iterator[str]:
+    """Yields how the devices of a host are connected, with the range of measured bandwidths of each kind, and the ranks
+    whose memory network cards read directly."""
+    from meshwright.core.units import show_rate
+
+    names = {"nvswitch": "NVSwitch", "nvlink": "NVLink", "pcie": "PCIe"}
+    for kind in names:
+        rates = sorted(pair.bandwidth for pair in found.pairs if pair.kind == kind)
+        if rates:
+            yield Message(
+                "      {count} pairs of devices over {kind}: {least} to {most}",
+                count=len(rates),
+                kind=names[kind],
+                least=show_rate(rates[0]),
+                most=show_rate(rates[-1]),
+            )
+    if direct := [str(each.rank) for each in found.devices if each.gpudirect]:
+        yield Message(
+            "      network cards read the memory of ranks {ranks} directly (GPUDirect)", ranks=", ".join(direct)
+        )
 
 
 def _link_line(link: Link) -> str:

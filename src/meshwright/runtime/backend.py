@@ -5,30 +5,17 @@ device types, calls `torch.cuda` or pins memory (tests/mesh/test_backend.py). To
 subclass of `Backend` with its `device_type`. The subclass registers itself. The defaults of `Backend` describe a device
 with separate memory and without streams, for example `meta`.
 
-`init_local_device` selects the device of this rank. `host_id` identifies the host of this rank.
-
-`malloc_trim` returns freed heap memory of the C library to the operating system. Flattening a model into buffers, and
-the first step of an optimizer, leave holes in the heap between small live allocations. A model of 110 M parameters in
-bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without `malloc_trim`, and 789 MiB with
-it.
-
-[Note: scratch] MKL caches the workspace of its matrix products. A product with more rows than all previous ones adds to
-this cache, for example 5 MiB for a vocabulary head. After the preflight checks, the cache contains workspace that
-training steps do not need. `malloc_trim` frees the cache.
+`init_local_device` selects the device of this rank.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -78,12 +65,15 @@ class DeviceStream(Protocol):
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """The product name of a device, its bytes of memory (0 if it uses host memory), and the compute capability of a
-    CUDA device."""
+    """The product name of a device, its bytes of memory (0 if it uses host memory), and the compute capability and the
+    unique ID of a CUDA device. `clock` in Hz and `power` in W are those of this moment, 0 if they are unknown."""
 
     name: str
     memory: float = 0.0
     capability: tuple[int, int] | None = None
+    uuid: str = ""
+    clock: float = 0.0
+    power: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +91,13 @@ class ProfilingSizes:
     """Bytes of one tensor of elementwise operations."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the linear layer and of attention."""
+    warm_seconds: float = 3.0
+    """Seconds of products after which an accelerator has the clock of training, which heat and the power limit lower. 0
+    on a CPU."""
+    collectives: tuple[int, ...] = (2**12, 2**16, 2**20, 2**24, 2**28, 2**30)
+    """Sizes at which a collective is timed, as bytes of the full tensor."""
+    max_message: int = 2**30
+    """Bytes of the largest message between two ranks."""
     health_matmul: int = 4096
     """Size n of the n x n matrix product that tests whether an excluded device is healthy."""
 
@@ -236,6 +233,9 @@ class CpuBackend(Backend):
         attention=(4, 256, 64),
         stream_bytes=2**23,
         dtype=torch.float32,
+        warm_seconds=0.0,
+        collectives=(2**12, 2**16, 2**19, 2**21),
+        max_message=2**25,
         health_matmul=512,
     )
 
@@ -359,7 +359,11 @@ class CudaBackend(Backend):
     @override
     def properties(self, device: torch.device) -> DeviceProperties:
         found = torch.cuda.get_device_properties(device)
-        return DeviceProperties(found.name, float(found.total_memory), (found.major, found.minor))
+        clock = power = 0.0
+        with suppress(ImportError, RuntimeError):  # the package nvidia-ml-py or amdsmi is not installed
+            clock, power = 1e6 * torch.cuda.clock_rate(device), 1e-3 * torch.cuda.power_draw(device)
+        capability, uuid = (found.major, found.minor), str(getattr(found, "uuid", ""))
+        return DeviceProperties(found.name, float(found.total_memory), capability, uuid, clock, power)
 
     @override
     def supports_flash_attention(
@@ -379,6 +383,9 @@ class CudaBackend(Backend):
             return ""
         return f"the package triton, which comes with torch for {platform_names(self)[0]}: leave compile out"
 
+
+DEVICE_VARIABLE = "MESHWRIGHT_DEVICE"
+"""Environment variable: `cpu` trains on CPU cores, whatever accelerators the machine has."""
 
 OTHER_DEVICES = Backend()
 
@@ -417,79 +424,53 @@ def initialized_accelerators() -> list[Backend]:
 
 def local_device() -> torch.device:
     """Returns the accelerator with the index in the environment variable `LOCAL_RANK`. Without the variable, returns
-    the current accelerator. Returns the CPU if the process has no accelerator."""
+    the current accelerator. Returns the CPU if the process has no accelerator, or if DEVICE_VARIABLE selects it."""
+    if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        return torch.device("cpu")
     rank = os.environ.get("LOCAL_RANK")
     index = None if rank is None else int(rank)
     found = (backend.local_device(index) for backend in accelerators())
     return next((device for device in found if device is not None), torch.device("cpu"))
 
 
-def init_local_device() -> torch.device:
+def init_local_device(by_command: bool = False) -> torch.device:
     """Makes `local_device()` the current device of this process and returns it.
 
     Must be called before the first collective and the first matrix product. Calls that set random states, create
-    streams or start NCCL operations without naming a device use the current device. Warns if the machine has an
-    accelerator without a `Backend`.
+    streams or start NCCL operations without naming a device use the current device. `by_command`: whether a command
+    has compared the devices with the cluster before (cli/device_checks.py). Then this process trains on CPU cores if it
+    has no device with a `Backend`.
+
+    Raises:
+        InputError: the machine has only an accelerator without a `Backend`, and nobody has selected the CPU.
     """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTING
     device = local_device()
     backend_of(device).select(device)
-    if backend_of(device).memory_is_host and (
-        line := unused_accelerator_warning(torch.accelerator.current_accelerator(check_available=True))
-    ):
-        warnings.warn(line, stacklevel=3)
+    if by_command and backend_of(device).memory_is_host:
+        os.environ[DEVICE_VARIABLE] = "cpu"
+    if os.environ.get(DEVICE_VARIABLE) != "cpu" and backend_of(device).memory_is_host:
+        check_other_accelerator(torch.accelerator.current_accelerator(check_available=True))
     return device
 
 
-def unused_accelerator_warning(found: torch.device | None) -> str:
-    """Returns the warning about the accelerator `found`, which has no `Backend`. Returns '' if `found` is None.
+def check_other_accelerator(found: torch.device | None) -> None:
+    """Raises InputError if the accelerator `found` of this machine has no `Backend`.
 
-    >>> unused_accelerator_warning(torch.device("mps"))
-    'this machine has an accelerator of type mps, which Meshwright does not support: training runs on the CPU'
-    >>> unused_accelerator_warning(None)
-    ''
+    >>> check_other_accelerator(None)
+    >>> check_other_accelerator(torch.device("mps"))  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    meshwright.core.errors.InputError: this machine has an accelerator of type mps, on which Meshwright does not train:
+    set MESHWRIGHT_DEVICE=cpu to train on CPU cores
     """
-    return (
-        ""
-        if found is None
-        else Message(
-            "this machine has an accelerator of type {type}, which Meshwright does not support: training runs on the "
-            "CPU",
-            type=found.type,
+    if found is not None:
+        raise InputError(
+            Message(
+                "this machine has an accelerator of type {type}, on which Meshwright does not train: set "
+                "{variable}=cpu to train on CPU cores",
+                type=found.type,
+                variable=DEVICE_VARIABLE,
+            )
         )
-    )
-
-
-def host_id() -> str:
-    """Returns the id of this rank's host. Two ranks have the same host id if they run on one machine in one network
-    namespace."""
-    try:
-        return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return machine_id()
-
-
-def machine_id() -> str:
-    """Returns the id of this machine. Two ranks have the same machine id if one operating system kernel runs both."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
-
-
-TORCH_CPU_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-
-
-def malloc_trim() -> None:
-    """Frees MKL's cached workspace and trims the heap. Must not be called while a matrix product runs.
-
-    Skips MKL if torch has none. Does not trim if the C library has no `malloc_trim`. Does nothing except on Linux.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(TORCH_CPU_LIBRARY).mkl_serv_free_buffers()
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -226,6 +226,12 @@ class DeviceProfile(StrictModel):
             "FLOP/s of a layer's matrix products in forward and backward (CPU: fp32, GPU: bf16); 0: not measured"
         ),
     )
+    warm: FlopsPerSecond = Field(
+        default=0.0, description="FLOP/s of the same products after seconds of work, on an accelerator; 0: not measured"
+    )
+    clock: float = Field(default=0.0, ge=0, description="clock in Hz during `warm`; 0: unknown")
+    power: float = Field(default=0.0, ge=0, description="power in W during `warm`; 0: unknown")
+    gpudirect: bool = Field(default=False, description="whether network cards read device memory directly")
     bandwidth: BytesPerSecond = Field(
         description="bytes/s of device memory in element-wise operations, reads plus writes"
     )
@@ -264,6 +270,7 @@ class LinkSample(StrictModel):
     second: int
     latency: Seconds
     bandwidth: BytesPerSecond
+    kind: str = Field(default="", description="nvswitch, nvlink or pcie; '': not on one host, or unknown")
 
 
 class CollectiveSample(StrictModel):

@@ -54,7 +54,7 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
     """Reports the median wall-clock seconds of a matrix product on this process's device. It joins no process group.
     The report repeats `payload["slot"]`, the supervisor's index of the device. Returns the exit status."""
     torch.set_num_threads(1)
-    device = init_local_device()
+    device = init_local_device(by_command=True)
     size = backend_of(device).profiling.health_matmul
     left = tensor_factory(device.type)(size, size, device=device)
     seconds = []

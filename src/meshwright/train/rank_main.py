@@ -383,7 +383,7 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
-    device = backend_of(init_local_device())
+    device = backend_of(init_local_device(by_command=True))
     backend = device.process_group_backend
     if world == 1:
         return ProcessGroups(rank, world)

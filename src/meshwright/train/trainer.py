@@ -23,7 +23,7 @@ from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
-from meshwright.runtime.backend import backend_of, init_local_device, malloc_trim
+from meshwright.runtime.backend import backend_of, init_local_device
 from meshwright.runtime.build.parallelize import make_parallel_context, parallelize_model
 from meshwright.runtime.build.passes.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
@@ -31,6 +31,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import ErrorPropagator
 from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
 from meshwright.runtime.float8 import check_precision_support
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.errors import InputError
 from meshwright.core.gloo_exit import wait_for_gloo_at_exit
 from meshwright.core.messages import Message
-from meshwright.runtime.backend import backend_of, host_id, init_local_device
+from meshwright.runtime.backend import backend_of, init_local_device
 from meshwright.runtime.build.passes.analyze import analyze
 from meshwright.runtime.build.passes.assemble import assemble
 from meshwright.runtime.build.passes.check_plan import check_plan
@@ -46,6 +46,7 @@ from meshwright.runtime.comm.shm.memory import connect_shared_memory
 from meshwright.runtime.comm.topology import GroupFactory, Topology
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import ErrorPropagator, gather_objects
+from meshwright.runtime.host_process import host_id
 from meshwright.runtime.offload.swap_file import make_activation_store
 from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups

@@ -24,7 +24,7 @@ import torch
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.runtime.backend import malloc_trim
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.optim.full_tensor import FullTensorStep
 from meshwright.runtime.optim.param_groups import FullParam, SubsetStep, step_subsets

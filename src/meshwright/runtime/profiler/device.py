@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.runtime.backend import backend_of, host_id, machine_id
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.build.parallelize import make_parallel_context
+from meshwright.runtime.host_process import host_id, machine_id
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
+from meshwright.runtime.profiler.interconnect import own_connections
 from meshwright.runtime.profiler.links import CollectiveProfiler
 from meshwright.spec.cluster import ClusterProfile, DeviceProfile, MatmulSample
 from meshwright.spec.plan import Plan
@@ -53,7 +55,9 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
     busy."""
     on_cpu = backend_of(device).memory_is_host
     properties = backend_of(device).properties(device)
-    share, own = 1.0, 1.0
+    share, own, products = 1.0, 1.0, tuple(measure_matmuls(device))
+    trained = measure_layer_training(device)
+    warm, clock, power = measure_warm_layer(device)
     if on_cpu:
         share = measure_cpu_share()
         own = min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota())
@@ -61,8 +65,12 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
         rank=rank,
         host=host_id(),
         name=properties.name,
-        products=tuple(measure_matmuls(device)),
-        trained=measure_layer_training(device),
+        products=products,
+        trained=trained,
+        warm=warm,
+        clock=clock,
+        power=power,
+        gpudirect=own_connections(device).gpudirect,
         bandwidth=measure_stream_bandwidth(device),
         attention=measure_attention(device),
         launch=measure_launch_overhead() if on_cpu else 0.0,
@@ -103,9 +111,9 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
                 break
 
 
-def measure_layer_training(device: torch.device) -> float:
-    """Returns the FLOP/s of a linear layer in training, which computes its output, the gradient of its input and the
-    gradient of its weight. Each result is a new contiguous tensor."""
+def training_products(device: torch.device) -> tuple[Callable[[], None], float]:
+    """Returns a function that computes the products of a linear layer in training, and their FLOPs: its output, the
+    gradient of its input and the gradient of its weight. Each result is a new contiguous tensor."""
     sizes = backend_of(device).profiling
     tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
@@ -118,7 +126,33 @@ def measure_layer_training(device: torch.device) -> float:
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), hidden)
 
-    return 6.0 * tokens * inputs * outputs / time_action(layer, device)
+    return layer, 6.0 * tokens * inputs * outputs
+
+
+def measure_layer_training(device: torch.device) -> float:
+    """Returns the FLOP/s of a linear layer in training (`training_products`)."""
+    layer, flops = training_products(device)
+    return flops / time_action(layer, device)
+
+
+def measure_warm_layer(device: torch.device) -> tuple[float, float, float]:
+    """Returns the FLOP/s of a linear layer in training when the device is warm, and its clock in Hz and power in W
+    meanwhile (0: unknown). The products run for `warm_seconds` of the backend's profiling sizes, and the last third is
+    timed. Returns zeros if the backend has no such time."""
+    backend = backend_of(device)
+    if not (seconds := backend.profiling.warm_seconds):
+        return 0.0, 0.0, 0.0
+    layer, flops = training_products(device)
+    began, count, timed_from = time.perf_counter(), 0, 0.0
+    while (passed := time.perf_counter() - began) < seconds:
+        if not timed_from and passed > seconds * 2 / 3:
+            timed_from, count = passed, 0
+        for _ in range(NUM_BURSTS):
+            layer()
+        noted = backend.properties(device)  # while the device computes
+        backend.synchronize(device)
+        count += NUM_BURSTS
+    return flops * count / (time.perf_counter() - began - timed_from), noted.clock, noted.power
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:

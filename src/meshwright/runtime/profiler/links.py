@@ -37,23 +37,25 @@ import torch.distributed as dist
 
 from meshwright.core.messages import Message
 from meshwright.core.units import show_rate
-from meshwright.runtime.backend import backend_of, host_id
+from meshwright.runtime.backend import ProfilingSizes, backend_of
 from meshwright.runtime.comm.async_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshwright.runtime.comm.group import CommGroup, wrap_process_group, wrap_shm_collectives
 from meshwright.runtime.comm.shm.collectives import FIELDS_PER_GROUP, ShmCollectives
 from meshwright.runtime.comm.shm.memory import FIELDS_PER_RANK
 from meshwright.runtime.comm.topology import build_hierarchical_group
+from meshwright.runtime.host_process import host_id
 from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.profiler.interconnect import own_connections
 from meshwright.spec.cluster import SLOW_LINK_RATIO, CollectiveSample, LinkSample, find_network_tiers
 
 COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
-"""Sizes at which a collective is timed, as bytes of the full tensor."""
-
-MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
+MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES = 8, 2**17
 """Sizes of a message between two ranks, in bytes. Latency is measured with MIN_MESSAGE_BYTES. Bandwidth is measured
 with LARGE_MESSAGE_BYTES. This size is multiplied by 4 until a transfer takes MIN_TRANSFER_SECONDS longer than the
-latency, or until MAX_MESSAGE_BYTES."""
+latency, or until the largest message of the backend (`ProfilingSizes.max_message`)."""
+
+MAX_TRAINING_MESSAGE_BYTES = 2**25
+"""Bytes of the largest message of `measure_links`, which runs while the device has little free memory."""
 
 MIN_TRANSFER_SECONDS = 0.01
 
@@ -120,6 +122,11 @@ class CollectiveProfiler:
         return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process_group, tiers)
 
     @property
+    def profiling(self) -> ProfilingSizes:
+        """The sizes of the backend of this rank's device."""
+        return backend_of(self.mesh.device).profiling
+
+    @property
     def room(self) -> bool:
         """Returns whether the shared memory has room for one more group."""
         return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
@@ -131,17 +138,33 @@ class CollectiveProfiler:
         of ranks. The pairs of a host use its ranks in turn. On a host with accelerators, the rank of the first
         accelerator is also paired with each rank of another. CPU ranks of one host have no link.
         """
-        found = []
+        found, kinds = [], self._host_connections()
         for first, second in self._chosen():
             if not self.room:
                 break
             group = self.group((first, second))
             latency, size, large = self._pair(group, MIN_MESSAGE_BYTES), LARGE_MESSAGE_BYTES, 0.0
-            while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
+            while large - latency < MIN_TRANSFER_SECONDS and size <= self.profiling.max_message:
                 large, size = self._pair(group, size), 4 * size
             rate = size / 4 / max(large - latency, 1e-9)
-            found.append(LinkSample(first=first, second=second, latency=latency, bandwidth=rate))
+            kind = kinds.get((first, second), "")
+            found.append(LinkSample(first=first, second=second, latency=latency, bandwidth=rate, kind=kind))
         return found
+
+    def _host_connections(self) -> dict[tuple[int, int], str]:
+        """Returns how the devices of two ranks of one host are connected, for all pairs that the driver knows."""
+        mine = own_connections(self.mesh.device)
+        every = [mine]
+        if self.mesh.plan.world > 1:
+            every = [mine] * self.mesh.plan.world
+            dist.all_gather_object(every, mine)
+        place = {each.uuid: rank for rank, each in enumerate(every) if each.uuid}
+        return {
+            (place[each.uuid], place[other]): kind
+            for each in every
+            for other, kind in each.kinds.items()
+            if other in place
+        }
 
     def _chosen(self) -> list[tuple[int, int]]:
         chosen = [
@@ -191,7 +214,7 @@ class CollectiveProfiler:
                 break
             ranks, groups = len(members[0]), [self.group(each) for each in members]
             mine = next((group for group in groups if group is not None), None)
-            found.append((ranks, stride, -(-COLLECTIVE_BYTES[0] // 4 // ranks) * ranks))
+            found.append((ranks, stride, -(-self.profiling.collectives[0] // 4 // ranks) * ranks))
             meet = self._collective("reduce_scatter", found[-1][2], ranks, mine)
             ways.append(
                 (meet, min(max(int(SYNC_BUDGET_SECONDS / self._computing(meet, 2)), MIN_SYNC_TURNS), MAX_SYNC_TURNS))
@@ -224,8 +247,9 @@ class CollectiveProfiler:
 
     def _sizes(self, kind: str, group: CommGroup | None, ranks: int, stride: int) -> list[CollectiveSample]:
         found: list[CollectiveSample] = []
-        for size in COLLECTIVE_BYTES:
-            if size == COLLECTIVE_BYTES[1] and found[0].seconds > LATENCY_BOUND_SECONDS:
+        sizes = self.profiling.collectives
+        for size in sizes:
+            if size == sizes[1] and found[0].seconds > LATENCY_BOUND_SECONDS:
                 continue
             numel = -(-size // 4 // ranks) * ranks
             seconds = self._time(self._collective(kind, numel, ranks, group), group)
@@ -402,7 +426,7 @@ def _measure_pair(first: int, second: int, mesh: ParallelContext) -> LinkSample:
     direction, on both ranks."""
     other = second if mesh.rank == first else first
     latency, size, large = _exchange_seconds(other, 1, mesh), LARGE_MESSAGE_BYTES, 0.0
-    while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
+    while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_TRAINING_MESSAGE_BYTES:
         large, size = _exchange_seconds(other, size // 4, mesh), 4 * size
     return LinkSample(first=first, second=second, latency=latency, bandwidth=size / 4 / max(large - latency, 1e-9))
 

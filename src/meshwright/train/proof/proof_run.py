@@ -26,10 +26,10 @@ from meshwright.analysis.model_copy import ModelCopy
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.printable_text import reason_of
-from meshwright.runtime.backend import malloc_trim
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.gather_service import ElementRange, GatherService
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.spec.record import ProofResult

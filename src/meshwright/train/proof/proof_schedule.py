@@ -42,12 +42,13 @@ from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.ipc import RankPhase
 from meshwright.core.messages import Message
 from meshwright.core.units import show_seconds
-from meshwright.runtime.backend import backend_of, malloc_trim
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import shrink_staging_buffers
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.loss import Batch, LossFunction, num_rows
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
 from meshwright.spec.enums import Recompute

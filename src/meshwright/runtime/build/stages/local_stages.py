@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.backend import malloc_trim
 from meshwright.runtime.build.stages.assignment import StageLayer
 from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
+from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.pipeline.block_wrapper import MultiStageParameters
 from meshwright.runtime.stage_placeholder import StagePlaceholder
 
