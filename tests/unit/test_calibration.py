@@ -98,7 +98,7 @@ def test_the_fit_of_accelerators_finds_links_from_times_that_scatter(bandwidth: 
         for n, stride in ((2, 1), (4, 1), (8, 1), (16, 1), (2, 8))
         for size in (2**12, 2**16, 2**20, 2**24, 2**28, 2**30)
     ]
-    made, scatter = LinkModel(8, near, far), Random(3)
+    made, scatter = LinkModel((8,), (near, far)), Random(3)
     timed = tuple(
         each.but(seconds=predict_collective_seconds(made, each) * scatter.uniform(0.92, 1.08)) for each in bare
     )
