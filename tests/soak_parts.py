@@ -50,7 +50,10 @@ PARTS = {
     "families": SoakPart(
         45,
         "models of transformers under many plans",
-        {"ranks": "adapters encoder_decoder families families_all families_published huggingface input_kinds"},
+        {
+            "ranks": "adapters encoder_decoder families families_all families_published huggingface input_kinds "
+            "lightning"
+        },
     ),
     "odd-models": SoakPart(
         60,

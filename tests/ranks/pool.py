@@ -24,15 +24,17 @@ A cold start costs about 0.1 s a rank, a call some hundredths of a second.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -92,6 +94,28 @@ def unchecked(function: Callable[..., Any], *args: Any) -> Any:
     runs that serve as the reference of another run, or that are compared with one device."""
     os.environ["MESHWRIGHT_CHECKS"] = "never"  # each call sets it anew
     return function(*args)
+
+
+@contextlib.contextmanager
+def as_torchrun_starts() -> Iterator[None]:
+    """The environment of torchrun on a rank of the pool, for libraries that read it."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def block_of_page(page: str, words: str) -> str:
+    """The code block of a page of docs/en that has `words`."""
+    text = (Path(__file__).parents[2] / "docs" / "en" / page).read_text(encoding="utf-8")
+    (found,) = [block for block in re.findall(r"^```python[^\n]*\n(.*?)^```$", text, re.M | re.S) if words in block]
+    return str(found)
 
 
 class RankFailure(AssertionError):

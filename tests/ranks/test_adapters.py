@@ -1,19 +1,15 @@
-"""The loops of other libraries under a plan: the Trainer of transformers, and Lightning."""
+"""The Trainer of transformers under a plan (test_lightning.py: Lightning)."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from pool import Pool
+from pool import Pool, as_torchrun_starts, block_of_page
 
 from meshwright.core.errors import InputError
 
@@ -72,26 +68,14 @@ def arguments(folder: str, rows: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def as_torchrun_starts() -> Iterator[None]:
-    """The environment of torchrun on a rank of the pool, for libraries that read it."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    AcceleratorState._reset_state(True)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def with_trainer(folder: str, plan: str, rows: int, dtype: torch.dtype, stop: int = 0) -> Any:
     """Losses of a run, validation losses, what the proof said, and the plan."""
-    with as_torchrun_starts():
-        return trained(folder, plan, rows, dtype, stop)
+    AcceleratorState._reset_state(True)
+    try:
+        with as_torchrun_starts():
+            return trained(folder, plan, rows, dtype, stop)
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def trained(folder: str, plan: str, rows: int, dtype: torch.dtype, stop: int) -> Any:
@@ -156,6 +140,24 @@ def test_a_run_that_ends_goes_on_from_its_newest_complete_checkpoint_under_anoth
     (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").unlink()  # killed while it wrote this checkpoint
     second = ranks.run(2, partial(with_trainer, folder, "pp2", 4, torch.float64))[0][0]
     assert [*first[:2], *second] == [pytest.approx(each, rel=2e-6) for each in expected]
+
+
+def from_the_page(folder: str) -> list[float]:
+    """Runs the block of the page and returns the losses of its trainer."""
+    AcceleratorState._reset_state(True)
+    try:
+        with as_torchrun_starts():
+            args = arguments(folder, 4, save_strategy="no", eval_strategy="no")
+            names: dict[str, Any] = {"model": llama(torch.float32), "args": args, "dataset": Rows()}
+            exec(block_of_page("huggingface.md", "MeshwrightTrainer("), names)
+            return [each["loss"] for each in names["trainer"].state.log_history if "loss" in each]
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def test_the_block_of_the_page_trains(ranks: Pool, tmp_path: Path) -> None:
+    expected = [loss for loss, *_ in plain(str(tmp_path / "plain"), torch.float32)[0]]
+    assert ranks.run(2, from_the_page, str(tmp_path)) == [pytest.approx(expected, rel=2e-5)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """From files to rows of tokens: reading, tokenizers, packing, what is held out, the cache. No torch."""
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -209,6 +210,35 @@ def test_a_bad_tokenizer_folder_is_one_line(tmp_path: Path) -> None:
     text = json.dumps(whole).replace("<|endoftext|>", "<|unknown|>")
     (tmp_path / "tokenizer.json").write_text(text)
     assert "has no end-of-text token" in refusal(open_tokenizer, str(tmp_path))
+
+
+def test_a_sentencepiece_model_gives_the_ids_of_its_own_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentencepiece")
+    data = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE * 50), model_writer=data, vocab_size=300, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, normalization_rule_name="identity", minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(data.getvalue())
+    opened, own = open_tokenizer(str(tmp_path)), library.SentencePieceProcessor(model_proto=data.getvalue())
+    for ids, text in zip(opened.encode(SAMPLE), SAMPLE, strict=True):
+        assert ids.tolist() == own.EncodeAsIds(text) and opened.decode(ids.tolist()) == own.DecodeIds(ids.tolist())
+    assert (opened.vocabulary, opened.end_of_text, opened.mask) == (own.vocab_size(), own.eos_id(), None)
+    opened.save(tmp_path / "saved")
+    assert open_tokenizer(str(tmp_path / "saved" / "tokenizer.model")).digest == opened.digest
+    (tmp_path / "tokenizer.json").write_text(BPE)
+    assert isinstance(open_tokenizer(str(tmp_path)), LibraryTokenizer)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\n")  # files of tiktoken have this name too
+    assert "is not a model of sentencepiece" in refusal(open_tokenizer, str(tmp_path))
+
+
+def test_without_sentencepiece_its_model_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    assert "pip install 'meshwright[sentencepiece]'" in refusal(open_tokenizer, str(tmp_path))
 
 
 def test_without_the_library_a_bpe_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

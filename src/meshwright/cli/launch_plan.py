@@ -330,9 +330,11 @@ def _check_default_tokenizer(data: DataConfig, vocabulary: int) -> None:
 
 
 def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
-    """Returns the data section of a job. If the model has a folder with a tokenizer.json, and the user names no
-    tokenizer (`auto`), the section gets the tokenizer of this folder."""
-    own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
+    """Returns the data section of a job. If the model has a folder with a tokenizer, and the user names no tokenizer
+    (`auto`), the section gets the tokenizer of this folder."""
+    from meshwright.data.tokens import tokenizer_file
+
+    own = bool(source.folder) and tokenizer_file(Path(source.folder)) is not None
     return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
 

@@ -47,12 +47,21 @@ def _has_only_cpus(question: Job) -> bool:
 
 
 def _check_packages(launch: LaunchSpec) -> None:
+    from meshwright.data.tokens import tokenizer_file
+
     tokenizer, work = launch.data.tokenizer, launch.workload
+    is_sentencepiece = (tokenizer_file(Path(tokenizer).expanduser()) or Path(tokenizer)).suffix == ".model"
     needed = [
         ("transformers", "huggingface", bool(launch.model.folder), Message("a model folder")),
         ("peft", "peft", work.lora is not None, "LoRA"),
         ("torchao", "lowbit", work.optimizer.state is not None, Message("8-bit optimizer states")),
-        ("tokenizers", "tokenizers", tokenizer not in ("auto", "bytes"), Message("the tokenizer")),
+        ("sentencepiece", "sentencepiece", is_sentencepiece, Message("tokenizer.model")),
+        (
+            "tokenizers",
+            "tokenizers",
+            tokenizer not in ("auto", "bytes") and not is_sentencepiece,
+            Message("the tokenizer"),
+        ),
         (
             "pyarrow",
             "parquet",
@@ -81,7 +90,7 @@ def _check_tokenizer(launch: LaunchSpec) -> None:
     has_ids = all(source == IMAGES_SOURCE or source.endswith(ARRAY_SUFFIXES) for source in sources)
     if not launch.model.folder or launch.data.tokenizer != "auto" or has_ids or not any(folder.glob("*.safetensors")):
         return
-    other = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()), "")
+    other = next((name for name in ("vocab.json", "vocab.txt") if (folder / name).is_file()), "")
     raise InputError(
         Message(
             "model folder {folder!r} has pretrained weights, but {what}, so their token ids are unknown: {remedy}",

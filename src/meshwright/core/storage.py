@@ -281,17 +281,17 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
     return total
 
 
-def replace_file(path: Path, text: str, private: bool = False) -> None:
-    """Writes `text` to the file `path`. Another process reads either the complete new file or the previous file.
-    `private`: whether only this user may read the file; otherwise it has the default permissions for new files.
-
-    A pipe, a device or a link with this name is also replaced; nothing is written through it.
+def replace_file(path: Path, content: str | bytes, private: bool = False) -> None:
+    """Writes `content` to the file `path`. Another process reads either the complete new file or the previous file.
+    `private`: whether only this user may read the file; otherwise it has the default permissions for new files. A pipe,
+    a device or a link with this name is also replaced; nothing is written through it.
 
     Raises: OSError that names `path`.
     """
     fresh = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        write_file(fresh, [text.encode()], rights=0o600 if private else 0o666)
+        data = content.encode() if isinstance(content, str) else content
+        write_file(fresh, [data], rights=0o600 if private else 0o666)
         os.rename(fresh, path)
         sync_folder(path.parent)
     except OSError as error:

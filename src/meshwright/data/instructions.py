@@ -116,6 +116,14 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: str) -> None:
+        # Without it, transformers converts other files, and may give a text other ids than the model has learned.
+        if not Path(folder, "tokenizer.json").is_file():
+            raise InputError(
+                Message(
+                    "data.tokenizer {folder!r} has no tokenizer.json, which maps tokens to their place in the text",
+                    folder=folder,
+                )
+            )
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             import transformers
@@ -137,13 +145,6 @@ class ChatTemplate:
                 Message(
                     "data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write "
                     "prompt and completion",
-                    folder=folder,
-                )
-            )
-        if not self._tokenizer.is_fast:
-            raise InputError(
-                Message(
-                    "data.tokenizer {folder!r} has no tokenizer.json, which maps tokens to their place in the text",
                     folder=folder,
                 )
             )

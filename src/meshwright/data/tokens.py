@@ -1,5 +1,6 @@
 """Converts text to token ids and back, for data sets. Byte tokens need no library. Byte-level BPE needs the
-`tokenizers` library.
+`tokenizers` library, and a `tokenizer.model` the library `sentencepiece`. Other libraries convert such a file first,
+and the result may give a text other ids.
 
 Guarantees:
 - For the tokenizers made here, decode(encode(text)) == text for every text, even for a text that spells a special
@@ -28,6 +29,8 @@ END_OF_TEXT_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"
 _END_OF_TEXT_TOKENS = (END_OF_TEXT_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
 _MASK_TOKENS = (MASK_TOKEN, "<mask>", "[MASK]")
 MIN_BPE_VOCABULARY = 512
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+"""The files of a tokenizer that are read, of the `tokenizers` library and of sentencepiece."""
 
 TokenIds = NDArray[np.integer[Any]]
 
@@ -126,6 +129,58 @@ class LibraryTokenizer:
                 storage.replace_file(file, self._text)
 
 
+class SentencePieceTokenizer:
+    """A tokenizer of the `sentencepiece` library, read from a tokenizer.model."""
+
+    mask: int | None = None
+
+    def __init__(self, data: bytes, name: str) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise InputError(
+                Message(
+                    "tokenizer {name!r} is a tokenizer.model, which needs the sentencepiece library: pip install "
+                    "'meshwright[sentencepiece]'",
+                    name=name,
+                )
+            ) from None
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(data)
+        except RuntimeError:
+            raise InputError(Message("tokenizer {name!r} is not a model of sentencepiece", name=name)) from None
+        self._data = data
+        self.name = name
+        self.vocabulary: int = self._processor.vocab_size()
+        self.digest: str = xxhash.xxh3_128_hexdigest(data)
+        self.end_of_text: int = self._processor.eos_id()
+        if self.end_of_text < 0:
+            raise InputError(
+                Message(
+                    "tokenizer {name!r} has no end-of-text token: none of {end_of_text_tokens}",
+                    name=name,
+                    end_of_text_tokens="</s>",
+                )
+            )
+
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Returns the token ids of each text, without special tokens."""
+        return [np.array(ids, dtype=np.uint32) for ids in self._processor.EncodeAsIds(list(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`, without special tokens."""
+        return str(self._processor.DecodeIds([*map(int, ids)]))
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.model."""
+        file = folder / TOKENIZER_FILES[1]
+        with storage.failures_as_one_line(file):
+            if not storage.is_file(file) or storage.read_file(file) != self._data:
+                storage.make_folder(folder)
+                storage.replace_file(file, self._data)
+
+
 def has_tokenizers_library() -> bool:
     """Returns whether `tokenizers` is installed."""
     return importlib.util.find_spec("tokenizers") is not None
@@ -166,22 +221,30 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
-def open_tokenizer(path: str) -> LibraryTokenizer:
-    """Opens the tokenizer in a folder with a tokenizer.json, or in a tokenizer.json file.
+def tokenizer_file(folder: Path) -> Path | None:
+    """Returns the file of the tokenizer in `folder`, None if there is none that can be read."""
+    return next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+
+
+def open_tokenizer(path: str) -> LibraryTokenizer | SentencePieceTokenizer:
+    """Opens the tokenizer in a folder, or in a file: a tokenizer.json, or a tokenizer.model of sentencepiece. A folder
+    with both has the same tokenizer twice, and the first is read.
 
     Raises:
         InputError: the file is missing, unreadable or not a tokenizer, the tokenizer has no end-of-text token, or
-            `tokenizers` is not installed.
+            its library is not installed.
     """
     place = Path(path).expanduser()
-    file = place / "tokenizer.json" if place.is_dir() else place
+    file = tokenizer_file(place) or place / "tokenizer.json" if place.is_dir() else place
     try:
+        if file.suffix == Path(TOKENIZER_FILES[1]).suffix:
+            return SentencePieceTokenizer(file.read_bytes(), path)
         return LibraryTokenizer(file.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise InputError(
             Message(
                 "data.tokenizer {path!r}: {file!r} does not exist; write auto, bytes, bpe, or a folder with a "
-                "tokenizer.json",
+                "tokenizer.json or tokenizer.model",
                 path=path,
                 file=str(file),
             )

@@ -384,7 +384,9 @@ class DataConfig(StrictModel):
         default="text", min_length=1, description="field with the text in each JSON line, or column in a Parquet table"
     )
     tokenizer: str = Field(
-        default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json"
+        default="auto",
+        min_length=1,
+        description="auto, bytes, bpe, or a folder with a tokenizer.json or tokenizer.model",
     )
     documents: Literal["joined", "apart"] = Field(
         default="joined",
