@@ -110,7 +110,7 @@ CLUSTER = (
 )
 DEVICE = (Section("groups[].device", Device, "One device.", "一个设备。"),)
 
-NOT_WRITTEN = {"described"}
+NOT_WRITTEN = {"described", "local_ranks"}
 """Fields of a job that no file has."""
 UNITS = {
     "tokens": ("sequence", "seq"),

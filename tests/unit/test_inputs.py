@@ -24,6 +24,9 @@ from meshwright.planner.inputs.cluster_parser import (
 from meshwright.planner.inputs.job import JobFile, ModelChoice, load_job, read_job, resolve_job, resolve_sizes
 from meshwright.planner.inputs.model_parser import needs_tracing, read_model, read_sizes
 from meshwright.planner.inputs.plans import parse_pins, pins_from_plan, read_plan, validate_pins
+from meshwright.planner.search import local_ranks
+from meshwright.planner.search.local_ranks import with_local_ranks
+from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.constraints import validate_plan
 from meshwright.spec.plan import Plan, parse_plan
 
@@ -636,3 +639,27 @@ def test_the_default_job_is_a_small_llama_on_this_machine() -> None:
 )
 def test_every_field_of_a_plan_can_be_a_pin(plan: Plan) -> None:
     assert Plan(**validate_pins(pins_from_plan(plan), "pins")) == plan
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_local_has_the_number_of_cpu_ranks_with_the_fastest_plan(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cluster_parser, local_ranks):
+        monkeypatch.setattr(module, "available_cpus", lambda: cores)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(cluster_parser.LOCAL_PROFILE_ENV, "0")
+
+    def chosen(*sets: str, pins: dict[str, Any] | None = None, **options: Any) -> JobFile:
+        return with_local_ranks(read_job(None, sets, {"model.name": "llama-tiny", **options}), pins or {})
+
+    def seconds(count: int) -> float:
+        job = resolve_job(read_job(None, [], {"model.name": "llama-tiny", "cluster.name": f"local:{count}"}))
+        return search_plans(job, 1, runnable=True).chosen.estimate.time.step
+
+    file = chosen()
+    assert file.cluster.local_ranks == min(range(1, cores + 1), key=seconds)
+    assert (resolve_job(file).cluster.devices, resolve_job(file).cluster.name) == (file.cluster.local_ranks, "local")
+    assert chosen(pins={"tp": 4}).cluster.local_ranks == 4, "more ranks than cores where the pins ask for them"
+    assert chosen(**{"plan.name": "dp3"}).cluster.local_ranks == 3
+    assert chosen(**{"plan.name": "dp64"}).cluster.local_ranks == 0
+    assert chosen(**{"plan.name": "fsdp"}).cluster.local_ranks == cores
+    assert chosen(**{"cluster.name": "local:3"}).cluster.local_ranks == 0

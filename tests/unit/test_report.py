@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.report.faults import faults_text
-from meshwright.report.page.run_page import MEMORY_COLUMNS
+from meshwright.report.page.run_page import MAX_CURVE_POINTS, MEMORY_COLUMNS
 from meshwright.report.run import RunFolder, read_run, summarize_run
 from meshwright.report.run_text import compare_runs, compare_text, decisions_text, list_decisions, run_text
 from meshwright.report.text import align_columns, sparkline
@@ -466,7 +466,11 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(
         assert [{name: row[name] for name in pair} for row, pair in zip(data[kind], told[kind], strict=True)] == told[
             kind
         ]
-    assert data["loss"] == [[step, pytest.approx(6.0 / step)] for step in range(1, 9)] and data["held"] == [[0, 7.5]]
+    (curves,) = data["runs"]
+    assert curves["loss"] == [[step, pytest.approx(6.0 / step)] for step in range(1, 9)] and curves["held"] == [
+        [0, 7.5]
+    ]
+    assert data["last"] == {"loss": told["loss"]["last"]["loss"], "held": told["held_out"]["last"]["loss"]}
     (event,) = data["events"]
     assert (event["step"], event["seconds"], event["lost"], event["source"]) == (6, 8.99, pytest.approx(8.49), "memory")
     columns = data["timeline"]["columns"]
@@ -482,12 +486,27 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(
     assert not re.search(r"\{\{\w+[.}]", text)
 
 
-def test_a_page_is_of_one_run_in_a_place_that_can_be_written(
+def test_a_page_of_several_runs_has_their_curves_and_the_last_loss_of_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    long = [record(step, 6.0 / step) for step in range(1, 4 * MAX_CURVE_POINTS)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    runs = [write_run(tmp_path / "a" / "run", long), write_run(tmp_path / "b" / "run", losses(3))]
+    page = tmp_path / "out.html"
+    assert main(["report", *map(str, runs), "--page", str(page)]) == 0
+    shown = re.search(r"last loss +(\S+)", capsys.readouterr().out)
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None and shown is not None
+    data = json.loads(found[1])
+    assert [each["name"] for each in data["runs"]] == ["a/run", "b/run"]
+    assert [len(each["loss"]) for each in data["runs"]] == [MAX_CURVE_POINTS, 3]
+    assert f"{data['last']['loss']:.4f}" == shown[1], "not the mean of the last interval of the curve"
+    assert page.stat().st_size < 1e6
+
+
+def test_a_page_is_written_where_a_file_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write_run(tmp_path / "one", losses(3))
-    assert main(["report", str(one), str(one), "--page", str(tmp_path / "out.html")]) == 2
-    assert "report --page shows one run, but 2 are given: name one" in capsys.readouterr().err
     assert main(["report", str(one), "--page", str(tmp_path / "no" / "out.html")]) == 2
     assert f"folder {tmp_path / 'no'} does not exist; name a file in an existing folder" in capsys.readouterr().err
 

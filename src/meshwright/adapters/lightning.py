@@ -68,22 +68,24 @@ ENTRY, ROWS = "batch.", "rows"
 class LightningStep(nn.Module):
     """The model that is sharded: its forward is a step of the module, and returns the loss and what the step logs."""
 
-    def __init__(self, module: Any, step: Callable[[], str], batch: Any) -> None:
-        """`step`: returns the name of the method to run. `batch`: a batch of the form of all others."""
+    def __init__(self, module: Any, step: Callable[[], tuple[str, Any]], batch: Any) -> None:
+        """`step`: returns the name of the method to run, and its arguments after the batch, such as the index of the
+        batch. `batch`: a batch of the form of all others."""
         super().__init__()
         self.module, self.step = module, step
         self.form = type(batch) if isinstance(batch, Mapping | tuple | list) else None
 
     def forward(self, **entries: Any) -> dict[str, Any]:
         values = {name.removeprefix(ENTRY): value for name, value in entries.items() if name != ROWS}
-        batch = values if self.form is not None and issubclass(self.form, Mapping) else list(values.values())
+        batch: Any = values
         if self.form is None:
-            batch = batch[0]
-        elif issubclass(self.form, tuple):
-            batch = self.form(*batch) if hasattr(self.form, "_make") else self.form(batch)
+            (batch,) = values.values()
+        elif not issubclass(self.form, Mapping):
+            batch = self.form(*values.values()) if hasattr(self.form, "_make") else self.form(values.values())
         logged: dict[str, Any] = {}
         with _recorded_logs(self.module, logged):
-            output = getattr(self.module, self.step())(batch, 0)
+            name, given = self.step()
+            output = getattr(self.module, name)(batch, *given)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None and logged:
             loss = torch.as_tensor(next(iter(logged.values()))[0])
@@ -134,7 +136,7 @@ class MeshwrightStrategy(DDPStrategy):
         self.plan, self.options = plan, dict(options or {})
         self.sharded: Any = None
         """The trainer of Meshwright once training has begun (`meshwright.train.trainer.Trainer`)."""
-        self._step = "training_step"
+        self._step: tuple[str, Any] = ("training_step", ())
         self._resumed: Path | None = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -218,6 +220,7 @@ class MeshwrightStrategy(DDPStrategy):
 
     def training_step(self, batch: Any, *given: Any, **named: Any) -> torch.Tensor:
         """Runs one step of Meshwright on the global batch. Returns its mean loss over rows."""
+        self._step = ("training_step", given)
         if self.sharded is None:
             self._shard(batch)
         for group, wanted in zip(self.sharded.optimizer.param_groups, self.optimizers[0].param_groups, strict=True):
@@ -249,12 +252,9 @@ class MeshwrightStrategy(DDPStrategy):
     def _evaluate(self, step: str, batch: Any, *given: Any, **named: Any) -> Any:
         if self.sharded is None:
             return getattr(super(), step)(batch, *given, **named)
-        self._step = step
-        try:
-            with self._logging(batch) as entries:
-                return torch.tensor(self.sharded.evaluate(entries), device=self.root_device)
-        finally:
-            self._step = "training_step"
+        self._step = (step, given)
+        with self._logging(batch) as entries:
+            return torch.tensor(self.sharded.evaluate(entries), device=self.root_device)
 
     def predict_step(self, *given: Any, **named: Any) -> Any:
         """Predicts with the full model. Raises InputError once the module is sharded."""

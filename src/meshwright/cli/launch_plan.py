@@ -38,9 +38,10 @@ class PlanChoice(NamedTuple):
     why: list[Message]
 
 
-def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
-    """Reads the job file and applies the options. If there is no job file, catalog/default.yaml replaces it for the
-    models TINY_LANGUAGE_MODELS (default: llama-tiny); other models get the default of each entry.
+def read_job_file(path: Path | None, shared: JobOptions, pin: str | None = None) -> JobFile:
+    """Reads the job file, applies the options and chooses the ranks of `local` (planner/search/local_ranks.py). If
+    there is no job file, catalog/default.yaml replaces it for the models TINY_LANGUAGE_MODELS (default: llama-tiny);
+    other models get the default of each entry. `pin` has plan fields that the user fixes, such as tp=2.
 
     Without the tokenizers library only byte tokens exist. A model of catalog/default.yaml then has the byte vocabulary.
 
@@ -56,7 +57,12 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
     library = importlib.util.find_spec("tokenizers") is not None
     if embedded and not library:
         file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
-    return file
+    if not file.cluster.is_open_local:
+        return file
+    from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.planner.search.local_ranks import with_local_ranks
+
+    return with_local_ranks(file, parse_pins(pin or ""))
 
 
 def build_model_source(file: JobFile) -> ModelSource:
@@ -99,9 +105,11 @@ def choose_plan(
     from meshwright.planner.search.explain import explain
     from meshwright.planner.search.ranking import search_plans
 
-    if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
+    if world is not None and file.cluster.is_open_local:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
         file = file.but(cluster={"name": f"local:{here}"})
+    elif file.cluster.local_ranks and "name" not in file.plan and not pin and folder is not None:
+        file = _with_ranks_of_run(file, folder)
     if isinstance(file.described, str):
         return _choose_without_estimate(file, file.described, world)
     question = resolve_job(file)
@@ -134,6 +142,16 @@ def choose_plan(
         why = [Message("plan {why}", why=first), *(Message("  {why}", why=line) for line in rest)]
         why += _warn_slow_group(question, estimate.time.step) if world is not None else []
     return PlanChoice(question, plan, estimate, [_job_summary(question), *why, *_plan_change_note(folder, plan)])
+
+
+def _with_ranks_of_run(file: JobFile, folder: Path) -> JobFile:
+    """Returns the job with as many ranks of `local` as the run in `folder` has used so far, if it has begun."""
+    from meshwright.core.codec import read_run_file
+    from meshwright.planner.search.local_ranks import with_ranks
+    from meshwright.spec.plan import Plan
+
+    before = read_run_file(Plan, folder / "plan.json") if has_progress(folder) else None
+    return file if before is None else with_ranks(file, before.world)
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:

@@ -194,11 +194,7 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
 def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
     """Returns the name `local:N` of the cluster of one node with N devices. Returns None if the job describes another
     cluster or sets the number of devices."""
-    return (
-        f"local:{place.devices[0]}"
-        if file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups
-        else None
-    )
+    return f"local:{place.devices[0]}" if file.cluster.is_open_local else None
 
 
 def serve_leader(

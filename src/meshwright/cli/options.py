@@ -178,11 +178,15 @@ def _refuse_foreign_file(path: Path | None) -> None:
 
 
 def announce_defaults(file: JobFile, workload: Workload, language: str, options: tuple[str, ...] = DEFAULTS) -> None:
-    """Prints which of `options` (--batch, --seq) have default values: neither the user nor the job file sets them."""
+    """Prints which of `options` (--batch, --seq) have default values: neither the user nor the job file sets them. The
+    chosen number of ranks of `local` is one of them."""
     fields = {"--batch": "batch", "--seq": "sequence"}
     used = [name for name in options if fields[name] not in file.workload.model_fields_set]
-    if used:
-        values = ", ".join(f"{fields[name]} {getattr(workload, fields[name]):,} ({name})" for name in used)
+    said = [f"{fields[name]} {getattr(workload, fields[name]):,} ({name})" for name in used]
+    if file.cluster.local_ranks and "name" not in file.plan:
+        said.append(f"local:{file.cluster.local_ranks} (--cluster)")
+    if said:
+        values = ", ".join(said)
         print_note(Message("using defaults: {values}", values=values), language)
 
 

@@ -54,7 +54,7 @@ def plan(
     language = choose_language(shown.lang, os.environ)
     if other.system is not None or other.config:
         return _plan_for_system(job, shared, wanted.pin, other, language, json)
-    file = read_job_file(job, shared)
+    file = read_job_file(job, shared, wanted.pin)
     if shown.compare is not None:
         _compare_plans(file, shown.compare, language, json)
         return 0
@@ -177,7 +177,7 @@ def _plan_for_system(
             raise InputError(Message("the configuration does not state the model: add --model"))
         file = read_job(job, shared.set, options)
     else:
-        file = read_job_file(job, shared)
+        file = read_job_file(job, shared, pin)
     question, sizes = resolve_job(file), known_sizes(file)
     pins = {**question.workload.fixed, **(parse_pins(pin) if pin else {})}
     found = compare_for(question.but(pins=pins), system, sizes, file.model.source, yours, given)

@@ -30,8 +30,8 @@ def report(
         Path | None,
         Parameter(
             help=(
-                "write an HTML page of one run to this file: plan, losses, predicted and measured "
-                "values, memory, faults"
+                "write an HTML page of the first run to this file: plan, losses, predicted and measured "
+                "values, memory, faults; with the curves of all runs"
             )
         ),
     ] = None,
@@ -51,15 +51,13 @@ def report(
     language = choose_language(lang, os.environ)
     if not runs:
         raise InputError(Message("report needs a run: name one or several folders that `meshwright train` has written"))
-    if page is not None and len(runs) > 1:
-        raise InputError(Message("report --page shows one run, but {count} are given: name one", count=len(runs)))
     if memory and len(runs) > 1:
         raise InputError(Message("report --memory shows one run, but {count} are given: name one", count=len(runs)))
     if page is not None:
         check_output_path("--page", page)
     found = [read_run(folder) for folder in runs]
     if page is not None:
-        _run_page(found[0], page, language)
+        _run_page(found, page, language)
     if memory:
         _print_memory(runs[0], found[0], json, language)
     elif len(found) == 1:
@@ -88,10 +86,10 @@ def _print_memory(folder: Path, run: RunFolder, json: bool, language: str) -> No
     _print(json, lambda: data, lambda: memory_text(run, timelines, ranks, language))
 
 
-def _run_page(run: RunFolder, path: Path, language: str) -> None:
+def _run_page(runs: list[RunFolder], path: Path, language: str) -> None:
     from meshwright.core.units import show_bytes
     from meshwright.report.page.run_page import run_page_text
 
-    text = run_page_text(run, language)
+    text = run_page_text(runs[0], language, runs[1:])
     write_atomically(path, text)
     print_note(Message("page: {path}, {count}", path=path, count=show_bytes(len(text.encode()))), language)

@@ -278,7 +278,7 @@ def _options_after_trials(
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
 
-    file = read_job_file(job, shared)
+    file = read_job_file(job, shared, wanted.pin)
     before = run_folder_of(file, build_model_source(file)) / "plan.json"
     known = file.given_plan() is not None or is_present(before)
     if connection.tell("known" if known else "") if connection is not None else known:
@@ -320,7 +320,7 @@ def _prepared_run(
     from meshwright.core.storage import make_folder
     from meshwright.train.run_lock import RunLock
 
-    file = read_job_file(job, shared)
+    file = read_job_file(job, shared, wanted.pin)
     source = build_model_source(file)
     folder = run_folder_of(file, source)
     choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)

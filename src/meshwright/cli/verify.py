@@ -61,7 +61,7 @@ def verify(
         recorded.refuse_other_options(job, shared, pin)
         return recorded.compare(shared.model, json, language)
     recorded.refuse_without_recording()
-    requested = prepare_verification(read_job_file(job, shared), pin, dtype)
+    requested = prepare_verification(read_job_file(job, shared, pin), pin, dtype)
     small, source, choice = requested.small, requested.source, requested.choice
     plan = Message("plan {plan}", plan=choice.plan.name)
     what = (

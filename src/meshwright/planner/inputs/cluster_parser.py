@@ -1,7 +1,8 @@
 """Reads `--cluster`: `local`, a file, a catalog name, or a cluster in words (cluster_syntax.py).
 
 The cluster `local` is this machine: its CUDA devices as the driver lists them, or else ranks on the CPU cores of the
-host. Torch is not imported to find them. There are as many CPU ranks as cores, but at least 4 and at most 8; `local:N`
+host. Torch is not imported to find them. There are as many CPU ranks as cores, but at most 8; commands let the planner
+choose fewer (planner/search/local_ranks.py). `local:N`
 sets the number to N. If there are more ranks than cores, each rank has cores / ranks times the peak rate, memory
 bandwidth and link bandwidth of a core. The memory of a CPU rank is the memory of the host, or of the container, divided
 by the number of ranks.
@@ -230,9 +231,9 @@ def default_cpu_ranks(cores: int) -> int:
     """Returns the default number of CPU ranks on a machine with `cores` cores.
 
     >>> default_cpu_ranks(2), default_cpu_ranks(6), default_cpu_ranks(64)
-    (4, 6, 8)
+    (2, 6, 8)
     """
-    return min(max(MIN_CPU_RANKS, cores), MAX_CPU_RANKS)
+    return min(cores, MAX_CPU_RANKS)
 
 
 def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:

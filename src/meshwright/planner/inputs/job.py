@@ -102,6 +102,14 @@ class ClusterChoice(StrictModel):
     failures_per_device_hour: float = Field(
         default=0.0, ge=0, description="failures of a device per hour, for simulate --days; 0: that of the cluster"
     )
+    local_ranks: SkipJsonSchema[int] = Field(
+        default=0, exclude=True, description="not serialized: the chosen number of ranks of `local`, 0: the default"
+    )
+
+    @property
+    def is_open_local(self) -> bool:
+        """Returns whether the cluster is this machine with any number of ranks."""
+        return self.name == "local" and not self.path and not self.groups
 
 
 class JobFile(StrictModel):
@@ -239,7 +247,8 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
     if choice.groups:
         cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
     else:
-        cluster = read_cluster(choice.path or choice.name)
+        cluster = read_cluster(choice.path or (f"local:{choice.local_ranks}" if choice.local_ranks else choice.name))
+        cluster = cluster.but(name=choice.name) if choice.local_ranks else cluster
     cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
     cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
     return (

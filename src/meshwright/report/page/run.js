@@ -1,32 +1,57 @@
-// This page has no state of its own, and computes no values.
-const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22
+// The state of this page: the range of steps that the charts show, the smoothing, and whether the axis of losses is logarithmic.
+const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22, FEW = 40
+const COLOURS = ["loss", "held", "r2", "r3", "r4", "r5", "r6", "r7"]
 const called = (group, kind) => nameOf(group, kind) || say.kinds[kind] || kind
 const since = value => value ? seconds(value) : "0 s"
 const finite = points => points.filter(([, value]) => value !== null)
+const many = DATA.runs.length > 1
+
+function heard(given) {
+  const range = (given.get("steps") || "").split("-").map(Number), smooth = Number(given.get("smooth"))
+  return { steps: range.length === 2 && range[1] > range[0] ? range : null, smooth: smooth > 0 && smooth < 100 ? smooth : 0, log: given.get("log") === "1" }
+}
+
+function tell(told) {
+  if (state.steps) told.set("steps", state.steps.join("-"))
+  if (state.smooth) told.set("smooth", state.smooth)
+  if (state.log) told.set("log", "1")
+}
 
 // --- charts -----------------------------------------------------------------------------------------------------------------------
 
-// Draws the axes of a chart, with five horizontal grid lines from `low` to `high`. Returns functions from values to coordinates.
-function axes(low, high, last, show, unit) {
+// Returns about five round numbers from `low` to `high`: 1, 2 or 5 times a power of ten, with `base` 1024 powers of two times a unit of bytes.
+function ticks(low, high, base = 10) {
+  if (!(high > low)) return [low]
+  const rough = (high - low) / 5, unit = base === 10 ? 10 ** Math.floor(Math.log10(rough)) : 2 ** Math.floor(Math.log2(rough))
+  const step = unit * (base === 10 ? [1, 2, 5, 10] : [1, 2]).find(factor => factor * unit >= rough * 0.999)
+  const first = Math.ceil(low / step - 1e-9)
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)))
+}
+
+// The ticks of a logarithmic axis: 1, 2 and 5 times the powers of ten, or round numbers if these are too few.
+function logTicks(low, high) {
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, index) => 10 ** (Math.floor(Math.log10(low)) + index))
+  const found = powers.flatMap(power => [1, 2, 5].map(factor => Number((factor * power).toPrecision(12)))).filter(value => value >= low && value <= high)
+  return found.length > 2 ? found : ticks(low, high)
+}
+
+// Draws the axes of a chart with round ticks. Returns functions from values to coordinates. `show` and `unit` format the values of the two axes.
+function axes(low, high, last, show, unit, { log = false, base = 10 } = {}) {
   const svg = make("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HIGH + BELOW}`, role: "img" })
+  const on = log ? Math.log : value => value
   const x = value => LEFT + (WIDTH - LEFT) * (last[1] > last[0] ? (value - last[0]) / (last[1] - last[0]) : 0.5)
-  const y = value => HIGH - (HIGH - 12) * (high > low ? (value - low) / (high - low) : 0.5)
-  for (let at = 0; at <= 4; at += 1) {
-    const value = low + (high - low) * at / 4
+  const y = value => HIGH - (HIGH - 12) * (high > low ? (on(value) - on(low)) / (on(high) - on(low)) : 0.5)
+  for (const value of log ? logTicks(low, high) : ticks(low, high, base)) {
     svg.append(make("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value) }), make("text", { class: "right", x: LEFT - 8, y: y(value) + 4 }, show(value)))
-    if (high === low) break
   }
-  svg.append(make("text", { x: LEFT, y: HIGH + 17 }, unit(last[0])), make("text", { class: "right", x: WIDTH, y: HIGH + 17 }, unit(last[1])))
+  for (const value of ticks(last[0], last[1])) {
+    const at = x(value)
+    svg.append(make("line", { class: "grid", x1: at, x2: at, y1: HIGH, y2: HIGH + 4 }), make("text", { class: at > WIDTH - 30 ? "right" : "middle", x: at, y: HIGH + 17 }, unit(value)))
+  }
   return { svg, x, y }
 }
 
 const pathOf = (points, x, y) => points.map(([at, value], index) => `${index ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("")
-
-function curve({ svg, x, y }, kind, points, words) {
-  if (points.length === 1) return svg.append(make("circle", { class: `k-${kind}`, cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }))
-  svg.append(make("path", { class: `curve k-${kind}`, d: pathOf(points, x, y) }, make("title", {}, words)))
-  if (points.length <= 40) svg.append(...points.map(([at, value]) => make("circle", { class: `k-${kind}`, cx: x(at), cy: y(value), r: 2.5 }, make("title", {}, `${say.stepAt(at)}: ${Number(value.toFixed(4))}`))))
-}
 
 function marks({ svg, x }, last) {
   for (const event of [...DATA.events, ...DATA.decisions].filter(event => event.step >= last[0] && event.step <= last[1])) {
@@ -34,32 +59,110 @@ function marks({ svg, x }, last) {
   }
 }
 
-const stepName = value => say.stepAt(Math.round(value))
+// Returns the exponential moving average of a curve, without a bias towards its first value. `weight`: that of the past, 0 to 1.
+function smoothed(points, weight) {
+  let sum = 0, total = 0
+  return points.map(([at, value]) => {
+    sum = weight * sum + (1 - weight) * value
+    total = weight * total + 1 - weight
+    return [at, sum / total]
+  })
+}
+
+// Draws curves over steps: { kind, name, points, dashed }. A pointer shows the values of a step, and dragging chooses a range of steps.
+function plotSteps(id, curves, show, { log = false, smooth = 0, low, more = [] } = {}) {
+  const all = curves.flatMap(each => each.points.map(point => point[0]))
+  const whole = [Math.min(...all), Math.max(...all)], last = state.steps || whole
+  const within = points => points.filter(([at]) => at >= last[0] && at <= last[1])
+  const isSmoothed = each => smooth > 0 && each.points.length > FEW
+  const shown = curves.map(each => ({ ...each, raw: isSmoothed(each) ? within(each.points) : [], points: within(isSmoothed(each) ? smoothed(each.points, smooth) : each.points) }))
+  const values = [...shown.flatMap(each => [...each.points, ...each.raw].map(point => point[1])), ...more]
+  if (!values.length) return fill(id, make("p", { class: "note" }, say.noStep))
+  const bottom = low ?? Math.min(...values), top = Math.max(...values), scale = log && bottom > 0
+  const plot = axes(bottom, top, last, show(top - bottom), value => String(Math.round(value * 100) / 100), { log: scale })
+  marks(plot, last)
+  for (const { kind, dashed, points, raw } of shown) {
+    if (raw.length) plot.svg.append(make("path", { class: `curve faint k-${kind}`, d: pathOf(raw, plot.x, plot.y) }))
+    plot.svg.append(make("path", { class: `curve k-${kind}${dashed ? " dashed" : ""}`, d: pathOf(points, plot.x, plot.y) }))
+    if (points.length <= FEW) plot.svg.append(...points.map(([at, value]) => make("circle", { class: `k-${kind}`, cx: plot.x(at), cy: plot.y(value), r: points.length === 1 ? 3 : 2.5 })))
+  }
+  for (const value of more) plot.svg.append(make("line", { class: "expected", x1: LEFT, x2: WIDTH, y1: plot.y(value), y2: plot.y(value) }))
+  const readout = make("p", { class: "note readout" }, say.hint)
+  follow(plot, shown, last, readout, show(top - bottom))
+  fill(id, readout, make("div", { class: "scroll" }, plot.svg))
+}
+
+function follow({ svg, x, y }, curves, last, readout, show) {
+  const line = make("line", { class: "cursor", y1: 12, y2: HIGH }), area = make("rect", { class: "chosen", y: 12, height: HIGH - 12 }), dots = curves.map(({ kind }) => make("circle", { class: `k-${kind}`, r: 4 }))
+  const stepOf = event => {
+    const box = svg.getBoundingClientRect(), part = ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT)
+    return last[0] + Math.min(Math.max(part, 0), 1) * (last[1] - last[0])
+  }
+  let from = null
+  const hide = () => { for (const each of [line, area, ...dots]) each.remove(); readout.textContent = say.hint }
+  const move = event => {
+    const at = stepOf(event)
+    const near = curves.map(({ points }) => points.reduce((one, other) => one && Math.abs(one[0] - at) <= Math.abs(other[0] - at) ? one : other, null))
+    const step = near.filter(Boolean).reduce((one, other) => Math.abs(one[0] - at) <= Math.abs(other[0] - at) ? one : other)[0]
+    svg.append(line)
+    line.setAttribute("x1", x(step)); line.setAttribute("x2", x(step))
+    near.forEach((point, index) => { if (point) { dots[index].setAttribute("cx", x(point[0])); dots[index].setAttribute("cy", y(point[1])); svg.append(dots[index]) } })
+    readout.textContent = `${say.stepAt(step)}: ${curves.map(({ name }, index) => near[index] && `${name} ${show(near[index][1])}${near[index][0] === step ? "" : ` (${say.stepAt(near[index][0])})`}`).filter(Boolean).join(" \u00b7 ")}`
+    if (from !== null) {
+      area.setAttribute("x", Math.min(x(from), x(at))); area.setAttribute("width", Math.abs(x(at) - x(from)))
+      svg.append(area)
+    }
+  }
+  svg.addEventListener("pointermove", move)
+  svg.addEventListener("pointerleave", () => { if (from === null) hide() })
+  svg.addEventListener("pointerdown", event => { from = stepOf(event); if (event.pointerId) svg.setPointerCapture?.(event.pointerId) })
+  svg.addEventListener("pointerup", event => {
+    const range = [from, stepOf(event)].sort((one, other) => one - other).map(Math.round)
+    from = null
+    if (range[1] - range[0] >= Math.max(1, (last[1] - last[0]) / 100)) write({ steps: range })
+    else hide()
+  })
+  svg.addEventListener("dblclick", () => write({ steps: null }))
+}
+
+function drawTools() {
+  const input = make("input", { type: "range", min: 0, max: 99, step: 1, "aria-label": say.smoothing, oninput: event => write({ smooth: Number(event.target.value) }) })
+  const log = make("input", { type: "checkbox", id: "log", onchange: event => write({ log: event.target.checked }) })
+  const there = document.getElementById("tools").querySelector("input")
+  if (!there) fill("tools", make("label", {}, make("span", {}), input), make("label", {}, log, make("span", {})), make("button", { type: "button", onclick: () => write({ steps: null }) }))
+  const [smoothing, scale, all] = document.getElementById("tools").children
+  smoothing.children[0].textContent = `${say.smoothing} ${(state.smooth / 100).toFixed(2)}`
+  smoothing.children[1].value = state.smooth
+  scale.children[0].checked = state.log
+  scale.children[1].textContent = say.logAxis
+  all.textContent = say.allSteps
+  all.hidden = !state.steps
+}
+
+const nameOfCurve = (run, what) => many ? [run.name, what].filter(Boolean).join(", ") : what
+const colourOf = index => COLOURS[index % COLOURS.length]
+const digits = range => value => Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-4) ? value.toExponential(2) : Number(value.toFixed(range < 0.1 ? 5 : range < 10 ? 4 : 2)).toString()
 
 function drawLoss() {
-  const train = finite(DATA.loss), held = finite(DATA.held)
-  const all = [...train, ...held]
-  if (!all.length) return fill("lossChart", make("p", { class: "note" }, say.noStep))
-  const values = all.map(point => point[1]), steps = all.map(point => point[0]), last = [Math.min(...steps), Math.max(...steps)]
-  const plot = axes(Math.min(...values), Math.max(...values), last, value => value.toFixed(Math.max(...values) - Math.min(...values) < 0.1 ? 4 : 2), stepName)
-  marks(plot, last)
-  if (train.length) curve(plot, "loss", train, say.train)
-  if (held.length) curve(plot, "held", held, say.validation)
-  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.validation], (DATA.events.length || DATA.decisions.length) && ["recovery", say.broke]))
+  const curves = DATA.runs.flatMap((run, index) => [
+    { kind: many ? colourOf(index) : "loss", name: nameOfCurve(run, many ? "" : say.train), points: finite(run.loss) },
+    { kind: many ? colourOf(index) : "held", name: nameOfCurve(run, say.validation), points: finite(run.held), dashed: many },
+  ]).filter(each => each.points.length)
+  if (!curves.length) return fill("lossChart", make("p", { class: "note" }, say.noStep))
+  plotSteps("lossChart", curves, digits, { log: state.log, smooth: state.smooth / 100 })
+  document.getElementById("lossChart").append(legend(...curves.filter(each => !each.dashed).map(each => [each.kind, each.name]), (DATA.events.length || DATA.decisions.length) && ["recovery", say.broke]))
+  if (many) document.getElementById("lossChart").append(make("p", { class: "note" }, say.runsNote(DATA.runs[0].name)))
 }
 
 function drawSeconds() {
-  const points = finite(DATA.seconds), expected = DATA.time.find(row => row.name === "step")?.predicted
-  document.getElementById("seconds").hidden = points.length < 2
-  if (points.length < 2) return
-  const last = [points[0][0], points[points.length - 1][0]]
-  const plot = axes(0, Math.max(...points.map(point => point[1]), expected || 0), last, since, stepName)
-  marks(plot, last)
-  curve(plot, "compute", points, say.measured)
-  if (expected) plot.svg.append(make("line", { class: "expected", x1: LEFT, x2: WIDTH, y1: plot.y(expected), y2: plot.y(expected) }, make("title", {}, `${say.predicted} ${seconds(expected)}`)))
-  const key = legend(["compute", say.measured])
+  const curves = DATA.runs.map((run, index) => ({ kind: many ? colourOf(index) : "compute", name: nameOfCurve(run, many ? "" : say.measured), points: finite(run.seconds) })).filter(each => each.points.length > 1)
+  const expected = DATA.time.find(row => row.name === "step")?.predicted
+  document.getElementById("seconds").hidden = !curves.length
+  if (!curves.length) return
+  plotSteps("secondsChart", curves, () => since, { low: 0, more: expected ? [expected] : [] })
+  const key = legend(...curves.map(each => [each.kind, each.name]))
   if (expected) key.append(make("span", { class: "expected" }, `${say.predicted} ${seconds(expected)}`))
-  fill("secondsChart", make("div", { class: "scroll" }, plot.svg), key)
+  document.getElementById("secondsChart").append(key)
 }
 
 // Draws the kinds of memory as stacked areas. The height of a time interval is the largest number of bytes allocated in it.
@@ -69,7 +172,7 @@ function drawTimeline() {
   if (!found) return
   const expected = DATA.memory.find(row => row.name === "total")?.predicted
   const most = Math.max(found.total, expected || 0), count = found.columns.activations.length
-  const plot = axes(0, most, [0, found.seconds], bytes, since)
+  const plot = axes(0, most, [0, found.seconds], bytes, since, { base: 1024 })
   const kinds = Object.keys(found.columns)
   const below = Array(count).fill(0)
   for (const kind of kinds) {
@@ -127,10 +230,10 @@ function drawGoodput() {
 }
 
 function drawFacts() {
-  const loss = finite(DATA.loss), held = finite(DATA.held), total = DATA.memory.find(row => row.name === "total")
+  const { loss, held } = DATA.last, total = DATA.memory.find(row => row.name === "total")
   const facts = [fact(say.plan, DATA.plan || say.unknown, "name"), DATA.ranks && fact(say.ranks, DATA.ranks),
     fact(say.trained, `${grouped(DATA.steps)}${DATA.planned ? ` ${say.of} ${grouped(DATA.planned)}` : ""} ${say.steps}`), fact(say.tokens, parameters(DATA.tokens)),
-    loss.length && fact(say.lossNow, loss[loss.length - 1][1].toFixed(4)), held.length && fact(say.heldOutNow, held[held.length - 1][1].toFixed(4)),
+    loss !== null && fact(say.lossNow, loss.toFixed(4)), held !== null && fact(say.heldOutNow, held.toFixed(4)),
     DATA.speed.measured && fact(say.speed, grouped(DATA.speed.measured)), DATA.speed.measured && DATA.ranks && fact(say.speedEach, grouped(DATA.speed.measured / DATA.ranks)), DATA.mfu.measured && fact("MFU", percent(DATA.mfu.measured)), total && total.measured && fact(say.peakRank, bytes(total.measured)), fact(say.saved, DATA.checkpoints ? String(DATA.checkpoints) : say.none)]
   fill("chosen", ...facts.filter(Boolean))
 }
@@ -139,6 +242,7 @@ function drawRun() {
   fill("title", [...new Set([DATA.model, DATA.run])].filter(Boolean).join(" \u00b7 "))
   fill("subtitle", lineOf(DATA.balance))
   drawFacts()
+  drawTools()
   drawLoss()
   drawPairs("timeRows", "time", DATA.time, seconds)
   drawPairs("memoryRows", "memory", DATA.memory, bytes)
@@ -150,4 +254,4 @@ function drawRun() {
   fill("made", say.made(DATA.version, DATA.folder))
 }
 
-begin({ draw: drawRun })
+begin({ read: heard, tell, draw: drawRun, keys: { 0: () => write({ steps: null }) } })

@@ -1,8 +1,10 @@
 """Builds the HTML page of a training run for `report --page`: plan, losses, predicted and measured times and memory,
 failures, and goodput.
 
-Guarantees: the page shows the numbers of `report --json` and computes nothing itself. Long curves are shortened by
-averaging over equal intervals.
+Guarantees: the page shows the numbers of `report --json`. It computes only the smoothing of curves. Long curves are
+shortened by averaging over equal intervals.
+
+A page of several runs shows the curves of all of them; all else is of the first run.
 """
 
 from __future__ import annotations
@@ -22,21 +24,23 @@ from meshwright.report.run_text import list_decisions
 from meshwright.report.text import strict_json_data
 from meshwright.spec.record import MemoryTimeline
 
-MAX_CURVE_POINTS = 500
-"""The maximum number of points of a curve."""
+MAX_CURVE_POINTS, MAX_PAGE_POINTS = 2000, 16_000
+"""The maximum numbers of points of a curve and of all curves of a page, which keep a page below a megabyte."""
 MEMORY_COLUMNS = 240
 """The page shows the memory of a step in this number of time intervals."""
 
 
-def run_page_text(run: RunFolder, language: str = "en") -> str:
-    """Returns the HTML page. `language`: the language in which the page opens."""
+def run_page_text(run: RunFolder, language: str = "en", others: Sequence[RunFolder] = ()) -> str:
+    """Returns the HTML page of `run`, with the curves of `others`. `language`: the language in which the page opens."""
     title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
-    return fill_frame("run", title, run_page_data(run), language)
+    return fill_frame("run", title, run_page_data(run, others), language)
 
 
-def run_page_data(run: RunFolder) -> dict[str, Any]:
+def run_page_data(run: RunFolder, others: Sequence[RunFolder] = ()) -> dict[str, Any]:
     """Returns all data of the page."""
     summary = summarize_run(run)
+    most = min(MAX_CURVE_POINTS, MAX_PAGE_POINTS // (3 * (1 + len(others))))
+    names = run_names([run, *others])
     data = strict_json_data(summary)
     steps = run.steps
     balance, events = sample_balance_text(summary.ledger) if summary.ledger else "", fault_rows(run.events, steps)
@@ -52,11 +56,11 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         "tokens": summary.tokens,
         "checkpoints": len(summary.checkpoints),
         "balance": balance,
-        "loss": thin_curve([(record.step, record.loss) for record in steps]),
-        "held": thin_curve(
-            [(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]
-        ),
-        "seconds": thin_curve([(record.step, record.seconds) for record in steps]),
+        "last": {
+            kind: round_number(curve.last.loss) if curve is not None and math.isfinite(curve.last.loss) else None
+            for kind, curve in (("loss", summary.loss), ("held", summary.held_out))
+        },
+        "runs": [{"name": name, **run_curves(each, most)} for name, each in zip(names, [run, *others], strict=True)],
         "speed": data["tokens_per_second"],
         "mfu": data["mfu"],
         **{
@@ -71,6 +75,29 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         "lines": localized_lines(
             (balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))
         ),
+    }
+
+
+def run_names(runs: Sequence[RunFolder]) -> list[str]:
+    """Returns the last parts of the paths of the run folders: as many as make them different."""
+    parts = [Path(run.folder).parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def run_curves(run: RunFolder, most: int) -> dict[str, Any]:
+    """Returns the plan and the curves of a run, each with at most `most` points: losses, validation losses, seconds."""
+    steps = run.steps
+    return {
+        "plan": run.plan.name if run.plan else "",
+        "loss": thin_curve([(record.step, record.loss) for record in steps], most),
+        "held": thin_curve(
+            [(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None], most
+        ),
+        "seconds": thin_curve([(record.step, record.seconds) for record in steps], most),
     }
 
 

@@ -2,7 +2,7 @@
 const WORDS = {
   en: {
     plan: "plan", ranks: "ranks", trained: "trained", lossNow: "loss", heldOutNow: "val loss", speed: "tokens/s, median", speedEach: "tokens/s per device", saved: "checkpoints", peakRank: "peak rank", of: "of", steps: "steps", tokens: "tokens",
-    loss: "Loss", train: "training", validation: "validation", expected: "predicted", broke: "a failure or a straggler", step: "step", stepAt: (at) => `step ${at}`,
+    loss: "Loss", train: "training", validation: "validation", expected: "predicted", broke: "a failure or a straggler", smoothing: "smoothing", logAxis: "logarithmic axis", allSteps: "all steps", hint: "Point at a step for its values; drag to zoom, double-click for all steps.", runsNote: (first) => `Solid: training; dashed: validation. All other sections are of ${first}.`, step: "step", stepAt: (at) => `step ${at}`,
     time: "Time per step", seconds: "Seconds of each step", memory: "Memory of the peak rank", kind: "", predicted: "predicted", measured: "measured", ratio: "ratio", inside: (row) => `in ${row}`,
     timeline: "Memory of one step", timelineNote: (step, rank, size, at, all, place) => `Step ${step} on rank ${rank}, the peak rank: ${size} at its peak, ${at} into ${all}; at the peak: ${place || "outside of all modules"}.`,
     events: "Failures and recoveries", rank: "rank", phase: "in", cause: "failure", noticed: "detected after", recovered: "recovered in", lost: "of it lost", again: "repeated steps", nothing: "No failures.",
@@ -11,13 +11,13 @@ const WORDS = {
     goodput: "Where the seconds went", useful: "useful steps", data: "waiting for data", skipped: "skipped steps", between: "between steps", rerun: "repeated steps", saves: "saves", detection: "detecting hangs", recovery: "lost in restarts",
     kinds: { batch: "waiting for data", "first step": "first step", passing: "transient", resident: "RSS", offloaded: "offloaded", peak: "peak" },
     none: "none", unknown: "unknown", noStep: "No step yet.",
-    keys: "Keys: <kbd>l</kbd> language, <kbd>t</kbd> theme",
+    keys: "Keys: <kbd>0</kbd> all steps, <kbd>l</kbd> language, <kbd>t</kbd> theme",
     made: (version, run) => `meshwright ${version}; ${run}; "predicted" are the planner's estimates, "measured" is what the ranks recorded`,
     light: "light", dark: "dark", auto: "auto", other: "中文",
   },
   zh: {
     plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "验证损失", speed: "token/s（中位数）", speedEach: "每设备 token/s", saved: "检查点", peakRank: "峰值 rank", of: "/", steps: "步", tokens: "token",
-    loss: "损失", train: "训练", validation: "验证", expected: "预测", broke: "出了故障，或者变慢", step: "步", stepAt: (at) => `第 ${at} 步`,
+    loss: "损失", train: "训练", validation: "验证", expected: "预测", broke: "出了故障，或者变慢", smoothing: "平滑", logAxis: "对数坐标", allSteps: "全部步", hint: "指向某一步可看数值；拖动放大，双击回到全部步。", runsNote: (first) => `实线：训练；虚线：验证。其余各节都是 ${first} 的。`, step: "步", stepAt: (at) => `第 ${at} 步`,
     time: "每步时间", seconds: "每一步的秒数", memory: "峰值 rank 的内存", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
     timeline: "一步之内的内存", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，峰值 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
     events: "出了什么故障，怎样继续", rank: "rank", phase: "正在", cause: "故障", noticed: "多久后检测到", recovered: "恢复用时", lost: "其中损失", again: "重做步数", nothing: "没有故障。",
@@ -26,7 +26,7 @@ const WORDS = {
     goodput: "时间用在哪里", useful: "有用的步", data: "等待数据", skipped: "跳过的步", between: "步与步之间", rerun: "重做的步", saves: "保存", detection: "检测停滞", recovery: "重启中损失",
     kinds: { batch: "等待数据", "first step": "第一步", passing: "瞬时", resident: "RSS", offloaded: "已卸载", peak: "峰值" },
     none: "无", unknown: "未知", noStep: "还没有一步。",
-    keys: "按键：<kbd>l</kbd> 语言，<kbd>t</kbd> 深浅色",
+    keys: "按键：<kbd>0</kbd> 全部步，<kbd>l</kbd> 语言，<kbd>t</kbd> 深浅色",
     made: (version, run) => `meshwright ${version}；${run}；预测是规划器的估计，实测是各 rank 写下的`,
     light: "浅色", dark: "深色", auto: "自动", other: "English",
   },
