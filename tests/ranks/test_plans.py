@@ -22,7 +22,7 @@ SAMPLE = [
     ("gpt2", "pp4"), ("gpt2", "dp2.tp2.sp.z3.mb2"), ("gpt2", "dp2.pp2.z1"), ("gpt2", "dp2.pp2.z3"),
     ("gpt2", "tp2.pp2.mb2.interleaved2"), ("bert", "dp4.z3"), ("bert", "tp4.sp.mb4"), ("bert", "pp2.rc-full"),
     ("bert", "dp2.tp2.pp2.z2.mb2"), ("convnet", "dp4"), ("convnet", "dp2.z1"), ("convnet", "dp2.z2"),
-    ("convnet", "dp2x2.z3"), ("hf-llama", "dp2.z3.rc-full"), ("hf-llama", "tp2.sp.pp2.mb2"),
+    ("convnet", "tp2"), ("convnet", "dp2x2.z3"), ("hf-llama", "dp2.z3.rc-full"), ("hf-llama", "tp2.sp.pp2.mb2"),
     ("hf-llama", "dp2.tp2.pp2.z3.mb2"), ("hf-llama", "pp2.interleaved2"), ("hf-gpt2", "dp2.z2"),
     ("hf-gpt2", "tp4.sp.mb4"), ("hf-gpt2", "dp2.tp2.pp2.z1.mb2"), ("hf-gpt2", "dp2.pp2.z3"),
 ]  # fmt: skip

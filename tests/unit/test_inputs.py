@@ -512,10 +512,13 @@ def test_heads_that_tp_does_not_divide_are_named() -> None:
         validate_plan(job, parse_plan("dp2.tp8"))
 
 
-def test_a_network_that_nothing_shards_refuses_tp() -> None:
+def test_a_network_of_convolutions_is_sharded_by_whole_groups_of_channels() -> None:
     job = question(**{"model.name": "convnet-tiny"})
+    validate_plan(job, parse_plan("dp8.tp2"))
+    with pytest.raises(InputError, match=r"tp\(8\) does not divide groups of norm1\(4\)"):
+        validate_plan(job, parse_plan("dp2.tp8"))
     with pytest.raises(InputError, match="no rule shards the layers of this model; use tp 1"):
-        validate_plan(job, parse_plan("dp8.tp2"))
+        validate_plan(job.but(model=job.model.but(tensor_parallel=False)), parse_plan("dp8.tp2"))
 
 
 def test_a_sequence_not_divisible_by_tp_is_refused_only_with_sp() -> None:

@@ -17,7 +17,7 @@ from meshwright.cli.verify import _lossy_notes
 from meshwright.core.secure_channel import collective_environment
 from meshwright.elastic.launch.submission import network_settings
 from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
-from meshwright.planner.cost.links import LinkModel, collective_rates
+from meshwright.planner.cost.links import LinkModel, collective_rates, link_model
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
@@ -64,6 +64,16 @@ def test_replicas_that_meet_in_one_step_of_ten_pay_a_tenth() -> None:
     plain, rarely = priced("dp4"), priced("dp4", local={"replicas": 4, "steps": 10})
     assert rarely.time.data == pytest.approx(plain.time.data / 10, rel=0.2)
     assert rarely.memory.optimizer == 2 * plain.memory.optimizer
+
+
+def test_tensor_ranks_of_convolutions_sum_one_map_of_each_block_in_both_passes() -> None:
+    cluster, model = read_cluster("1x2:cpu"), read_model("convnet-tiny")
+    job = Job(model=model, cluster=cluster, workload=Workload(batch=8, sequence=1, precision="fp32"))
+    whole, sharded = estimate(job, parse_plan("dp2.mb4")), estimate(job, parse_plan("tp2.mb8"))
+    block = next(layer for layer in model.layers if layer.name == "block")
+    once = float(collective_rates(link_model(cluster), 2, 1).reduce(8 * block.output * 4))
+    assert sharded.time.tensor == pytest.approx(2 * block.repeat * once)
+    assert 0.5 < sharded.memory.parameters / whole.memory.parameters < 0.6
 
 
 def test_low_rank_sends_least_of_wide_matrices() -> None:

@@ -204,9 +204,7 @@ class ModelSpec(StrictModel):
     divisible: dict[str, int] = Field(
         default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn"
     )
-    tensor_parallel: bool = Field(
-        default=True, description="whether tensor parallelism can shard the layers; false for a convolutional network"
-    )
+    tensor_parallel: bool = Field(default=True, description="whether tensor parallelism can shard the layers")
     against_sequence: str = Field(
         default="", description="why sequence parallelism would give a wrong result; empty: it is supported"
     )

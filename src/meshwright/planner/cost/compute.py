@@ -262,19 +262,23 @@ def _tp_comm_seconds(
 ) -> tuple[Array, Array]:
     """Returns the exposed seconds of tensor-parallel collectives in forward and in backward, over axes (b, s) of
     GRID_AXES. `tensor` is the number of tensor ranks, and the distance between neighbouring tensor ranks. Sequence
-    parallelism replaces an all-reduce by an all-gather and a reduce-scatter."""
+    parallelism replaces an all-reduce by an all-gather and a reduce-scatter. Each row-parallel convolution sums its
+    output once; blocks without them sum the hidden state TP_ALL_REDUCES_PER_BLOCK times."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor
     if tp == 1 or not any(parameter.split is not None for parameter in layer.parameters):
         return none, none
     ranks = collective_rates(setting.fabric, tp, stride)
-    state = (tokens * (setting.job.model.hidden * setting.recipe.size))[:, None]
+    convolutions = sum(len(parameter.shape) == 4 and parameter.split == 1 for parameter in layer.parameters)
+    width = layer.output if convolutions else setting.job.model.hidden
+    state = (tokens * (width * setting.recipe.size))[:, None]
     total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
     gather = np.where(sequence_parallel, ranks.gather(state), 0.0) * (not setting.practice.gathered)
     if layer.name == BLOCK:
         hidden = setting.practice.tensor_hidden
-        seen = constants.TP_ALL_REDUCES_PER_BLOCK * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
+        sums = convolutions or constants.TP_ALL_REDUCES_PER_BLOCK
+        seen = sums * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
         return seen * total, seen * (total + gather)
     if layer.name == EMBEDDING:
         return ranks.reduce(state) + none, gather + none

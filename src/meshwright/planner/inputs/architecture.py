@@ -132,19 +132,21 @@ PARAM_NAMES_BY_KIND = {
 }
 
 
-KERNEL_ELEMENTS = 9
+KERNEL_ELEMENTS, NORM_GROUPS = 9, 4
+"""The elements of a kernel, and the groups of a GroupNorm (models/convnet.py)."""
 
 
 def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
-    """Returns the model spec of a convolutional network with square kernels of 3 x 3."""
+    """Returns the model spec of a convolutional network with square kernels of 3 x 3. Tensor ranks divide the channels
+    between the two convolutions of a block."""
     width, places = sizes.hidden, (sizes.image // 2) ** 2
     side = 3
 
-    def convolution(path: str, inputs: int) -> ParameterSpec:
-        return ParameterSpec(name=f"{path}.weight", shape=(width, inputs, side, side))
+    def convolution(path: str, inputs: int, split: int | None = None) -> ParameterSpec:
+        return ParameterSpec(name=f"{path}.weight", shape=(width, inputs, side, side), split=split)
 
-    def norm(path: str) -> tuple[ParameterSpec, ParameterSpec]:
-        return ParameterSpec(name=f"{path}.weight", shape=(width,)), ParameterSpec(name=f"{path}.bias", shape=(width,))
+    def norm(path: str, split: int | None = None) -> tuple[ParameterSpec, ...]:
+        return tuple(ParameterSpec(name=f"{path}.{part}", shape=(width,), split=split) for part in ("weight", "bias"))
 
     map_size = float(width * places)
     stem = LayerSpec(
@@ -159,10 +161,11 @@ def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
     block = LayerSpec(
         name="block",
         repeat=sizes.layers,
-        parameters=(convolution("conv1", width), *norm("norm1"), convolution("conv2", width), *norm("norm2")),
+        parameters=(convolution("conv1", width, 0), *norm("norm1", 0), convolution("conv2", width, 1), *norm("norm2")),
         flops=4.0 * KERNEL_ELEMENTS * width * map_size,
         moved=11 * map_size,
-        saved_whole=4 * map_size,
+        saved_split=2 * map_size,
+        saved_whole=2 * map_size,
         transient=2 * map_size,
         output=map_size,
     )
@@ -178,7 +181,8 @@ def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
         saved_whole=map_size + width + sizes.classes,
         output=float(sizes.classes),
     )
-    return ModelSpec(name=name, layers=(stem, block, head), hidden=width, context=1, tensor_parallel=False)
+    divisible = {"ffn": width, "groups of norm1": NORM_GROUPS}
+    return ModelSpec(name=name, layers=(stem, block, head), hidden=width, context=1, divisible=divisible)
 
 
 def model_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
