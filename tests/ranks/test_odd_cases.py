@@ -50,9 +50,11 @@ RUNS = {
     ),
     "a change in place of what ranks have gathered": ("back:in-place-input", "tp2.sp | tp2.pp2.sp.mb2.zbv"),
     "dropout of everything in a layer that the model checkpoints": ("flow:checkpoint inner:dropout-all", "dp1.mb2"),
+    "blocks that run backwards, read by Python code between them": ("between:tolist stack:reversed", "dp2.z3.mb4"),
     "a dict that the blocks of two lists write to": ("flow:store stack:two", "dp1.mb8 | dp2.z3.mb4 dp1.mb4.rc-full"),
 }
 REFUSALS = {
+    "a capacity of image patches, which one micro-batch does not reach": ("input:image once:capacity", "dp1.mb2 | dp2"),
     "code for few rows behind a head of zeros": ("head:zero once:few-rows", "dp1.mb2 | dp2.mb2 pp2.mb2.gpipe"),
     "a norm that reentrant checkpoints share": ("flow:reentrant stack:shared-module", "dp1 | dp2.z3 tp2"),
     "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 | pp2.mb2.z3"),

@@ -9,8 +9,9 @@ tokens, and is undone later, does not count.
 
 The number of tokens follows from the input of the block: batch size x sequence length for (batch, sequence, features),
 and batch size x pixels for images. A dimension of this size does not count if the dimensions before it already span all
-tokens. The detector sees only shapes. A check in the first step (runtime/preflight/batch_separability.py) determines
-whether the dependence changes the results.
+tokens. Other numbers of tokens, such as batch size x patches, are multiples of the batch size and the first dimension
+of a tensor. The detector sees only shapes. A check in the first step (runtime/preflight/batch_separability.py)
+determines whether the dependence changes the results.
 """
 
 from __future__ import annotations
@@ -110,15 +111,18 @@ def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
 def spans_all_tokens(shape: torch.Size | tuple[int, ...], dim: int, tokens: set[int]) -> bool:
     """Returns whether dimension `dim` of a tensor of `shape` spans all samples or all tokens of the example. `tokens`
     are the possible numbers of tokens. A dimension of EXAMPLE_BATCH elements spans all samples if it is the first of
-    several. A dimension with as many elements as tokens spans all tokens, unless the dimensions before it already do.
+    several. A first dimension whose size is a multiple of EXAMPLE_BATCH may be the patches of all samples. A dimension
+    with as many elements as tokens spans all tokens, unless the dimensions before it already do.
 
     >>> spans_all_tokens((128, 8), 0, {128}), spans_all_tokens((8, 128), 1, {128})
     (True, True)
     >>> spans_all_tokens((2, 64, 128), 2, {128}), spans_all_tokens((128, 128), 1, {128})
     (False, False)
-    >>> spans_all_tokens((2, 8), 0, {128}), spans_all_tokens((64, 2), 1, {128})
-    (True, False)
+    >>> spans_all_tokens((2, 8), 0, {128}), spans_all_tokens((64, 2), 1, {128}), spans_all_tokens((18, 8), 0, {128})
+    (True, False, True)
     """
     if shape[dim] == EXAMPLE_BATCH:
         return dim == 0 and len(shape) > 1
+    if dim == 0 and shape[0] and shape[0] % EXAMPLE_BATCH == 0:
+        return True
     return any(shape[dim] == count and math.prod(shape[:dim]) % count for count in tokens)

@@ -431,7 +431,7 @@ def _proof_lengths(plan: Plan, length: int) -> tuple[int, int]:
 def _of_proof(job: Job, plan: Plan, length: int) -> Job:
     """Returns the job whose step computes the sequences of a proof run under the plan: the batch is these sequences, of
     `length` tokens each."""
-    return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
+    return job.but(workload=job.workload.but(batch=min(check_batch_size(plan), job.workload.batch), sequence=length))
 
 
 def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) -> float:

@@ -12,9 +12,9 @@ other, so such weights contain noise during the check. Some effects appear only 
 two copies of one row are also checked. Gradients are compared by fingerprints (numeric_probes.py).
 
 In some models the position of a token among the tokens of all rows matters, because an expert drops tokens above its
-capacity. The check runs such a model with as many rows as the whole batch has. It runs the model again with the same
-number of rows, in which all tokens are equal and therefore go to one expert. If this expert drops none of them, no
-expert drops tokens of a batch of this size.
+capacity. The check runs such a model with the rows of the whole batch. It runs the model again with as many rows in
+which all tokens are equal and therefore go to one expert. If this expert drops none of them, no expert drops tokens of
+a batch of this size.
 
 A forward may change state that the next forward reads (a count of calls, running means, spectral norm, the state of a
 `torch.Generator`). The state changes once per micro-batch, and twice if a layer is recomputed. So the check runs two
@@ -59,6 +59,7 @@ from meshwright.runtime.preflight.numeric_probes import (
     record_fingerprint,
 )
 from meshwright.runtime.preflight.row_batches import (
+    equal_tokens,
     join_and_split,
     joint_rows,
     mask_first_row_labels,
@@ -123,9 +124,12 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
     if any(gather_objects(engine.preflight.paths.asks)):
         check_joined_separable(engine, batches, rows, pieces)
+    if counts:
+        first = repeat_rows(batches[0], rows)
+        contents = [join_and_split(batches, rows)[0], first, equal_tokens(first, 0), equal_tokens(first, 1)]
     _check_rows_independent(
         engine,
-        [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole],
+        contents if counts else [whole],
         pieces,
         counts,
         backward=False,

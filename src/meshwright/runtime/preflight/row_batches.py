@@ -93,18 +93,40 @@ def mask_first_row_labels(batch: Batch) -> Batch:
     return {**batch, "labels": labels}
 
 
-def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """Returns `rows` rows, which are repetitions of the rows of `batch`. If `token` is not None, every token id is
-    replaced by the id at index `token` of the flattened ids."""
+def repeat_rows(batch: Batch, rows: int) -> Batch:
+    """Returns `rows` rows, which are repetitions of the rows of `batch`."""
+    return {
+        name: value.repeat(-(-rows // len(value)), *[1] * (value.ndim - 1))[:rows]
+        if isinstance(value, torch.Tensor) and value.ndim
+        else value
+        for name, value in batch.items()
+    }
 
-    def more(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
+
+def equal_tokens(batch: Batch, index: int) -> Batch:
+    """Returns `batch` with equal tokens at all positions of all rows. Every token id is replaced by the id at `index`
+    of the flattened ids. In a batch without token ids, such as one of images, every element of the floating-point
+    tensors is replaced by their largest magnitude, which is negative if `index` is odd."""
+    has_ids = any(_is_token_ids(name, value) for name, value in batch.items())
+
+    def equal(name: str, value: Any) -> Any:
+        if _is_token_ids(name, value):
+            return torch.full_like(value, int(value.flatten()[min(index, value.numel() - 1)]))
+        if has_ids or not (isinstance(value, torch.Tensor) and value.ndim > 1 and value.is_floating_point()):
             return value
-        many = value.repeat(-(-rows // len(value)), *[1] * (value.ndim - 1))[:rows]
-        inputs = token is not None and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
-        return torch.full_like(many, int(value.flatten()[min(token or 0, value.numel() - 1)])) if inputs else many
+        largest = float(value.abs().max()) if value.numel() else 0.0
+        return torch.full_like(value, -largest if index % 2 else largest)
 
-    return {name: more(name, value) for name, value in batch.items()}
+    return {name: equal(name, value) for name, value in batch.items()}
+
+
+def _is_token_ids(name: str, value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim == 2
+        and value.dtype == torch.int64
+        and name.endswith("input_ids")
+    )
 
 
 def _tensor_shapes(batch: Batch) -> list[Any]:
@@ -135,7 +157,7 @@ def join_and_split(batches: Sequence[Batch], rows: int) -> list[Batch]:
         name: torch.cat([batch[name] for batch in same]) if isinstance(value, torch.Tensor) and value.ndim else value
         for name, value in batches[0].items()
     }
-    whole = repeat_rows(joined, -(-rows // each) * each, None)
+    whole = repeat_rows(joined, -(-rows // each) * each)
     parts = [
         {
             name: value[first : first + each] if isinstance(value, torch.Tensor) and value.ndim else value

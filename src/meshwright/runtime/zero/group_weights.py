@@ -281,6 +281,11 @@ class GroupWeights:
         else:
             self._start_all_gather([self._shard])
 
+    def cancel_prefetch(self) -> None:
+        """Waits for an all-gather of `prefetch` whose result no `unshard` took, and frees the weights."""
+        if self._all_gather_work is not None:
+            self.reshard()
+
     @without_write_recording
     def unshard(self) -> None:
         """Makes the full weights available at ZeRO 3. Does nothing if they are already available."""

@@ -252,7 +252,10 @@ class GradReducer:
 
     def quiesce(self) -> None:
         """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them. Every rank
-        must call this method."""
+        must call this method. Weights that were gathered ahead of a block that did not run are freed: they would be
+        stale after the write."""
+        for unit in self.units:
+            unit.weights.cancel_prefetch()
         placements = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
             (

@@ -54,8 +54,11 @@ class GradientGap:
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
         """Adds a range of elements to the comparison. `one`: the elements on one device. `planned`: the elements under
         the plan, which are multiplied by `scale`. Computes in float64."""
-        for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
-            mine, theirs = mine.double(), theirs.double().div(scale)
+        first, second = _scratch(one.device)
+        chunks = zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True)
+        for one_part, planned_part in chunks:
+            mine = first[: len(one_part)].copy_(one_part)
+            theirs = second[: len(planned_part)].copy_(planned_part).div_(scale)
             self.norm, self.planned = (
                 math.hypot(self.norm, _float64_norm(mine)),
                 math.hypot(self.planned, _float64_norm(theirs)),
@@ -159,17 +162,25 @@ def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.
     Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch).
     """
     flat = gradient.detach().reshape(-1)
-    signs = _chunk_signs(flat.device)
+    signs, (scratch, _) = _chunk_signs(flat.device), _scratch(flat.device)
     found = torch.zeros(SKETCH_ELEMENTS, dtype=torch.float64, device=flat.device)
     random = torch.Generator()
     for number, part in enumerate(flat.split(COMPARE_CHUNK_ELEMENTS), first // COMPARE_CHUNK_ELEMENTS):
         rows, rest = divmod(len(part), SKETCH_ELEMENTS)
-        signed = part.to(torch.float64, copy=True).mul_(signs[: len(part)])
+        signed = scratch[: len(part)].copy_(part).mul_(signs[: len(part)])
         sums = signed[: rows * SKETCH_ELEMENTS].view(rows, SKETCH_ELEMENTS).sum(0)
         sums[:rest] += signed[rows * SKETCH_ELEMENTS :]
         random.manual_seed(zlib.crc32(f"{name} {number}".encode()))
         found += sums * _draw_signs(random, SKETCH_ELEMENTS).to(flat.device)
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns two float64 vectors of COMPARE_CHUNK_ELEMENTS elements (2 MiB each), whose values nobody reads later. On
+    a CPU, new memory for each chunk costs up to ten times the time of the comparison: the kernel clears every page."""
+    first, second = torch.empty(2, COMPARE_CHUNK_ELEMENTS, dtype=torch.float64, device=device)
+    return first, second
 
 
 @functools.lru_cache(maxsize=2)

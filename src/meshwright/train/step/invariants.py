@@ -326,7 +326,7 @@ class StepInvariants:
         }
         shown = gather_objects(mine if state.mesh.rank == rank else None)[rank]
         assert shown is not None
-        return repeat_rows(shown, comparison_rows(state.plan, state.engine.batch_loss), None)
+        return repeat_rows(shown, comparison_rows(state.plan, state.engine.batch_loss))
 
     def _ranks(self, state: TrainState, what: str) -> str:
         """Returns a text with the compared values of the first eight ranks. `what`: "weights", "gradients" or
