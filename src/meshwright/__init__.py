@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.version import __version__
 
 if TYPE_CHECKING:
+    from meshwright.analysis.nf4 import quantize_base
     from meshwright.api import estimate, export_plan, import_plan, load, plan, simulate, verify
     from meshwright.interop.recording.recorder import recording
     from meshwright.interop.recording.sequence import SequenceShard
@@ -41,6 +42,7 @@ __all__ = [
     "parallelize",
     "parse_plan",
     "plan",
+    "quantize_base",
     "recipe",
     "recording",
     "simulate",
@@ -61,6 +63,7 @@ _LAZY_IMPORTS = {
     "parallelize": "meshwright.own_loop",
     "parse_plan": "meshwright.spec.plan",
     "plan": "meshwright.api",
+    "quantize_base": "meshwright.analysis.nf4",
     "recipe": "meshwright.spec.precision",
     "recording": "meshwright.interop.recording.recorder",
     "simulate": "meshwright.api",

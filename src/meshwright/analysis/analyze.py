@@ -34,6 +34,7 @@ from meshwright.analysis.example_inputs import ExampleInputs, describe_inputs, m
 from meshwright.analysis.experts import add_experts
 from meshwright.analysis.graph import ModelGraph, TpSplit
 from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lora
+from meshwright.analysis.nf4 import add_nf4_to_graph, as_linear, nf4_layers
 from meshwright.analysis.op_trace import find_written_parameter, trace_ops
 from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
 from meshwright.analysis.run_conditions import run_modes, set_training_modes
@@ -65,17 +66,17 @@ def analyze_model(
     parameters outside of the blocks, and those of the first block of each group of identical blocks. `example`: a batch
     to call the model with, if the model does not describe its own inputs (example_inputs.py). `splits`: whether regions
     are verified for tensor parallelism. If False, the result has no regions. `sequence`: whether sequence parallelism
-    is checked. If False, the result marks it as unsupported. `evaluates`: whether to run the model in eval mode.
-    `gathers`: whether writes to parameters in eval mode are found. ZeRO 3 must know them: it gathers weights for
-    evaluation too. If False, the result marks ZeRO 3 as unsupported.
+    is checked. `evaluates`: whether to run the model in eval mode. `gathers`: whether writes to parameters in eval mode
+    are found, which ZeRO 3 must know. What is not checked is marked as unsupported in the result.
 
     Raises:
         InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
     """
-    if adapted := lora_layers(model):
-        with without_lora(model, adapted):
+    adapted, packed = lora_layers(model), nf4_layers(model)
+    if adapted or packed:
+        with as_linear(model, packed), without_lora(model, adapted):
             found = analyze_model(model, use_random_weights, example, splits, sequence, evaluates, gathers)
-        return add_lora_to_graph(model, found, adapted)
+        return add_nf4_to_graph(add_lora_to_graph(model, found, adapted) if adapted else found, packed)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
     if not lists:

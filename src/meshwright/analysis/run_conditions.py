@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.analysis.dry_run import dry_run
+from meshwright.analysis.nf4 import pack_nf4, weight_shape
 
 
 def set_seed(number: int) -> None:
@@ -72,9 +73,12 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
                 width = parameter.shape[-1] if parameter.ndim else 1
                 kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
                 # The pages of zeros take memory only when they are written, so a large vocabulary costs nothing.
-                tensor = torch.zeros(parameter.shape, dtype=kind)
+                shape = weight_shape(parameter.shape) if parameter.dtype == torch.uint8 else parameter.shape
+                tensor = torch.zeros(shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
+                if parameter.dtype == torch.uint8:
+                    tensor = pack_nf4(tensor)
                 numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             module._parameters[name] = numbers[id(parameter)]
         yield

@@ -5,11 +5,11 @@ tensor in memory at a time. Weights above 5 GB are written as several files and 
 read. Source: huggingface/transformers,
 `save_pretrained` (max_shard_size, `model.safetensors.index.json`).
 
-LoRA adapters are either merged into the weights or exported separately in the format of peft. A merged weight is W +
-(alpha / rank) B A in the saved dtype, with the base weight W and the adapter matrices A and B. Merged weights are
-computed one layer at a time. If a layer stores its weight as (in, out), the product B A is transposed. Source:
-huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter, with the
-prefix 'base_model.model.').
+Weights in 4 bits (QLoRA) are converted to the dtype of the other weights. LoRA adapters are either merged into the
+weights or exported separately in the format of peft. A merged weight is W + (alpha / rank) B A in the saved dtype, with
+the base weight W and the adapter matrices A and B. Merged weights are computed one layer at a time. If a layer stores
+its weight as (in, out), the product B A is transposed. Source: huggingface/peft, `adapter_config.json` and
+`adapter_model.safetensors` (keys without the name of the adapter, with the prefix 'base_model.model.').
 
 Guarantees:
 - Files of an export are written under temporary names and renamed in order. So if the last file exists, all files do.
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.analysis.nf4 import pair_table, unpack_nf4, weight_shape
 from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, INDEX_FILE, WEIGHT_PREFIX, WEIGHTS_FILE
 from meshwright.checkpoint.load import read_full_tensor
 from meshwright.checkpoint.manifest import TensorEntry
@@ -229,6 +230,26 @@ def is_lora_weight(name: str) -> bool:
     return name.startswith(WEIGHT_PREFIX) and name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
 
 
+def read_weight(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Returns the full tensor `name`. A weight in 4 bits is converted to float64."""
+    tensor = read_full_tensor(reader, name)
+    return unpack_nf4(tensor, pair_table(), torch.float64) if is_packed(name, reader.manifest.tensors[name]) else tensor
+
+
+def is_packed(name: str, entry: TensorEntry) -> bool:
+    """Returns whether the checkpoint tensor `name` is the bytes of a frozen weight in 4 bits (analysis/nf4.py)."""
+    return name.startswith(WEIGHT_PREFIX) and entry.dtype == "uint8"
+
+
+def _is_plain_weight(name: str, entry: TensorEntry) -> bool:
+    return name.startswith(WEIGHT_PREFIX) and not is_packed(name, entry)
+
+
+def _without_packing(name: str, entry: TensorEntry, dtype: str) -> TensorEntry:
+    """Returns the entry of the tensor that `read_weight` returns, in `dtype` if the weight is in 4 bits."""
+    return entry.but(dtype=dtype, shape=tuple(weight_shape(entry.shape))) if is_packed(name, entry) else entry
+
+
 class MergedLora:
     """Reads the full weights of a checkpoint and merges the LoRA adapters into them. `config` is the config.json of the
     model, None without one."""
@@ -240,7 +261,7 @@ class MergedLora:
     def read_full(self, name: str) -> torch.Tensor:
         """Returns the full weight `name`. If its layer has an adapter, the adapter is merged. Raises InputError if the
         shapes of the adapter and the weight differ."""
-        weight = read_full_tensor(self.reader, name)
+        weight = read_weight(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:
             return weight
@@ -356,6 +377,9 @@ def export_weights(
         raise InputError(
             Message("folder {folder!r} already holds weights; name another, or remove them first", folder=str(folder))
         )
+    plain = [entry.dtype for name, entry in sorted(weights.items()) if _is_plain_weight(name, entry)]
+    written = dtype or plain[0]
+    weights = {name: _without_packing(name, entry, written) for name, entry in weights.items()}
     merged = MergedLora(reader, lora, config) if lora is not None else None
     items = [
         _pending_export(merged or reader, name, entry, dtype, transposed)
@@ -364,9 +388,6 @@ def export_weights(
     ]
     texts = dict(extra_files)
     if config is not None:
-        written = dtype or next(
-            entry.dtype for name, entry in sorted(weights.items()) if name.startswith(WEIGHT_PREFIX)
-        )
         others = {key: value for key, value in config.items() if key != "torch_dtype"}
         texts["config.json"] = json.dumps({**others, "dtype": written}, indent=2).encode()
     return write_files_atomically(folder, _shard_files(items, texts, largest))
@@ -385,7 +406,7 @@ def _pending_export(
 
 
 def _read_full(source: CheckpointReader | MergedLora, name: str, dtype: str, transpose: bool) -> torch.Tensor:
-    tensor = (source.read_full(name) if isinstance(source, MergedLora) else read_full_tensor(source, name)).to(
+    tensor = (source.read_full(name) if isinstance(source, MergedLora) else read_weight(source, name)).to(
         DTYPE_BY_NAME[dtype]
     )
     return tensor.T if transpose else tensor

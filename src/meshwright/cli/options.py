@@ -113,7 +113,10 @@ class JobOptions:
     lr: Annotated[float | None, _option("learning rate of the optimizer; default: 3e-4")] = None
     lora: Annotated[
         str | None,
-        _option("train LoRA adapters only: rank=8,alpha=16,target=q_proj+v_proj; omitted settings have their defaults"),
+        _option(
+            "train LoRA adapters only: rank=8,alpha=16,target=q_proj+v_proj,base=nf4 (base in 4 bits); omitted "
+            "settings have their defaults"
+        ),
     ] = None
     preference: Annotated[
         str | None, _option("train on pairs of a chosen and a rejected answer: dpo or orpo, such as dpo,beta=0.1")

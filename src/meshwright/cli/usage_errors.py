@@ -103,7 +103,7 @@ REMARKS_BY_NAME = {
     ),
     **dict.fromkeys(
         ("load-in-4bit", "load-in-8bit", "qlora", "quantize", "quantization"),
-        Message("weights are not trained in quantized form; --lora rank=8 trains adapters of bf16 weights"),
+        Message("--lora rank=8,base=nf4 trains adapters of a base in 4 bits"),
     ),
     **dict.fromkeys(
         ("push-to-hub", "hub-model-id"),

@@ -41,6 +41,13 @@ MiB of each float32 state."""
 SOFTMAX_PARTS = 8
 """Number of parts in which the softmax of low-precision logits is computed. One part at a time is in float32."""
 
+NF4_BLOCK_NUMEL, NF4_BLOCK_BYTES = 64, 34
+"""Weights of a block of a frozen weight in 4 bits, and the bytes of the block: its codes and its scale
+(analysis/nf4.py)."""
+
+NF4_BITS = 8 * NF4_BLOCK_BYTES / NF4_BLOCK_NUMEL
+"""Bits of a frozen weight that is stored in 4 bits, with its part of the scale."""
+
 SWAP_BUFFERS = 4
 """Chunks of offloaded states in memory: one is being updated, one is being stored, and two are being fetched."""
 

@@ -38,6 +38,11 @@ class ParameterSpec(StrictModel):
     frozen: bool = Field(
         default=False, description="whether the parameter is not trained and has neither gradient nor optimizer state"
     )
+    bits: float | None = Field(
+        default=None,
+        gt=0,
+        description="bits of a stored element of a frozen parameter; null: those of the compute dtype",
+    )
     experts: int = Field(
         default=0,
         ge=0,
@@ -73,6 +78,15 @@ class ParameterSpec(StrictModel):
         ways = self.ways or (0,) * len(parts)
         local = sum(-(-part // min(tp, way or tp)) for part, way in zip(parts, ways, strict=True))
         return self.numel // size * local
+
+    def stored_numel(self, numel: int, size: int) -> int:
+        """Returns the number of elements of `size` bytes that take as much memory as `numel` elements of this
+        parameter.
+
+        >>> ParameterSpec(name="w", shape=(64, 64), bits=4.25).stored_numel(4096, size=2)
+        1088
+        """
+        return numel if self.bits is None else math.ceil(numel * self.bits / 8 / size)
 
 
 class SavedActivations(StrictModel):
@@ -244,11 +258,11 @@ class ModelSpec(StrictModel):
         """Returns the number of experts of a layer, or 0 for a dense model. ep must divide this number."""
         return max((parameter.experts for layer in self.layers for parameter in layer.parameters), default=0)
 
-    def trained(self, tp: int = 1) -> float:
-        """Returns the trained fraction of the parameters on one of `tp` tensor ranks. The other parameters are
-        frozen."""
+    def trained(self, tp: int = 1, size: int = 4) -> float:
+        """Returns the trained fraction of the stored bytes of parameters on one of `tp` tensor ranks, if the compute
+        dtype has `size` bytes. The other parameters are frozen."""
         sizes = [
-            (layer.repeat * each.local_numel(tp), each.frozen)
+            (layer.repeat * each.stored_numel(each.local_numel(tp), size), each.frozen)
             for layer in self.layers
             for each in layer.parameters
             if layer.tied is None

@@ -187,6 +187,10 @@ class LoraConfig(StrictModel):
         default=(),
         description="names of the adapted layers, last component only; empty: every linear layer of the blocks",
     )
+    base: Literal["nf4"] | None = Field(
+        default=None,
+        description="nf4: store the frozen linear layers of the blocks in 4 bits (QLoRA); null: in the compute dtype",
+    )
 
 
 class PreferenceConfig(StrictModel):

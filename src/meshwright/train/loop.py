@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from meshwright.analysis.nf4 import parameter_count
 from meshwright.core.codec import validate_data
 from meshwright.core.errors import Interrupted
 from meshwright.core.ipc import Heartbeat, HeartbeatField, IpcMessage, RankPhase
@@ -81,8 +82,7 @@ class TrainLoop:
         model = build_model(
             launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate
         )
-        self.objective = model_objective(launch.model, model)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.objective, self.parameters = model_objective(launch.model, model), parameter_count(model)
         report = lambda line: channel.say("bad_data", line=line)
         self.dataset = open_training_data(launch, model, self.objective, self._note, report)
         self.loader = build_loader(self.dataset, self.objective, model, work)

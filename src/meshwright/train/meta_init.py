@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from meshwright.analysis.nf4 import pack_nf4, weight_shape
 from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, WEIGHT_PREFIX, HfWeights, WeightSource, load_weights
 from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.core.errors import InputError
@@ -38,6 +39,8 @@ from meshwright.core.messages import Message
 from meshwright.core.storage import is_present
 from meshwright.runtime import state_dict
 from meshwright.runtime.engine import Engine
+from meshwright.runtime.state_dict import LocalPiece
+from meshwright.spec.layout import NF4_BLOCK_BYTES, NF4_BLOCK_NUMEL
 
 
 class KeyMapping(NamedTuple):
@@ -172,9 +175,12 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
     # With DiLoCo, each replica has its own weights, but all replicas start from the weights in the file.
     pieces = map(state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False))
     stored = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
-    named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in stored)
+    named = [(item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in stored]
     with torch.no_grad():
-        load_weights(path, named, weights)
+        load_weights(path, (item for item in named if item[1].dtype != torch.uint8), weights)
+        for piece, data in named:
+            if data.dtype == torch.uint8:
+                _load_quantized(path, weights, LocalPiece(piece, data), getattr(torch, engine.recipe.compute))
         for unit in engine.zero.units:
             unit.copy_to_params()
             unit.weights.all_gather().wait()
@@ -185,11 +191,39 @@ def load_sharded_weights(engine: Engine, path: Path | str) -> None:
     engine.mark_initialized()
 
 
+def _load_quantized(path: Path | str, weights: HfWeights | None, local: LocalPiece, compute: torch.dtype) -> None:
+    """Reads the weights whose bytes `local` stores, and converts them in the wider dtype of float32 and `compute`
+    (analysis/nf4.py). A piece may begin and end inside of a block, so whole blocks are read."""
+    piece, data = local
+    first, last = piece.start // NF4_BLOCK_BYTES, -(-piece.stop // NF4_BLOCK_BYTES)
+    ranges = tuple((_columns(start), _columns(stop)) for start, stop in piece.intervals)
+    read = piece._replace(
+        shape=tuple(weight_shape(piece.shape)),
+        dtype="float32",
+        intervals=ranges if piece.split == 1 else piece.intervals,
+        start=first * NF4_BLOCK_NUMEL,
+        stop=last * NF4_BLOCK_NUMEL,
+    )
+    dtype = torch.promote_types(torch.float32, compute)
+    values = torch.empty(read.stop - read.start, dtype=dtype, device=data.device)
+    load_weights(path, [(read, values)], weights)
+    offset = piece.start - first * NF4_BLOCK_BYTES
+    data.copy_(pack_nf4(values.view(1, -1)).view(-1)[offset : offset + len(data)])
+
+
+def _columns(row_bytes: int) -> int:
+    return row_bytes // NF4_BLOCK_BYTES * NF4_BLOCK_NUMEL
+
+
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
     """Opens the weights at `path` and checks their names and shapes against the unsharded model. Every rank makes the
     same check, so all ranks raise the same InputError."""
     weights = HfWeights(path)
-    shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
+    shapes = {
+        name.replace(LORA_BASE_INFIX, "."): weight_shape(shape) if engine.shards.params[name].is_packed else shape
+        for name, shape in engine.shapes.items()
+        if name in engine.unfilled
+    }
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.extra_state.shared_names, *engine.shards.buffers)}
     weights.sources = weight_sources(weights, engine.model, shapes.keys() | others)
     weights.check(

@@ -38,6 +38,7 @@ from meshwright.analysis.declared_regions import USER_RULES_ATTRIBUTE
 from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.analysis.example_inputs import extra_inputs, make_example
 from meshwright.analysis.lora import lora_layers
+from meshwright.analysis.nf4 import nf4_layers, quantize_base
 from meshwright.analysis.run_conditions import MAX_RANDOM_PARAMS, random_weights
 from meshwright.checkpoint.hf_weights import has_weights
 from meshwright.core.errors import InputError, did_you_mean
@@ -112,12 +113,15 @@ def _import_file(name: str, what: str) -> ModuleType:
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Wraps the layers `lora.target` of `model` (default: all linear layers) with LoRA adapters, and freezes all other
-    parameters. `seed`: the seed of the initial adapters. Raises InputError if peft is not installed, if a target does
+    parameters. With `lora.base`, linear layers of the blocks are stored in 4 bits. `seed`: the seed of the initial
+    adapters. Raises InputError if peft is not installed, if a target does
     not exist, or if peft refuses the configuration."""
     try:
         import peft
     except ImportError:
         raise InputError(Message("LoRA needs peft: pip install 'meshwright[peft]'")) from None
+    if lora.base is not None and not nf4_layers(model):
+        quantize_base(model)
     layers = [
         path
         for path, module in model.named_modules()
@@ -207,6 +211,8 @@ def build_model(
         make: Callable[[], nn.Module] = partial(build_reference_model, source.sizes)
     else:
         make = _hf_model_builder(Path(source.folder), filled) if source.folder else partial(_user_model, source.module)
+    if lora is not None and lora.base is not None:
+        make = partial(_with_quantized_base, make)
     torch.manual_seed(seed)
     if filled:
         with init_on_meta():
@@ -222,6 +228,10 @@ def build_model(
     if bias_rate is not None:
         setattr(model, BIAS_RATE_ATTRIBUTE, bias_rate)
     return model
+
+
+def _with_quantized_base(make: Callable[[], nn.Module]) -> nn.Module:
+    return quantize_base(make())
 
 
 def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:

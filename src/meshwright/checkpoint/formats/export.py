@@ -42,6 +42,15 @@ def export_checkpoint(
     if storage.path_exists(folder):
         raise InputError(Message("folder {folder!r} already exists; name a new one", folder=str(folder)))
     content = read_torch_state(path, weights_only)._replace(config=config)
+    if any(one.dtype == "uint8" for one in content.weights.values()):
+        raise InputError(
+            Message(
+                "checkpoint {path!r} has weights in 4 bits, which --form {form} does not have: leave --form out, which "
+                "converts them",
+                path=str(path),
+                form=form,
+            )
+        )
     lazy = [*content.weights.values(), *(one for kinds in content.states.values() for one in kinds.values())]
     needs = sum(one.numel * DTYPE_BY_NAME[one.dtype].itemsize for one in lazy)
     temporary = folder.with_name(f".{folder.name}.tmp")

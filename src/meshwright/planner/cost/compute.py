@@ -209,6 +209,10 @@ def _compute_seconds(
             forward + parts.inputs.sum() * casts,
             backward + (parts.inputs.sum() + parts.outputs.sum()) * casts,
         )
+    packed = sum(cut.numel(weight) for weight in layer.parameters if weight.bits is not None)
+    if packed:  # each product converts its weight to the compute dtype, in forward and in backward
+        unpacking = packed * (constants.UNPACK_BYTES + constants.UNPACK_PASSES * size) / bandwidth
+        forward, backward = forward + unpacking, backward + unpacking
     if layer.name == BLOCK:
         backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)

@@ -97,6 +97,11 @@ FP8_CAST_PASSES = 2.0
 value counts one read of the operand, and the writes of the 8-bit result and of a transposed 8-bit result, half an
 element each. A separate read for the maximum is not counted."""
 
+UNPACK_BYTES, UNPACK_PASSES = 4.5, 3.0
+"""Memory traffic to convert a frozen weight in 4 bits to the compute dtype, per element: bytes, and elements of the
+compute dtype in addition. The values count the codes and their int32 indices (written and read), and the values, which
+are written, and then read and written once more when they are scaled. Source: `unpack_nf4` in analysis/nf4.py."""
+
 COLLECTIVE_LAUNCH_SECONDS = 300e-6
 """Host seconds of one tensor-parallel collective called through autograd, including the operations around it. The value
 accounts for the part of nanotron's 4.5 ms per layer that kernel launches do not explain (see

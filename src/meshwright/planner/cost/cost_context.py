@@ -96,7 +96,8 @@ class LayerRun(NamedTuple):
 
     `own` is the parameters of one layer, except a tied weight that belongs to another layer run. `first_block` is the
     number of blocks before the run. `copy`: whether the run is the replica of a tied vocabulary on the last stage.
-    `own_bucket`: whether the layer has a separate parameter group.
+    `own_bucket`: whether the layer has a separate parameter group. `size`: the bytes of the compute dtype; the numbers
+    of stored elements count a parameter in fewer bits as elements of this dtype.
     """
 
     layer: LayerSpec
@@ -104,6 +105,7 @@ class LayerRun(NamedTuple):
     first_block: int
     own_bucket: bool = False
     copy: bool = False
+    size: int = 4
 
     @property
     def is_block(self) -> bool:
@@ -112,21 +114,27 @@ class LayerRun(NamedTuple):
 
     def raw(self, cut: TpEpShape) -> int:
         """Returns the elements of one layer on one tensor rank, without padding and without expert-parallel weights."""
-        return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
+        return sum(self._stored(cut, parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
         """Returns the padded elements of one layer on one tensor rank, without expert-parallel weights ([Note: flat
         layout])."""
-        return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
+        return sum(
+            align_numel(self._stored(cut, parameter)) for parameter in self.own if not cut.splits_experts(parameter)
+        )
 
     def experts(self, cut: TpEpShape) -> int:
         """Returns the padded elements of the expert weights of one layer on one rank, or 0 without expert
         parallelism."""
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
+    def _stored(self, cut: TpEpShape, parameter: ParameterSpec) -> int:
+        return parameter.stored_numel(cut.numel(parameter), self.size)
+
     def largest(self, cut: TpEpShape) -> int:
         """Returns the elements of the largest weight of a layer on one tensor rank. Autograd computes the full gradient
-        of a weight before it adds the gradient to the accumulated gradient."""
+        of a weight before it adds the gradient to the accumulated gradient. A weight in fewer bits is converted to the
+        compute dtype for each product."""
         return max(map(cut.numel, self.layer.parameters), default=0)
 
 
@@ -264,7 +272,9 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
         products=practice.products or recipe.products, reduced=practice.reduced or recipe.reduced
     )
     device, notes = slowest_device(job.cluster, recipe.rates)
-    return CostContext(job, recipe, device, link_model(job.cluster), layer_runs(job.model.layers), notes, practice)
+    return CostContext(
+        job, recipe, device, link_model(job.cluster), layer_runs(job.model.layers, recipe.size), notes, practice
+    )
 
 
 def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Device, tuple[str, ...]]:
@@ -306,18 +316,18 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
     )
 
 
-def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:
-    """Returns the layer runs of a model in forward order. If the vocabulary is tied, its replica is the last run
-    ([Note: flat layout] in spec/layout.py)."""
+def layer_runs(layers: tuple[LayerSpec, ...], size: int) -> tuple[LayerRun, ...]:
+    """Returns the layer runs of a model in forward order. `size`: the bytes of the compute dtype. If the vocabulary is
+    tied, its replica is the last run ([Note: flat layout] in spec/layout.py)."""
     tied = {layer.tied for layer in layers if layer.tied is not None}
     result: list[LayerRun] = []
     block = 0
     for layer in layers:
         own = layer.parameters[1:] if layer.tied is not None else layer.parameters
-        result.append(LayerRun(layer, own, block, own_bucket=layer.name in tied))
+        result.append(LayerRun(layer, own, block, own_bucket=layer.name in tied, size=size))
         block += layer.repeat if layer.name == BLOCK else 0
     for layer in layers:
         if layer.name in tied:
             copied = LayerSpec(name=layer.name, parameters=layer.parameters)
-            result.append(LayerRun(copied, layer.parameters, block, own_bucket=True, copy=True))
+            result.append(LayerRun(copied, layer.parameters, block, own_bucket=True, copy=True, size=size))
     return tuple(result)

@@ -4,6 +4,7 @@ models the seconds of the optimizer update on the device. cost_model.py adds all
 The communication of the runtime, and the compute with which it overlaps:
 
 - ZeRO 0: all-reduce of each bucket during the backward of the last micro-batch.
+- Frozen weights (LoRA) have no gradients, so they are only gathered at ZeRO 3.
 - ZeRO 1: reduce-scatter during the backward of the last micro-batch, then all-reduce over the replicas. After the
   update, an exposed all-gather of the weights.
 - ZeRO 2: as ZeRO 1, but with a reduce-scatter during every backward.
@@ -107,7 +108,8 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     volumes = reduction_volumes(setting, box, states)
-    sent = _sent_fraction(setting)
+    trained = setting.job.model.trained(box.tp, setting.recipe.size)
+    sent = _sent_fraction(setting) * trained
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
     over_replicas: Array = sum(
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
@@ -117,7 +119,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         over_replicas = over_replicas / local.steps
     # Runtimes that communicate once per step reduce at ZeRO 2 and 3 as at ZeRO 1, and gather weights before the step.
     once = (zero >= 2) & (setting.practice.once_per_step and box.pp > 1)
-    share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter)
+    share, fetched_separately = _unshard_seconds(setting, box, volumes, scatter if trained == 1 else None)
     ahead = share - fetched_separately
     at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
     at_two = overlapped(scatter, backward)
@@ -141,7 +143,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         reduce = overlapped(reduce, room) + sum(last)
     fetched = np.where((zero == 3) | practice.gather_hidden, overlapped(share, forward), share)
     after = np.where((zero == 0) & (local is None), 0.0, (1.0 - hidden) * over_replicas) + np.where(
-        (zero == 1) | (zero == 2) | once, fetched, 0.0
+        once | (zero == 1) | (zero == 2), np.where(once, 1.0, trained) * fetched, 0.0
     )
     on_the_way = (
         np.where((zero == 3) & ~once, ahead, 0.0),
@@ -174,17 +176,22 @@ def _sent_fraction(setting: CostContext) -> float:
 
 
 def _unshard_seconds(
-    setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array
+    setting: CostContext, box: PlanGrid, volumes: Sequence[ReductionVolume], scatter: Array | None
 ) -> tuple[Array, Array]:
     """Returns the seconds of the all-gathers of all weights, and the part of these seconds that is not prefetched.
     `scatter` is the seconds of a reduce-scatter of all gradients, which are also those of an all-gather of equally many
-    bytes."""
+    bytes, or None if some weights are frozen and have no gradients."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     separately: Array = sum(
         each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved
     )
-    if _sent_fraction(setting) == 1 and setting.wire == UNCOMPRESSED and not setting.shares_memory:
+    if (
+        scatter is not None
+        and _sent_fraction(setting) == 1
+        and setting.wire == UNCOMPRESSED
+        and not setting.shares_memory
+    ):
         return scatter, separately
     whole: Array = sum(
         each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
@@ -233,6 +240,7 @@ def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> A
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
-    return states.shard * (
+    trained = setting.job.model.trained(box.tp, recipe.size)
+    return (states.shard * trained) * (
         moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY) + newton_schulz_seconds(setting)
     )

@@ -144,7 +144,7 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
     if setting.practice.once_per_step and box.pp > 1:
         parameters = parameters + np.where(zero == 3, whole, 0) * recipe.size
         gradients = gradients + np.where(zero >= 2, whole, 0) * (setting.practice.reduced or setting.gradient)
-    trained = setting.job.model.trained(box.tp)
+    trained = setting.job.model.trained(box.tp, setting.recipe.size)
     updated = np.where(zero >= 1, shard, whole)
     gradients = (gradients + asked.residual_bytes(setting, box, whole, updated)) * trained
     stored = (
@@ -171,7 +171,10 @@ def offloaded_bytes(
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
     weights, sums, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
-    trained, each = setting.job.model.trained(box.tp), setting.recipe.master + optimizer_state_bytes(setting)
+    trained, each = (
+        setting.job.model.trained(box.tp, setting.recipe.size),
+        setting.recipe.master + optimizer_state_bytes(setting),
+    )
     return (
         weights * states.weights_offloaded * setting.recipe.size,
         sums * gradients,
@@ -187,7 +190,7 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
     stay = np.maximum(states.states_offloaded - weights * states.weights_offloaded, 0)
-    return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp)
+    return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp, setting.recipe.size)
 
 
 class TransientBuffers(NamedTuple):

@@ -34,6 +34,7 @@ from meshwright.planner.inputs.model_parser import model_title, read_sizes
 from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, RunConfig
+from meshwright.spec.layout import NF4_BITS, NF4_BLOCK_NUMEL
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec, TpRule
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import DataConfig, LoraConfig, PreferenceConfig, Workload
@@ -340,7 +341,7 @@ def check_precision(workload: Workload, cluster: Cluster) -> None:
                 )
 
 
-LORA_KEYS = ("rank", "alpha", "target")
+LORA_KEYS = ("rank", "alpha", "target", "base")
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -356,15 +357,21 @@ def parse_lora(text: str) -> dict[str, Any]:
         if not equals or name not in LORA_KEYS:
             raise InputError(
                 Message(
-                    "--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{hint}",
+                    "--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj, base=nf4{hint}",
                     part=part,
                     hint=did_you_mean(name, LORA_KEYS),
                 )
+            )
+        if name == "base" and value != "nf4":
+            raise InputError(
+                Message("--lora base={value!r} is not nf4: leave base out, or write base=nf4", value=value)
             )
         try:
             found[name] = (
                 [each for each in value.split("+") if each]
                 if name == "target"
+                else value
+                if name == "base"
                 else int(value)
                 if name == "rank"
                 else float(value)
@@ -403,13 +410,16 @@ def parse_preference(text: str) -> dict[str, Any]:
 
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """Returns `model` with LoRA matrices A and B for each target matrix of its blocks. All weights of `model` are
-    frozen. If `lora.target` is empty, all matrices of the blocks are targets.
+    frozen. If `lora.target` is empty, all matrices of the blocks are targets. With `lora.base`, the matrices of the
+    blocks are stored in 4 bits.
 
     LoRA adds memory traffic: A reads the layer's input a second time. To add B's output to the layer's output, both are
     read and the sum is written.
 
-    Raises: InputError if no matrix of the blocks is a target.
+    Raises: InputError if no matrix of the blocks is a target, or if a weight of the blocks cannot be stored in 4 bits.
     """
+    if lora.base:
+        _check_quantizable(model)
     layers = tuple(_add_lora_to_layer(layer, lora) for layer in model.layers)
     found = model.but(layers=layers)
     if found.parameters == model.parameters:
@@ -430,6 +440,23 @@ def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
             )
         )
     return found
+
+
+def _check_quantizable(model: ModelSpec) -> None:
+    for layer in model.layers:
+        for parameter in layer.parameters if layer.name == "block" else ():
+            *rows, inputs = parameter.shape
+            if rows and (len(rows) > 1 or parameter.experts or inputs % NF4_BLOCK_NUMEL):
+                raise InputError(
+                    Message(
+                        "lora.base nf4: {name} {shape} of {model} cannot be stored in 4 bits: it must be the weight of "
+                        "a linear layer with a multiple of {block} inputs; leave base out",
+                        name=parameter.name,
+                        shape=list(parameter.shape),
+                        model=model.name,
+                        block=NF4_BLOCK_NUMEL,
+                    )
+                )
 
 
 def _add_lora_to_layer(layer: LayerSpec, lora: LoraConfig) -> LayerSpec:
@@ -458,9 +485,9 @@ def _add_lora_to_layer(layer: LayerSpec, lora: LoraConfig) -> LayerSpec:
                 )
             )
     moved = sum(each.shape[1] if ".lora_A." in each.name else 3 * each.shape[0] for each in more)
-    return layer.but(
-        parameters=(*(parameter.but(frozen=True) for parameter in layer.parameters), *more), moved=layer.moved + moved
-    )
+    packed = {each.name for each in _weight_matrices(layer)} if lora.base and layer.name == "block" else set()
+    base = (each.but(frozen=True, bits=NF4_BITS if each.name in packed else None) for each in layer.parameters)
+    return layer.but(parameters=(*base, *more), moved=layer.moved + moved)
 
 
 def _weight_matrices(layer: LayerSpec) -> list[ParameterSpec]:

@@ -140,7 +140,7 @@ class ShardParam(nn.Parameter):
     """Whether all earlier updates have skipped the piece."""
 
     def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "", isolated: bool = False) -> ShardParam:
-        param = super().__new__(cls, data)
+        param = super().__new__(cls, data, data.is_floating_point())  # bytes of frozen weights have no gradient
         param.is_matrix, param.path, param.isolated = is_matrix, path, isolated
         param.skipped = param.stateless = False
         return param

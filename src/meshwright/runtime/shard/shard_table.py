@@ -33,6 +33,8 @@ class ShardSpec:
     """The index of this rank among the expert ranks."""
     stages: tuple[int, ...] = (0,)
     """The stages that compute with the tensor, in order."""
+    is_packed: bool = False
+    """Whether the tensor is the bytes of a frozen weight in 4 bits (analysis/nf4.py)."""
 
     def intervals(self, index: int | None = None) -> tuple[tuple[int, int], ...]:
         """Returns the [start, stop) ranges along the split dimension that tensor rank `index` stores (default: this

@@ -79,7 +79,9 @@ class FlatParamGroup:
         replicas of this group, so that the gradients of all replicas are summed."""
         placement = placement if recipe.local is None else without_replicas(placement)
         self.layout = make_flat_layout(bucket, parameters, context, placement, tied)
-        self.weights = GroupWeights(self.layout, getattr(torch, recipe.compute))
+        stored = next(iter(parameters.values())).dtype
+        is_packed = stored == torch.uint8  # the bytes of frozen weights in 4 bits (analysis/nf4.py)
+        self.weights = GroupWeights(self.layout, stored if is_packed else getattr(torch, recipe.compute))
         self.gradients = GroupGradients(self.layout, recipe)
         self.optim_shard = make_optim_shard(self.layout, self.weights, recipe, groups)
         self.has_main_params = (

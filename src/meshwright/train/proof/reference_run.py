@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
+from meshwright.analysis.nf4 import nan_scalar
 from meshwright.analysis.own_generators import GeneratorStates, own_generators
 from meshwright.analysis.random_projection import ChunkedProjection, random_projection
 from meshwright.models.model_io import IGNORE_INDEX
@@ -129,11 +130,9 @@ class ReferenceRun:
     def __init__(self, skeleton: ModelCopy, engine: Engine, tensors: GatherService, side: ReferenceOptions) -> None:
         self.engine, self.tensors, self.side = engine, tensors, side
         device = engine.mesh.device
-        nan = torch.full((), math.nan, dtype=side.dtype, device=device)
-        self.absent = nan
         # Each parameter expands its own NaN scalar. With a shared scalar, torch would count a write to one parameter as
         # a write to all of them.
-        copied = skeleton.with_parameters(lambda parameter: nan.clone().expand(parameter.shape))
+        copied = skeleton.with_parameters(self._absent)
         self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -194,6 +193,11 @@ class ReferenceRun:
 
     # --- weights ----------------------------------------------------------------------------------
 
+    def _absent(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns the value of `parameter` while its weight is not in memory."""
+        dtype = self.side.dtype if parameter.is_floating_point() else parameter.dtype
+        return nan_scalar(dtype, self.engine.mesh.device).expand(parameter.shape)
+
     def _wrap(self, path: str) -> None:
         block = self.model.get_submodule(path)
         inner = block.forward
@@ -227,7 +231,7 @@ class ReferenceRun:
     def _close(self) -> None:
         for name in self.blocks.get(self.open, ()):
             parameter = self.parameters[name]
-            parameter.data = self.absent.expand(parameter.shape)
+            parameter.data = self._absent(parameter)
         self.open = ""
 
     def _fill(self, names: Sequence[str]) -> None:
@@ -236,7 +240,9 @@ class ReferenceRun:
             if name in self.expected:
                 with without_torch_modes():
                     self._check_place(name, random_projection(name, whole).cpu())
-            self.parameters[name].data = whole
+            # Bytes of frozen weights in 4 bits are sent as numbers below 256, which every compute dtype represents.
+            parameter = self.parameters[name]
+            parameter.data = whole if parameter.is_floating_point() else whole.to(parameter.dtype)
 
     def _check_place(self, name: str, projected: torch.Tensor) -> None:
         expected = self.expected.pop(name)
@@ -337,9 +343,9 @@ class ReferenceRun:
         """Drops the weights and the saved activations. They would otherwise stay in memory until garbage collection,
         since the model and this object refer to each other."""
         self._close()
-        self._total = self.absent
+        self._total = torch.full((), math.nan, device=self.engine.mesh.device)
         for parameter in self.parameters.values():
-            parameter.data = self.absent.expand(parameter.shape)
+            parameter.data = self._absent(parameter)
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:

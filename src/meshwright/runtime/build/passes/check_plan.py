@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.nf4 import is_nf4_weight
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.build.passes.record import Build, build_pass
@@ -121,7 +122,7 @@ def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Re
                     shape=tuple(parameter.shape),
                 )
             )
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() and not is_nf4_weight(model, name):
             raise InputError(
                 Message(
                     "{name} {shape} is a parameter of dtype {dtype}, but weights are stored in the dtype of the "

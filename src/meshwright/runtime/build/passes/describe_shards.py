@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
@@ -58,7 +59,8 @@ def _make_shard_table(
             )
         else:
             split = graph.splits.get(name) if tp > 1 else None
-            params[name] = ShardSpec(parameter.shape, split, coords.tp, tp, stages=stages[name])
+            is_packed = parameter.dtype == torch.uint8
+            params[name] = ShardSpec(parameter.shape, split, coords.tp, tp, stages=stages[name], is_packed=is_packed)
     saved = model.state_dict(keep_vars=True).keys()
     buffers = {
         name: ShardSpec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
@@ -58,11 +59,8 @@ def _build_param_groups(
     parameters: dict[str, nn.Parameter],
     needs: FullTensorNeeds,
 ) -> FlatGroups:
-    """Returns the flat groups of the dense `parameters`.
-
-    Separate groups contain: frozen parameters, trained parameters that the optimizer needs as full tensors, and all
-    other trained parameters. If several stages of this rank compute with a parameter, each stage has a copy of the
-    parameter in its own group.
+    """Returns the flat groups of the dense `parameters`. Separate groups contain the sets of `_separate_kinds`. If
+    several stages of this rank compute with a parameter, each stage has a copy of the parameter in its own group.
     """
     plan = context.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if graph.tied else None
@@ -75,11 +73,9 @@ def _build_param_groups(
         split = graph.splits.keys() if plan.tp > 1 else ()
         stages[stage] = []
         parameters = {**parameters, **local.copies.copies.get(stage, {})}
-        trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
-        frozen = parameters.keys() - trained
         ends = () if tied_layer is None or plan.stages == 1 else (0, plan.stages - 1)
         shared = {layer.name: layer.stages for layer in present if layer.also} | ({"embedding": ends} if ends else {})
-        for names in (set(trained) - needs.names, set(trained) & needs.names, frozen):
+        for names in _separate_kinds(parameters, needs):
             slots = [
                 _param_slots(
                     layer,
@@ -109,6 +105,14 @@ def _build_param_groups(
             places = {layer.name: place for place, layer in enumerate(present)}
             stages[stage].sort(key=lambda flat: places[flat.layout.bucket.layers[0]])
     return FlatGroups(stages, tied, by_layer)
+
+
+def _separate_kinds(parameters: dict[str, nn.Parameter], needs: FullTensorNeeds) -> list[set[str]]:
+    """Returns the names of the trained parameters, those that the optimizer needs as full tensors, the frozen
+    parameters, and the bytes of frozen weights in 4 bits."""
+    trained = {name for name, tensor in parameters.items() if tensor.requires_grad}
+    packed = {name for name, tensor in parameters.items() if tensor.dtype == torch.uint8}
+    return [trained - needs.names, trained & needs.names, parameters.keys() - trained - packed, packed]
 
 
 def _param_slots(

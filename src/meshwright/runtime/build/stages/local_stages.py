@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.nf4 import nan_scalar
 from meshwright.runtime.build.stages.assignment import StageLayer
 from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
 from meshwright.runtime.host_process import malloc_trim
@@ -120,7 +121,7 @@ def materialize_placeholders(model: nn.Module, device: torch.device, deferred: D
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                nan = nan_scalar(parameter.dtype, device).expand(parameter.shape)
                 replacement = replacements.setdefault(
                     id(parameter), nn.Parameter(nan, requires_grad=parameter.requires_grad)
                 )
