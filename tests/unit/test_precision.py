@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
-from meshwright.spec.constraints import plan_violations
+from meshwright.spec.constraints import check_supported, plan_violations, unsupported_parts
 from meshwright.spec.job import Job
 from meshwright.spec.workload import Workload
 
@@ -140,8 +140,6 @@ REFUSED = [
         "precision bf16-pure does not support offload"),
     ("1x8:h100", {"precision": "bf16", "optimizer__state": "8bit"}, "dp8.z1.off-optimizer",
         "the 8-bit optimizer state does not support offload"),
-    ("1x8:h100", {"precision": "fp8"}, "dp4.tp2.z1", "fp8 runs without tensor parallelism"),
-    ("1x8:h100", {"precision": "fp8"}, "pp8.zbh1", "fp8 runs without tensor parallelism and zero-bubble schedules"),
     ("1x8:h100", {"precision": "fp32"}, "dp8.z3.off-parameters",
         "add off-optimizer to update them there, or use bf16"),
     ("1x2:h100", {"precision": "bf16", "compression__kind": "int8"}, "dp2.z1.zw3-1",
@@ -181,6 +179,24 @@ def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
     found = search_plans(asked, 3)
     reasons = {fault.reason for fault in plan_violations(asked, given)}
     assert any(each.count and each.reason in reasons for each in found.rejected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "part"), [("dp4.tp2.z1", "tp2"), ("pp8.zbh1", "zbh1"), ("dp2.cp2.tp2.sp", "tp2"), ("pp8.zbv", "zbv")]
+)
+def test_float8_with_tensor_ranks_or_zero_bubbles_is_estimated_and_never_called_runnable(plan: str, part: str) -> None:
+    asked, given = job("1x8:h100", precision="fp8"), mw.parse_plan(plan)
+    full = mw.estimate(job("1x8:h100", precision="bf16"), plan)
+    assert 0.5 < mw.estimate(asked, plan).time.step / full.time.step <= 1.0
+    assert unsupported_parts(given, asked.workload.recipe) == (f"fp8 with {part}",) and not unsupported_parts(given)
+    with pytest.raises(InputError, match=f"fp8 with {part} can be planned but cannot be trained yet"):
+        check_supported(given, asked.workload.recipe)
+    pins = {"tp": given.tp} if given.tp > 1 else {"schedule": given.schedule, "pp": 8}
+    pinned = asked.but(pins={**asked.pins, **pins})
+    assert not search_plans(pinned, 1).chosen.runs
+    with pytest.raises(InputError, match="fp8 runs without tensor parallelism and zero-bubble schedules"):
+        search_plans(pinned, 1, runnable=True)
+    assert search_plans(asked, 1, runnable=True).chosen.runs
 
 
 def test_plans_that_an_update_does_not_go_with_are_counted_once() -> None:

@@ -104,6 +104,7 @@ def choose_plan(
     from meshwright.planner.inputs.plans import parse_pins
     from meshwright.planner.search.explain import explain
     from meshwright.planner.search.ranking import search_plans
+    from meshwright.spec.constraints import check_supported
 
     if world is not None and file.cluster.is_open_local:
         here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
@@ -122,6 +123,7 @@ def choose_plan(
         _previous_plan(folder, question) if folder is not None and question.pins == question.workload.fixed else None
     )
     if plan is not None:
+        check_supported(plan, question.workload.recipe)
         estimate = price(question, plan)
         expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
         why = [

@@ -54,11 +54,11 @@ def search_result_text(
 ) -> str:
     """Returns the ranked plans, the reasons for the first plan, what is known about the error of its estimate
     (`trust`), and the rejected plans by reason."""
-    ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
+    ranked = plan_table(job, [(entry.plan, entry.estimate) for entry in answer.plans], language)
     from meshwright.planner.search.ranking import untrainable_devices
 
     fault = untrainable_devices(job.cluster)
-    remarks = plan_only_messages(answer) if fault is None else [Message("plan-only: {fault}", fault=fault)]
+    remarks = plan_only_messages(job, answer) if fault is None else [Message("plan-only: {fault}", fault=fault)]
     ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in remarks)
     tally = Message(
         "{count:count plan} considered in {seconds:seconds}", count=answer.considered, seconds=answer.seconds
@@ -75,16 +75,18 @@ def search_result_text(
     return "\n\n".join([job_text(job, language), ranked, said, *known, "\n".join(lines)])
 
 
-def plan_only_messages(answer: SearchResult) -> list[Message]:
+def plan_only_messages(job: Job, answer: SearchResult) -> list[Message]:
     """Returns a note if this version cannot run some of the ranked plans. If the chosen plan is one of them, the note
     also names the fastest known plan that can run."""
     if all(entry.runs for entry in answer.plans):
         return []
+    recipe = job.workload.recipe
     able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
-    able += [(family.seconds, family.plan) for family in answer.families if family.fits and is_supported(family.plan)]
-    values = {
-        "parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in unsupported_parts(entry.plan)))
-    }
+    able += [
+        (family.seconds, family.plan) for family in answer.families if family.fits and is_supported(family.plan, recipe)
+    ]
+    parts = (part for entry in answer.plans for part in unsupported_parts(entry.plan, recipe))
+    values = {"parts": ", ".join(dict.fromkeys(parts))}
     if not able or answer.chosen.runs:
         return [Message("* plan-only: this version does not run {parts} yet", **values)]
     seconds, plan = min(able, key=lambda it: it[0])
@@ -128,7 +130,7 @@ def messages_text(said: Sequence[Message], language: str = "en") -> str:
     return "\n".join(wrap_text(translate(sentence, language)) for sentence in said)
 
 
-def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
+def plan_table(job: Job, entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
     """Returns a table with one plan per line. `memory` is the reserved memory, `spare` the remaining memory of the
     device, and `exposed` the communication that is not hidden."""
     rows = [
@@ -141,7 +143,7 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
         time = estimate.time
         rows.append(
             [
-                plan.name + ("" if is_supported(plan) else " *"),
+                plan.name + ("" if is_supported(plan, job.workload.recipe) else " *"),
                 format_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
@@ -255,6 +257,10 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         "",
         translate(speed, language),
         *(wrap_text(translate(line, language)) for line in placement_messages(job, plan)),
+        *(
+            wrap_text(translate(Message("plan-only: this version does not run {part} yet", part=part), language))
+            for part in unsupported_parts(plan, job.workload.recipe)
+        ),
         *(wrap_text(translate(Message("note: {note}", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)
@@ -284,14 +290,14 @@ def clip_text(text: str, width: int) -> str:
     return text + "..."
 
 
-def plan_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
+def plan_data(plan: Plan, estimate: Estimate, job: Job | None = None) -> dict[str, Any]:
     """Returns the JSON data of one plan: name, plan, estimate, and whether this version runs it. Units are bytes and
     seconds."""
     return {
         "name": plan.name,
         "plan": plan.model_dump(mode="json"),
         "estimate": estimate.model_dump(mode="json"),
-        "runs": is_supported(plan),
+        "runs": is_supported(plan, job.workload.recipe if job is not None else None),
     }
 
 
@@ -299,8 +305,8 @@ def search_result_data(job: Job, answer: SearchResult) -> dict[str, Any]:
     """Returns the data of `plan --json`."""
     return {
         "job": job.model_dump(mode="json"),
-        "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate),
-        "plans": [plan_data(entry.plan, entry.estimate) for entry in answer.plans],
+        "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate, job),
+        "plans": [plan_data(entry.plan, entry.estimate, job) for entry in answer.plans],
         "considered": answer.considered,
         "rejected": [
             {"reason": entry.reason, "count": entry.count, "example": entry.example} for entry in answer.rejected

@@ -36,9 +36,10 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, round_equation, shares_equation
 from meshwright.spec.plan_name import offload_name_parts
+from meshwright.spec.precision import Recipe
 from meshwright.spec.schedules.schedule import schedule_names
 from meshwright.spec.violation import Violation
-from meshwright.spec.workload_constraints import workload_violations
+from meshwright.spec.workload_constraints import unsupported_float8, workload_violations
 
 
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
@@ -413,7 +414,7 @@ def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
     yield from sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence)
     yield from batch_split_violations(plan, job.workload.batch, job.model)
     yield from batch_violations(plan, job.workload.batch)
-    yield from workload_violations(plan, job.workload, job.cluster, job.model.layers)
+    yield from workload_violations(plan, job.workload, job.cluster, job.model.layers, trains=False)
 
 
 def validate_plan(job: Job, plan: Plan) -> None:
@@ -437,15 +438,31 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 """The supported values of a plan's fields. Every field that is not listed supports all of its values."""
 
 
-def unsupported_parts(plan: Plan) -> tuple[str, ...]:
-    """Returns the parts of the plan's name that this version does not support yet; empty if it supports the plan."""
+def unsupported_parts(plan: Plan, recipe: Recipe | None = None) -> tuple[str, ...]:
+    """Returns the parts of the plan's name that this version does not support yet, in general or with the precision
+    `recipe`; empty if it supports the plan."""
     said = {
         "schedule": str(plan.schedule),
         "offload": ".".join(offload_name_parts(plan)),
     }
-    return tuple(said[name] for name, values in SUPPORTED_VALUES.items() if getattr(plan, name) not in values)
+    found = [said[name] for name, values in SUPPORTED_VALUES.items() if getattr(plan, name) not in values]
+    if recipe is not None and (part := unsupported_float8(plan, recipe)):
+        found.append(f"{recipe.name} with {part}")
+    return tuple(found)
 
 
-def is_supported(plan: Plan) -> bool:
-    """Returns whether this version supports the plan."""
-    return not unsupported_parts(plan)
+def check_supported(plan: Plan, recipe: Recipe) -> None:
+    """Raises InputError if this version does not support the plan with the precision `recipe`."""
+    if parts := unsupported_parts(plan, recipe):
+        raise InputError(
+            Message(
+                "plan {plan}: {unsupported_parts} can be planned but cannot be trained yet; leave them out",
+                plan=plan.name,
+                unsupported_parts=", ".join(parts),
+            )
+        )
+
+
+def is_supported(plan: Plan, recipe: Recipe | None = None) -> bool:
+    """Returns whether this version supports the plan with the precision `recipe`."""
+    return not unsupported_parts(plan, recipe)

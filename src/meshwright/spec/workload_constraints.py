@@ -111,6 +111,8 @@ class UpdateProperties(NamedTuple):
     whole: bool = False
     on_cores: bool = True
     experts: tuple[str, ...] = ()
+    trains: bool = True
+    """Whether this version must be able to train under the plan. Otherwise the plan is only estimated."""
 
     @property
     def there(self) -> bool:
@@ -130,10 +132,18 @@ class UpdateProperties(NamedTuple):
         return cls(workload.recipe, rule.whole, on_cores, experts)
 
 
+def unsupported_float8(plan: Plan, recipe: Recipe) -> str:
+    """Returns the part of the plan under which float8 products can be estimated but not run, or ''."""
+    if recipe.products != "fp8":
+        return ""
+    split = any(plan.splits_backward(stage) for stage in range(plan.stages))
+    return f"tp{plan.tp}" if plan.tp > 1 else str(plan.schedule) if split else ""
+
+
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
     """Checks that the plan supports the optimizer update: its precision recipe, and whether it needs whole tensors."""
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
-    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
+    if update.trains and unsupported_float8(plan, recipe):
         yield Violation(
             "fp8 needs full weights and one backward action",
             Message("fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16"),
@@ -192,11 +202,11 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
 
 
 def workload_violations(
-    plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
+    plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = (), trains: bool = True
 ) -> Iterator[Violation]:
     """Checks every rule of a workload except the rules about its batch (`batch_violations`). `layers` are the layers of
-    the model, if they are known."""
-    yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
+    the model, if they are known. `trains`: see `UpdateProperties`."""
+    yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers)._replace(trains=trains))
     yield from exact_sum_violations(plan, workload.exact)
     yield from diloco_violations(plan, workload.local)
     yield from preference_violations(plan, workload.preference)

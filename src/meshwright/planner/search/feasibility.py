@@ -177,7 +177,7 @@ class UpdateFeasibility:
     """Checks choices by three kinds of rules: rules of the job's optimizer update, rules of its DiLoCo settings, and
     limits on pinned numbers of recomputed and offloaded blocks."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, runnable: bool = False) -> None:
         pins: dict[str, Any] = dict(job.pins)
         self.counted, self.sent = pins.get("recompute_layers", 0), pins.get("offload_layers", 0)
         self.shares = {
@@ -187,7 +187,8 @@ class UpdateFeasibility:
         }
         self.way = tuple(what for what in ACTIVATION_OFFLOADS if self.sent and what in pins.get("offload", ()))
         self.blocks = job.model.blocks
-        self.update, self.local = UpdateProperties.of(job.workload, job.cluster, job.model.layers), job.workload.local
+        update = UpdateProperties.of(job.workload, job.cluster, job.model.layers)
+        self.update, self.local = update._replace(trains=runnable), job.workload.local
 
     def violation(self, plan: Plan) -> Violation | None:
         """Returns the first rule of the optimizer update, of DiLoCo or of the numbers of blocks that `plan` breaks, or

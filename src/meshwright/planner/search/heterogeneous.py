@@ -62,7 +62,9 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
     found: list[ScoredPlan] = [
-        pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable
+        pair
+        for pair in uneven_batches.uneven_batch_plans(job, top)
+        if is_supported(pair[1], job.workload.recipe) or not runnable
     ]
     fewest = len(groups) if runnable else 1  # the runtime runs only plans that use all ranks
     choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
@@ -77,7 +79,11 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
                 single_group_plans(job, chosen[0], top, best) if len(chosen) == 1 else cross_group_plans(job, chosen)
             )
     return sorted(
-        (pair for pair in found if not any(plan_violations(job, pair[1]))),
+        (
+            pair
+            for pair in found
+            if not any(plan_violations(job, pair[1])) and (not runnable or is_supported(pair[1], job.workload.recipe))
+        ),
         key=lambda pair: (round_score(pair[0]), pair[1].name),
     )[:top]
 

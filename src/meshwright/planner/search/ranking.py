@@ -168,7 +168,9 @@ def rank_plans(
         scored = sorted(scored, key=lambda pair: round_score(pair[0]))
     kin = best_per_family(found.ranking, scored if objective == SearchObjective.fastest else ())
     devices_run = untrainable_devices(job.cluster) is None
-    return tuple(entry.but(runs=devices_run and is_supported(entry.plan)) for _, entry in scored[:top]), kin
+    return tuple(
+        entry.but(runs=devices_run and is_supported(entry.plan, job.workload.recipe)) for _, entry in scored[:top]
+    ), kin
 
 
 TRAINABLE_VENDORS = ("nvidia", "amd", "host")

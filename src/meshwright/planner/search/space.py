@@ -146,7 +146,7 @@ class PlanSpace:
     def __post_init__(self) -> None:
         check_pins(self.job)
         self.choices = PlanChoices(self.job, self.runnable, self.offloading, self.allowed)
-        self._feasibility = UpdateFeasibility(self.job)
+        self._feasibility = UpdateFeasibility(self.job, self.runnable)
         ways = self.choices.offload_choices()
         self._offloads = [way for way in ways if self._feasibility.offload_violation(way) is None]
         self._never_offloaded = [way for way in ways if way not in self._offloads]

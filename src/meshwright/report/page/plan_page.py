@@ -40,6 +40,7 @@ from meshwright.report.plans import shown_stages
 from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Recipe
 from meshwright.spec.schedules.action import ActionSpan, ScheduleTimeline, simulate_orders
 from meshwright.spec.schedules.schedule import schedule_orders
 
@@ -184,7 +185,7 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
         "families": families,
         "reasons": reasons,
         "words": {language: localized_names(language, families, reasons) for language in LANGUAGES},
-        "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
+        "points": [point_data(found, point, families, reasons) for point in found.points],
     }
     rejected = [
         example for point in found.points for standing in point.standings for _, _, example in standing.rejected
@@ -203,9 +204,10 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
     }
 
 
-def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
-    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index.
-    `whole`: whether every plan has the memory of several ranks; otherwise only the best plan of each result has it."""
+def point_data(found: PageGrid, point: GridPoint, families: Sequence[str], reasons: Sequence[str]) -> dict[str, Any]:
+    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index. At
+    the base point every plan has the memory of several ranks; otherwise only the best plan of each result has it."""
+    whole, recipe = point is found.base, found.job.workload.recipe
     shown = [
         priced
         for standing in point.standings
@@ -216,7 +218,7 @@ def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str]
     place = {plan: at for at, plan in enumerate(plans)}
     examples = list(dict.fromkeys(example for standing in point.standings for _, _, example in standing.rejected))
     return {
-        "plans": [priced_plan_data(priced, whole or plan in first) for plan, priced in plans.items()],
+        "plans": [priced_plan_data(priced, whole or plan in first, recipe) for plan, priced in plans.items()],
         "standings": [
             {
                 **grid_result_data(standing, place, families),
@@ -246,7 +248,7 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
     }
 
 
-def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
+def priced_plan_data(priced: PricedPlan, whole: bool, recipe: Recipe) -> list[Any]:
     """Returns one plan with its estimate, in the order of PLAN_FIELDS.
 
     `whole`: whether the data contains the memory of several ranks; otherwise it contains only the memory of the
@@ -264,7 +266,7 @@ def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
         [[round_number(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
         round_number(estimate.tokens_per_second),
         round_number(estimate.mfu),
-        ", ".join(unsupported_parts(priced.plan)),
+        ", ".join(unsupported_parts(priced.plan, recipe)),
         list(estimate.notes),
         [round_number(priced.limits[rank]) for rank in ranks] if priced.limits else [],
     ]

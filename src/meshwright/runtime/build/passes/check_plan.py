@@ -17,7 +17,7 @@ from meshwright.runtime.compile import check_compiler
 from meshwright.runtime.engine import check_batch_norm
 from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan
 from meshwright.runtime.tensor_parallel.random import has_dropout
-from meshwright.spec.constraints import block_count_violations, unsupported_parts
+from meshwright.spec.constraints import block_count_violations, check_supported
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload_constraints import diloco_violations
@@ -31,6 +31,7 @@ def check_plan(build: Build) -> None:
         InputError: The model cannot be trained under the plan.
     """
     plan = build.base.plan
+    check_supported(plan, build.recipe)
     _check_graph(build.graph, plan)
     _check_recipe(build.model, plan, build.base.device, build.recipe)
     for fault in diloco_violations(plan, build.recipe.local) if build.recipe.local is not None else ():
@@ -41,14 +42,6 @@ def check_plan(build: Build) -> None:
 
 def _check_graph(graph: ModelGraph, plan: Plan) -> None:
     """Checks that the structure of the model supports the parallel degrees of the plan."""
-    if unsupported_parts(plan):
-        raise InputError(
-            Message(
-                "plan {plan}: {unsupported_parts} can be planned but cannot be trained yet; leave them out",
-                plan=plan.name,
-                unsupported_parts=", ".join(unsupported_parts(plan)),
-            )
-        )
     _check_tensor_parallel(graph, plan)
     if plan.zero == 3 and (written := graph.unsupported.get("gathering")):
         raise InputError(
