@@ -62,9 +62,14 @@ class Cells(HTMLParser):
         self.language = ""
         self.body: dict[str, str | None] = {}
         self.where: list[str] = []
+        self.changed: dict[str, str] = {}
+        """By table of "How the answer changes", the text of the row of this setting."""
+        self._here = False
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         given = dict(attributes)
+        if tag == "tr":
+            self._here = given.get("aria-selected") == "true" and self.where[-1:] != ["ranked"]
         if tag == "body":
             self.body = given
         if tag in ("table", "code") and "id" in given:
@@ -86,6 +91,8 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
         if self.where[-1:] == ["words"]:
             self.command += data
+        if self._here and self.where and self.where[-1].startswith("changed-"):
+            self.changed[self.where[-1]] = self.changed.get(self.where[-1], "") + data
 
 
 class Tables(HTMLParser):
@@ -165,6 +172,9 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
     expected = answer(shlex.split(cells.command)[1:])["plans"]
     if len(cells.rows) != len(expected):
         yield f"{len(cells.rows)} plans, the command says {len(expected)}"
+    for name, text in cells.changed.items():
+        if expected and expected[0]["name"] not in text:
+            yield f"{name} shows {text!r} for this setting, the command says {expected[0]['name']}"
     for row, entry in zip(cells.rows, expected, strict=False):
         priced = entry["estimate"]
         shown = [row[0].removesuffix("\u25cb"), row[1], row[3], row[4], row[5]]

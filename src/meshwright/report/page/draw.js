@@ -50,3 +50,40 @@ function gantt(chart, words) {
   svg.append(make("text", { x: label, y: bottom }, "0"), make("text", { x: width, y: bottom, "text-anchor": "end" }, seconds(chart.seconds)))
   return svg
 }
+
+// The width of a plot, the height of its axis, the space to the left of it and below it.
+const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22
+
+// Returns about five round numbers from `low` to `high`: 1, 2 or 5 times a power of ten, with `base` 1024 powers of two times a unit of bytes.
+function ticks(low, high, base = 10) {
+  if (!(high > low)) return [low]
+  const rough = (high - low) / 5, unit = base === 10 ? 10 ** Math.floor(Math.log10(rough)) : 2 ** Math.floor(Math.log2(rough))
+  const step = unit * (base === 10 ? [1, 2, 5, 10] : [1, 2]).find(factor => factor * unit >= rough * 0.999)
+  const first = Math.ceil(low / step - 1e-9)
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)))
+}
+
+// The ticks of a logarithmic axis: 1, 2 and 5 times the powers of ten, or round numbers if these are too few.
+function logTicks(low, high) {
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, index) => 10 ** (Math.floor(Math.log10(low)) + index))
+  const found = powers.flatMap(power => [1, 2, 5].map(factor => Number((factor * power).toPrecision(12)))).filter(value => value >= low && value <= high)
+  return found.length > 2 ? found : ticks(low, high)
+}
+
+// Draws the axes of a chart with round ticks. Returns functions from values to coordinates. `show` and `unit` format the values of the two axes.
+function axes(low, high, last, show, unit, { log = false, base = 10 } = {}) {
+  const svg = make("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HIGH + BELOW}`, role: "img" })
+  const on = log ? Math.log : value => value
+  const x = value => LEFT + (WIDTH - LEFT) * (last[1] > last[0] ? (value - last[0]) / (last[1] - last[0]) : 0.5)
+  const y = value => HIGH - (HIGH - 12) * (high > low ? (on(value) - on(low)) / (on(high) - on(low)) : 0.5)
+  for (const value of log ? logTicks(low, high) : ticks(low, high, base)) {
+    svg.append(make("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value) }), make("text", { class: "right", x: LEFT - 8, y: y(value) + 4 }, show(value)))
+  }
+  for (const value of ticks(last[0], last[1])) {
+    const at = x(value)
+    svg.append(make("line", { class: "grid", x1: at, x2: at, y1: HIGH, y2: HIGH + 4 }), make("text", { class: at > WIDTH - 30 ? "right" : "middle", x: at, y: HIGH + 17 }, unit(value)))
+  }
+  return { svg, x, y }
+}
+
+const pathOf = (points, x, y) => points.map(([at, value], index) => `${index ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("")

@@ -39,11 +39,15 @@ function again(changes, where) {
 
 // --- the selected setting and plan -----------------------------------------------------------------------------------------------
 
-function look() {
-  const [devices, batch, sequence, memory] = state.stops
+// Returns the results for positions of the sliders.
+function resultsAt([devices, batch, sequence, memory]) {
   const place = (devices * DATA.axes.batch.length + batch) * DATA.axes.sequence.length + sequence
-  const point = DATA.points[place]
-  const standing = point.standings[memory]
+  return { place, point: DATA.points[place], standing: DATA.points[place].standings[memory] }
+}
+
+function look() {
+  const [devices] = state.stops
+  const { place, point, standing } = resultsAt(state.stops)
   const rows = (standing ? standing.ranked : []).map(([index, verdict]) => ({ entry: point.plans[index], verdict }))
   const by = COLUMNS[state.sort.replace("-", "")], way = state.sort.startsWith("-") ? -1 : 1
   const sorted = by ? [...rows].sort((one, other) => (by(one) < by(other) ? -1 : by(one) > by(other) ? 1 : 0) * way) : rows
@@ -76,6 +80,7 @@ function drawAnswer() {
   drawSliders()
   drawChosen(view)
   drawPlans(view)
+  drawChanges()
   for (const element of document.querySelectorAll(".selected")) element.textContent = view.selected ? view.selected.entry.name : ""
   drawMemory(view)
   drawTime(view)
@@ -138,6 +143,36 @@ function drawPlans(view) {
   table("ranked", heads, rows)
   fill("order", say[DATA.objective])
   fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
+}
+
+// For each slider, a table and a plot of the best plan at each of its positions, while the other sliders stay.
+function drawChanges() {
+  fill("changed", ...SLIDERS.flatMap((name, axis) => {
+    const show = name === "memory" ? round : grouped
+    const label = name === "memory" ? (DATA.budget ? say.budgetSlider : say.memorySlider) : say[name]
+    const found = DATA.axes[name].map((stop, index) => {
+      const stops = state.stops.map((own, other) => other === axis ? index : own)
+      const { point, standing } = resultsAt(stops)
+      const [best, verdict] = standing?.ranked[0] || []
+      return { stop, index, stops, entry: point.plans[best], verdict: verdict || "no" }
+    })
+    const fitting = found.filter(row => row.entry)
+    if (found.length < 2 || !fitting.length) return []
+    const linear = row => name === "devices" ? fitting[0].entry.speed * row.stop / fitting[0].stop : 0
+    const { svg, x, y } = axes(0, Math.max(...fitting.map(row => Math.max(row.entry.speed, linear(row)))), [0, found.length - 1], grouped, index => Number.isInteger(index) ? show(DATA.axes[name][index]) : "")
+    svg.append(make("title", {}, `${say.speed}, ${label}`))
+    if (name === "devices") svg.append(make("path", { class: "expected", d: pathOf(fitting.map(row => [row.index, linear(row)]), x, y) }, make("title", {}, say.linear)))
+    svg.append(make("path", { class: "curve k-compute", d: pathOf(fitting.map(row => [row.index, row.entry.speed]), x, y) }))
+    svg.append(...fitting.map(row => make("circle", { class: "k-compute", cx: x(row.index), cy: y(row.entry.speed), r: row.index === state.stops[axis] ? 6 : 3.5 }, make("title", {}, `${show(row.stop)}: ${grouped(row.entry.speed)}, ${row.entry.name}`))))
+    const heads = [label, say.plan, say.step, say.speed, ...(name === "devices" ? [say.scaling] : []), say.mfu, say.reserved, ""].map((head, index) => make("th", { scope: "col", class: index === 1 ? "left" : "" }, head))
+    const rows = found.map(row => {
+      const { entry } = row
+      const values = entry ? [stepOf(at(entry, "step")), grouped(entry.speed), ...(name === "devices" ? [percent(entry.speed / linear(row))] : []), `${(100 * entry.mfu).toFixed(1)}%`, bytes(size(entry, "reserved"))] : heads.slice(3).map(() => "\u2013")
+      return make("tr", { "aria-selected": String(row.index === state.stops[axis]), onclick: () => write({ stops: row.stops }) },
+        make("td", {}, show(row.stop)), make("td", { class: "left plan" }, ...(entry ? planOf(entry) : [])), ...values.map(value => make("td", {}, value)), make("td", { class: `left ${row.verdict}` }, say[row.verdict]))
+    })
+    return [make("div", { class: "scroll" }, make("table", { id: `changed-${name}` }, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))), make("div", { class: "scroll" }, svg)]
+  }))
 }
 
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
