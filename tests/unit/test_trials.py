@@ -11,6 +11,7 @@ from meshwright.planner.search.ranking import search_plans
 from meshwright.planner.search.trials import (
     MIN_TRIAL_GAIN,
     Trial,
+    TrialCandidate,
     best_trial,
     is_pathological,
     largest_expected_gain,
@@ -70,13 +71,37 @@ def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
 
 def test_neighbours_of_a_plan_that_is_far_slower_than_expected_are_tried_last() -> None:
     """tp8 takes five times as long as expected; of plans with equal estimates, the one next to it is not chosen."""
-    ran = [(Plan(tp=8), 1.0, 5.0), (Plan(dp_replicate=8), 1.3, 1.3)]
-    close, far = Plan(tp=8, micro_batch=2), Plan(pp=2, dp_replicate=4)
-    assert largest_expected_gain([(close, 1.0), (far, 1.0)], ran) == 1
-    slow, plain = (Trial(plan=plan, predicted=expected, measured=seconds) for plan, expected, seconds in ran)
+    ran = [TrialCandidate(Plan(tp=8), 1.0, 1.0, 5.0), TrialCandidate(Plan(dp_replicate=8), 1.3, 1.3, 1.3)]
+    close, far = (TrialCandidate(plan, 1.0, 1.0) for plan in (Plan(tp=8, micro_batch=2), Plan(pp=2, dp_replicate=4)))
+    assert largest_expected_gain([close, far], ran, 8) == 1
+    slow, plain = (Trial(plan=each.plan, predicted=each.predicted, measured=each.measured) for each in ran)
     assert is_pathological(slow, [slow, plain]) and not is_pathological(plain, [slow, plain])
     question = job()
     assert refit_job(question, [slow.but(plan=Plan(dp_replicate=8)), plain]) == refit_job(question, [plain])
+
+
+def test_plans_that_share_the_feature_of_slow_plans_are_tried_last() -> None:
+    """Two plans at ZeRO 0 take six times as long as expected, one at ZeRO 1 does not. The candidate at ZeRO 1 is
+    chosen, though its estimate is longer."""
+    slow = [Plan(dp_replicate=128, tp=4, micro_batch=2), Plan(dp_replicate=32, tp=16, micro_batch=8)]
+    plain = Plan(dp_shard=256, tp=2, zero=1)
+    ran = [*(TrialCandidate(plan, 1.0, 1.0, 6.0) for plan in slow), TrialCandidate(plain, 2.5, 2.5, 2.5)]
+    same, other = (
+        TrialCandidate(
+            Plan(dp_replicate=64 ** (1 - zero), dp_shard=64**zero, zero=zero, tp=8, micro_batch=4), longer, longer
+        )
+        for zero, longer in ((0, 1.0), (1, 1.2))
+    )
+    assert largest_expected_gain([same, other], ran, 8) == 1
+    assert largest_expected_gain([same, other], [ran[-1]], 8) == 0
+
+
+def test_the_expected_time_is_the_middle_of_the_interval() -> None:
+    question = job("2x8:h100")
+    plan = search_plans(question, 1).chosen
+    priced, interval = TrialCandidate.of(plan.plan, plan.estimate), plan.estimate.step_interval
+    assert interval is not None and interval.low < priced.predicted < priced.expected < interval.high
+    assert priced.expected / interval.low == pytest.approx(interval.high / priced.expected)
 
 
 def test_a_plan_that_could_not_run_is_not_tried_again_and_moves_nothing() -> None:

@@ -8,11 +8,18 @@
   first, because its time depends in other proportions on devices and links. Each further trial is the plan with the
   largest expected gain over the best measured plan. Trials end if no expected gain is at least MIN_TRIAL_GAIN and the
   estimates of all trials were right to RELIABLE_ERROR.
-- Expected gain: let e be log(measured / predicted) of a plan. Plans with similar degrees have similar e, so a plan that
-  is many times slower than its estimate makes its neighbours less likely, too. e is a Gaussian process with the mean 0,
-  the size of the errors so far (at least MIN_ERROR), and the correlation exp(-d^2 / 2). d^2 is the sum of the squared
-  differences of log2 of tp, pp, dp, cp and the micro-batch size, and of the ZeRO stage. The expected gain is the mean
-  of max(0, log(best measured) - log(step)) (Jones, Schonlau, Welch, Efficient Global Optimization, 1998, section 4.1).
+- Expected gain: let e be log(measured / expected) of a plan. The expected seconds are the middle of the interval of the
+  estimate on a logarithmic scale (planner/cost/uncertainty.py), because steps are more often far slower than predicted
+  than far faster. e is a Gaussian process with the mean 0 and the size of the errors so far (at least MIN_ERROR). Its
+  variance has these shares, so a plan that is many times slower than its estimate makes those plans less likely that
+  share a feature with it:
+  - FEATURE_SHARE for all plans together, and for each of four groups of features: tp and whether it crosses nodes, pp,
+    the ZeRO stage, and dp with cp and the micro-batch size. The correlation in a group is exp(-d^2 / 2), where d is the
+    distance of two plans in the group, with degrees as log2;
+  - NEIGHBOUR_SHARE for plans that are close in all groups, with the product of the four correlations;
+  - the rest for each plan alone.
+  The expected gain is the mean of max(0, log(best measured) - log(step)) (Jones, Schonlau, Welch, Efficient Global
+  Optimization, 1998, section 4.1).
 - A trial that takes more than PATHOLOGY_FACTOR times as long as its estimate, relative to the trial with the smallest
   such ratio, does not count for the refit: no speed of devices and links explains it.
 
@@ -25,15 +32,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import erf, log, log2, pi, sqrt
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from meshwright.core.codec import StrictModel, TranslatableText
 from meshwright.core.quantities import Seconds
+from meshwright.planner.cost.plan_grid import Array
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search.ranking import search_plans
 from meshwright.spec.cluster import Cluster, Link, NodeGroup
+from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -46,6 +56,10 @@ a trial, and the noise of a measurement."""
 
 PATHOLOGY_FACTOR = 2.0
 """How many times as long as expected a step may take if only the speed of devices and links is unknown."""
+
+FEATURE_SHARE, NEIGHBOUR_SHARE = 0.1, 0.25
+"""Shares of the variance of errors. On random parts of the published sweeps, five trials leave 3 % more than the
+fastest plan in the mean with them, and 8 % if all variance is of neighbours."""
 
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
@@ -85,35 +99,68 @@ def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, floa
         degrees = {plan_degrees(trial.plan) for trial in trials}
         entries = [entry for entry in entries if plan_degrees(entry.plan) not in degrees] or entries
     elif measured and entries:
-        ran = [(trial.plan, estimate(again, trial.plan).time.step, trial.measured or 0.0) for trial in measured]
-        at = largest_expected_gain([(entry.plan, entry.estimate.time.step) for entry in entries], ran)
+        ran = [TrialCandidate.of(trial.plan, estimate(again, trial.plan), trial.measured or 0.0) for trial in measured]
+        candidates = [TrialCandidate.of(entry.plan, entry.estimate) for entry in entries]
+        at = largest_expected_gain(candidates, ran, max(group.devices for group in job.cluster.groups))
         return None if at is None else (entries[at].plan, entries[at].estimate.time.step)
     return (entries[0].plan, entries[0].estimate.time.step) if entries else None
 
 
+class TrialCandidate(NamedTuple):
+    """A plan, the predicted seconds of a step, the expected seconds (the middle of the interval), and the measured
+    seconds, or 0 without a trial."""
+
+    plan: Plan
+    predicted: float
+    expected: float
+    measured: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, priced: Estimate, measured: float = 0.0) -> TrialCandidate:
+        """Returns the entry of a plan with its estimate."""
+        interval = priced.step_interval
+        expected = sqrt(interval.low * interval.high) if interval else priced.time.step
+        return cls(plan, priced.time.step, expected, measured)
+
+
 def largest_expected_gain(
-    candidates: Sequence[tuple[Plan, float]], ran: Sequence[tuple[Plan, float, float]]
+    candidates: Sequence[TrialCandidate], ran: Sequence[TrialCandidate], devices_per_node: int
 ) -> int | None:
-    """Returns the index of the candidate with the largest expected gain, or None if trials should end. A candidate is
-    (plan, predicted seconds of a step), an item of `ran` (plan, predicted seconds, measured seconds)."""
-    errors = np.array([log(measured / predicted) for _, predicted, measured in ran])
+    """Returns the index of the candidate with the largest expected gain, or None if trials should end. `ran` is the
+    plans with a trial."""
+    errors = np.array([log(each.measured / each.expected) for each in ran])
     size = max(float(np.sqrt(np.mean(errors**2))), MIN_ERROR)
-    tried, new = (np.array([_plan_position(plan) for plan, *_ in rows]) for rows in (ran, candidates))
-    between = lambda left, right: size**2 * np.exp(-((left[:, None] - right[None]) ** 2).sum(axis=2) / 2.0)
-    known = between(tried, tried) + MEASUREMENT_NOISE**2 * np.eye(len(tried))
-    weights = np.linalg.solve(known, between(tried, new)).T
-    mean = np.log([predicted for _, predicted in candidates]) + weights @ errors
-    spread = np.sqrt(np.maximum(size**2 - (weights * between(new, tried)).sum(axis=1), 1e-12))
-    ahead = log(min(measured for *_, measured in ran)) - mean
+    tried, new = (
+        np.array([_plan_features(each.plan, devices_per_node) for each in rows]) for rows in (ran, candidates)
+    )
+    own = (1.0 - 5 * FEATURE_SHARE - NEIGHBOUR_SHARE) * size**2 + MEASUREMENT_NOISE**2
+    between = size**2 * _error_correlation(tried, new)
+    known = size**2 * _error_correlation(tried, tried) + own * np.eye(len(ran))
+    weights = np.linalg.solve(known, between).T
+    mean = np.log([each.expected for each in candidates]) + weights @ errors
+    spread = np.sqrt(np.maximum(size**2 - (weights * between.T).sum(axis=1), 1e-12))
+    ahead = log(min(each.measured for each in ran)) - mean
     below = np.array([0.5 * (1.0 + erf(each / sqrt(2.0))) for each in ahead / spread])
     gains = ahead * below + spread * np.exp(-((ahead / spread) ** 2) / 2.0) / sqrt(2.0 * pi)
     best = int(gains.argmax())
-    return None if gains[best] < MIN_TRIAL_GAIN and np.abs(errors).max() <= RELIABLE_ERROR else best
+    right = all(abs(log(each.measured / each.predicted)) <= RELIABLE_ERROR for each in ran)
+    return None if gains[best] < MIN_TRIAL_GAIN and right else best
 
 
-def _plan_position(plan: Plan) -> tuple[float, ...]:
-    degrees = (plan.tp, plan.pp, plan.dp, plan.cp, plan.micro_batch)
-    return (*map(log2, degrees), float(plan.zero))
+def _plan_features(plan: Plan, devices_per_node: int) -> tuple[float, ...]:
+    """Returns the features of a plan, in the order of FEATURE_GROUPS."""
+    tensor, pipeline = (log2(plan.tp), float(plan.tp > devices_per_node)), (log2(plan.pp), float(plan.pp > 1))
+    return (*tensor, *pipeline, float(plan.zero), log2(plan.dp), log2(plan.cp), log2(plan.micro_batch))
+
+
+FEATURE_GROUPS = (slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 8))
+
+
+def _error_correlation(left: Array, right: Array) -> Array:
+    """Returns the correlation of the errors of two different plans, over (left, right)."""
+    distance = (left[:, None] - right[None]) ** 2
+    groups = np.stack([np.exp(-distance[..., part].sum(axis=2) / 2.0) for part in FEATURE_GROUPS])
+    return np.asarray(FEATURE_SHARE * (1.0 + groups.sum(axis=0)) + NEIGHBOUR_SHARE * groups.prod(axis=0))
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:

@@ -50,7 +50,7 @@ from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.cluster_syntax import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
-from meshwright.planner.search.trials import largest_expected_gain, plan_degrees
+from meshwright.planner.search.trials import TrialCandidate, largest_expected_gain, plan_degrees
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus
@@ -311,8 +311,12 @@ def _regret_after_trials(group: Sequence[StepPrediction]) -> float:
     tried: list[StepPrediction] = []
     rest = sorted(group, key=_planner_key)
     while rest and len(tried) < TRIALS:
-        ran = [(each.plan, each.seconds, each.case.seconds or 0.0) for each in tried]
-        at = largest_expected_gain([(each.plan, each.seconds) for each in rest], ran) if len(tried) > 1 else 0
+        ran = [TrialCandidate.of(each.plan, each.estimate, each.case.seconds or 0.0) for each in tried]
+        candidates, per_node = (
+            [TrialCandidate.of(each.plan, each.estimate) for each in rest],
+            rest[0].case.job.cluster.groups[0].devices,
+        )
+        at = largest_expected_gain(candidates, ran, per_node) if len(tried) > 1 else 0
         if len(tried) == 1:
             first = plan_degrees(tried[0].plan)
             at = next((index for index, each in enumerate(rest) if plan_degrees(each.plan) != first), 0)
