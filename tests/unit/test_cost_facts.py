@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from jobs import GIB, cluster, decoder, named_job, small_job
 
+from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError
 from meshwright.planner.cost import constants
-from meshwright.planner.cost.cost_context import RuntimeModel
+from meshwright.planner.cost.cost_context import RuntimeModel, UpdateMessages
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
 from meshwright.runtime import weight_gradients
 from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
@@ -169,6 +172,18 @@ def test_a_dispatch_with_one_copy_per_node_saves_most_across_nodes() -> None:
     assert ratios[1] < 0.5 < ratios[0]
 
 
+def test_waits_for_the_routing_add_the_launches_of_forward() -> None:
+    job, plan = named_job("qwen3-30b-a3b", "2x8:h100", 32, 4096, "bf16"), parse_plan("dp16.ep16.z1.rc-full")
+    ahead, waiting = (
+        estimate_grid(CostModel(job, RuntimeModel(routing_waits=waits)), grid_of_plan(plan, 32, 48)).time.step
+        for waits in (False, True)
+    )
+    kernels = 1 + 8 * 2 + 5  # two stacked weights of eight local experts, attention and the router
+    launches = kernels * constants.KERNELS_PER_MATRIX * constants.KERNEL_LAUNCH_SECONDS
+    # two micro-batches of 48 layers, each with a forward and its recompute
+    assert waiting - ahead == pytest.approx(2 * 48 * 2 * launches, rel=0.02)
+
+
 def of_runtime(on: str, plan: Plan, batch: int, practice: RuntimeModel) -> Estimate:
     """The estimate of Llama 2 7B in bf16 under another runtime."""
     job = named_job("llama2-7b", on, batch, 2048, "bf16")
@@ -204,6 +219,58 @@ def test_an_all_reduce_over_replicas_may_overlap_with_backward() -> None:
         for hidden in (False, True)
     )
     assert beside < 0.6 * after
+
+
+def test_zero_1_in_one_message_saves_the_hops_of_each_layer_and_owners_add_hops() -> None:
+    by_layer, whole, owners = (
+        {
+            plan: of_runtime("64x8:h100", parse_plan(plan), 512, RuntimeModel(reduce_hidden=False, messages=each))
+            for plan in ("dp64.tp8.z1", "dp512.z1")
+        }
+        for each in UpdateMessages
+    )
+    copies = (32 * 9 + 2 * 9) * 64 * constants.SLICE_COPY_SECONDS  # of nine weights a layer, for each rank
+    assert whole["dp64.tp8.z1"].time.data - copies < 0.5 * by_layer["dp64.tp8.z1"].time.data
+    assert owners["dp512.z1"].time.data > 2 * by_layer["dp512.z1"].time.data
+
+
+def test_zero_1_with_owners_all_reduces_gradients() -> None:
+    scattered, owned = (
+        of_runtime("16x1:h100@1x100Gb", parse_plan("dp16.z1"), 16, RuntimeModel(reduce_hidden=False, messages=each))
+        for each in (UpdateMessages.layers, UpdateMessages.owners)
+    )
+    assert owned.time.data == pytest.approx(1.5 * scattered.time.data, rel=0.05)
+
+
+@pytest.mark.parametrize(("plan", "hidden_calls", "calls"), [("tp2.mb4", 2, 4), ("tp2.sp.mb4", 4, 10)])
+def test_the_reduction_of_input_gradients_may_overlap_with_weight_gradients(
+    plan: str, hidden_calls: int, calls: int
+) -> None:
+    """Of all collectives of a block, `hidden_calls` take only the slowdown of 13 % of their time."""
+    in_order, overlapped = (
+        of_runtime("1x2:h100", parse_plan(plan), 4, RuntimeModel(dgrad_hidden=hidden)).time.tensor
+        for hidden in (False, True)
+    )
+    assert overlapped / in_order == pytest.approx(1 - 0.87 * hidden_calls / calls, abs=0.02)
+
+
+def compute_of_gpt2(**sizes: int) -> float:
+    """The seconds of compute of a step of GPT-2 124M with other sizes."""
+    changed = sizes_from_catalog({**catalog.models()["gpt2-small"], **sizes})
+    job = named_job("gpt2-small", "1x1:a100-80gb", 16, 1024, "bf16").but(model=model_spec("gpt2-small", changed))
+    return estimate(job, parse_plan("dp1.mb16")).time.compute
+
+
+def test_a_vocabulary_that_is_not_aligned_costs_a_quarter_of_a_small_step() -> None:
+    assert compute_of_gpt2(vocab=50257) / compute_of_gpt2(vocab=50304) == pytest.approx(1.25, abs=0.02)
+    assert compute_of_gpt2(vocab=50256) <= compute_of_gpt2(vocab=50304)
+
+
+def test_attention_pads_heads_and_products_pad_the_inner_dimension() -> None:
+    wide, padded = (compute_of_gpt2(hidden=960, heads=heads, kv_heads=heads, ffn=3840) for heads in (10, 12))
+    assert padded > wide
+    aligned, uneven = (compute_of_gpt2(ffn=ffn) for ffn in (3136, 3080))
+    assert uneven == pytest.approx(aligned, rel=0.01)
 
 
 def test_tp_above_the_kv_heads_replicates_keys_and_values() -> None:

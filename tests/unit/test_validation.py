@@ -82,8 +82,8 @@ def test_errors_on_published_rows_are_at_most_the_frozen_ones() -> None:
     assert {name: (found[name], limit) for name, limit in frozen.items() if found[name] > limit + NOISE} == {}
 
 
-def test_the_median_over_families_of_the_median_time_error_is_below_12_percent() -> None:
-    assert core().median_of_medians < 0.12
+def test_the_median_over_families_of_the_median_time_error_is_below_8_percent() -> None:
+    assert core().median_of_medians < 0.08
 
 
 def test_korthikantis_steps_are_within_four_percent_on_average() -> None:
@@ -109,12 +109,11 @@ def test_most_plans_that_did_not_fit_are_refused() -> None:
     assert len(failed) > 500 and sum(each.refused for each in failed) > 0.6 * len(failed)
 
 
-def test_famous_runs_are_predicted_and_most_of_them_within_20_percent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_famous_runs_are_predicted_within_20_percent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--famous", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
-    assert len(runs) == len(read_famous_runs()) == 12 and all(run["source"] and run["notes"] for run in runs)
-    assert sum(abs(run["error"]) <= 0.2 for run in runs) >= 11 and all(abs(run["error"]) < 0.25 for run in runs)
-    assert sum(run["inside"] for run in runs) >= 11
+    assert len(runs) == len(read_famous_runs()) == 13 and all(run["source"] and run["notes"] for run in runs)
+    assert all(abs(run["error"]) <= 0.2 and run["inside"] for run in runs)
     assert main(["validate", "--famous"]) == 0
     assert "DeepSeek-V3, 2048 H800" in capsys.readouterr().out
 
@@ -123,8 +122,8 @@ def test_five_trials_by_expected_gain_leave_little_regret_in_most_groups() -> No
     groups = [group for part in by_family().values() for group in score._comparable_groups(part)]
     left = sorted(score._regret_after_trials(group) for group in groups)
     first = sorted(score._ranking_regrets([each for group in groups for each in group]))
-    assert len(groups) >= 28 and left[len(left) // 2] <= 0.01 and sum(each <= 0.15 for each in left) >= 26
-    assert sum(each > 0.15 for each in first) > 3 * sum(each > 0.15 for each in left)
+    assert len(groups) >= 28 and left[len(left) // 2] <= 0.01 and sum(each <= 0.05 for each in left) >= 27
+    assert first[len(first) // 2] <= 0.05 and sum(each > 0.15 for each in first) > 5 * sum(each > 0.15 for each in left)
 
 
 def test_intervals_cover_nine_of_ten_rows_of_families_that_they_have_not_seen() -> None:

@@ -3,10 +3,12 @@ cost model (cost_model.py) adds up the layers of each rank.
 
 - Matrix product of a weight: max(FLOPs / rate, bytes / bandwidth) + ramp, where
   rate = peak * efficiency * sustained.
-- Attention: FLOPs / (rate * attention efficiency).
+- Attention: FLOPs / (rate * attention efficiency). Fused attention pads heads to multiples of ATTENTION_HEAD_STEP.
 - All other operations: bytes / bandwidth.
 - Launch: on an accelerator, the sum is at least the host time to launch kernels and collectives. A CPU launches and
-  computes with the same cores, so the launch time is added.
+  computes with the same cores, so the launch time is added. It is also added to the forward of layers with experts if
+  the host waits for the number of tokens of each expert (`RuntimeModel.routing_waits`): the kernels of the next layers
+  are then not launched ahead. Backward knows these numbers.
 
 Tensor parallelism divides the FLOPs of the weights that it shards. It divides element-wise work in proportion to the
 sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. For the
@@ -22,7 +24,9 @@ a smaller fraction of the rate. The time with a tile of MATMUL_TILES is
 
 The model uses the fastest tile. If there are fewer tiles than processors, the library divides the inner dimension
 instead (split-k). The time is at least the time to move the operands through memory. Each product also has a fixed time
-to start and end.
+to start and end. The inner dimension is computed in steps of TILE_DEPTH_BYTES, or of ALIGNED_BYTES on devices without
+bf16. A product whose inputs or outputs on a tensor rank are no multiple of ALIGNED_BYTES runs slower
+(MISALIGNED_MATMUL_FRACTION).
 
 In forward, m x n is tokens x outputs and k is inputs. In backward there are two products: tokens x inputs with inner
 dimension outputs, and outputs x inputs with inner dimension tokens. Source of the formulas: NVIDIA, Matrix
@@ -32,6 +36,7 @@ figure 6 of this guide.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,6 +44,7 @@ import numpy as np
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.cost_context import BLOCK, EMBEDDING, HEAD, CostContext
 from meshwright.planner.cost.links import collective_rates
+from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.cost.plan_grid import Array, TpEpShape
 from meshwright.spec.model import LayerSpec
 
@@ -67,21 +73,24 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
         move = size * (parts.weights[:, None] + (parts.outputs + parts.inputs)[:, None] * tokens) / bandwidth
         forward = (np.maximum(flops / rate, move) + ramp).sum(axis=0)
         return forward, constants.BACKWARD_FORWARD_RATIO * forward
+    rates = rate * _aligned_fraction(parts, size)[:, None]
     outputs, inputs = parts.outputs[:, None] + 0 * tokens, parts.inputs[:, None] + 0 * tokens
     rows = tokens + 0 * outputs
-    forward = _tiled_matmul_seconds(setting, (rows, outputs, inputs), flops, rate, size)
-    before = _tiled_matmul_seconds(setting, (rows, inputs, outputs), flops, rate, size)
-    weights = _tiled_matmul_seconds(setting, (outputs, inputs, rows), flops, rate, size)
+    forward = _tiled_matmul_seconds(setting, (rows, outputs, inputs), flops, rates, size)
+    before = _tiled_matmul_seconds(setting, (rows, inputs, outputs), flops, rates, size)
+    weights = _tiled_matmul_seconds(setting, (outputs, inputs, rows), flops, rates, size)
     return (forward + ramp).sum(axis=0), (before + weights + 2 * ramp).sum(axis=0)
 
 
 def _tiled_matmul_seconds(
-    setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
+    setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: Array, size: int
 ) -> Array:
     """Returns the seconds of products over (weights, b). `shape` is the arrays m, n and k of the module docstring. If a
     dimension is 0, the shape is unknown and only the FLOPs determine the time."""
     m, n, k = shape
     processors = setting.device.processors
+    step = (constants.TILE_DEPTH_BYTES if "bf16" in setting.device.peak else constants.ALIGNED_BYTES) // size
+    depth = np.ceil(k / step) * step
     best = np.full(flops.shape, np.inf)
     for rows, columns, share in constants.MATMUL_TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
@@ -90,9 +99,28 @@ def _tiled_matmul_seconds(
             np.ceil(tiles / processors),
             np.maximum(tiles / processors, constants.SPLIT_K_WAVE_FRACTION),
         )
-        best = np.minimum(best, turns * (2.0 * rows * columns * processors / share) * k)
+        best = np.minimum(best, turns * (2.0 * rows * columns * processors / share) * depth)
     moved = size * (m * n + m * k + n * k) / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY)
     return np.where(best > 0, np.maximum(np.maximum(best, flops) / rate, moved), flops / rate)
+
+
+def _aligned_fraction(parts: MatmulShapes, size: int) -> Array:
+    """Returns the fraction of the rate that each product reaches for the alignment of its rows. `size` is the bytes of
+    an element."""
+    step = constants.ALIGNED_BYTES // size
+    aligned = (parts.outputs % step == 0) & (parts.inputs % step == 0)
+    return np.where(aligned, 1.0, constants.MISALIGNED_MATMUL_FRACTION)
+
+
+def _attention_padding(layer: LayerSpec, heads: int, size: int) -> float:
+    """Returns the time of the attention core divided by its time without padding of the heads. The result is 1 if the
+    number of heads is not known (0)."""
+    width = layer.query_width / heads if heads else 0.0
+    if not width:
+        return 1.0
+    if layer.context_moved:  # two products, each with rows of the width of a head
+        return 1.0 if width % (constants.ALIGNED_BYTES // size) == 0 else 1.0 / constants.MISALIGNED_MATMUL_FRACTION
+    return ceil(width / constants.ATTENTION_HEAD_STEP) * constants.ATTENTION_HEAD_STEP / width
 
 
 class LayerTimes(NamedTuple):
@@ -162,14 +190,18 @@ def layer_times(
             rows.append(np.zeros((7, len(tokens), len(sequence_parallel))))
             continue
         *computing, attention, weights, derived = _compute_seconds(setting, entry.layer, cut, tokens, sequence_parallel)
-        exchange = _tp_comm_seconds(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
+        *exchange, behind = _tp_comm_seconds(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
+        exchange[1] = exchange[1] + overlapped(behind, weights)
         launching = _launch_seconds(setting, entry.layer, cut, sequence_parallel)
+        forward = computing[0]
         if setting.on_host:
             computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
         else:
             computing = [
                 np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)
             ]
+            if entry.layer.routed and setting.practice.routing_waits:
+                computing[0] = forward + launching[0]
         part = entry.layer.derived_moved / entry.layer.moved if entry.layer.moved else 0.0
         derived = derived + part * launching[0] if setting.on_host else np.maximum(derived, part * launching[0])
         rows.append(np.stack([*computing, *exchange, attention, weights, derived]))
@@ -190,6 +222,8 @@ def _compute_seconds(
     if frozen:  # backward of frozen weights computes only the gradients of inputs
         backward_products = backward_products / 2.0
     rate = sustained_flops(setting, setting.recipe.rate) * device.attention * practice.attention
+    if device.processors and not setting.on_host:
+        rate /= _attention_padding(layer, setting.job.model.divisible.get("heads", 0), size)
     attention = layer.attention_flops / tp * context * tokens / rate
     scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
     each = tokens[:, None] * local_fraction(layer, size, tp, sequence_parallel) * (size / bandwidth)
@@ -214,7 +248,7 @@ def _compute_seconds(
         unpacking = packed * (constants.UNPACK_BYTES + constants.UNPACK_PASSES * size) / bandwidth
         forward, backward = forward + unpacking, backward + unpacking
     if layer.name == BLOCK:
-        backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
+        backward = backward + practice.repeated[0] * forward_products[:, None] + practice.repeated[1] * rest
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
     plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
     share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
@@ -263,16 +297,17 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
-) -> tuple[Array, Array]:
-    """Returns the exposed seconds of tensor-parallel collectives in forward and in backward, over axes (b, s) of
-    GRID_AXES. `tensor` is the number of tensor ranks, and the distance between neighbouring tensor ranks. Sequence
-    parallelism replaces an all-reduce by an all-gather and a reduce-scatter. Each row-parallel convolution sums its
-    output once; blocks without them sum the hidden state TP_ALL_REDUCES_PER_BLOCK times."""
+) -> tuple[Array, Array, Array]:
+    """Returns the exposed seconds of tensor-parallel collectives in forward and in backward, and the seconds of those
+    that overlap with weight gradients, over axes (b, s) of GRID_AXES. `tensor` is the number of tensor ranks, and the
+    distance between neighbouring tensor ranks. Sequence parallelism replaces an all-reduce by an all-gather and a
+    reduce-scatter. Each row-parallel convolution sums its output once; blocks without them sum the hidden state
+    TP_ALL_REDUCES_PER_BLOCK times."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor
     if tp == 1 or not any(parameter.split is not None for parameter in layer.parameters):
-        return none, none
+        return none, none, none
     ranks = collective_rates(setting.fabric, tp, stride)
     convolutions = sum(len(parameter.shape) == 4 and parameter.split == 1 for parameter in layer.parameters)
     width = layer.output if convolutions else setting.job.model.hidden
@@ -283,10 +318,11 @@ def _tp_comm_seconds(
         hidden = setting.practice.tensor_hidden
         sums = convolutions or constants.TP_ALL_REDUCES_PER_BLOCK
         seen = sums * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
-        return seen * total, seen * (total + gather)
+        behind = np.where(sequence_parallel, ranks.gather(state) + gather, total) * setting.practice.dgrad_hidden
+        return seen * total, seen * (total + gather - behind), seen * behind
     if layer.name == EMBEDDING:
-        return ranks.reduce(state) + none, gather + none
+        return ranks.reduce(state) + none, gather + none, none
     if layer.name == HEAD:
         loss = constants.VOCAB_LOSS_ALL_REDUCES * ranks.reduce((tokens * constants.LOSS_ELEMENT_BYTES)[:, None])
-        return loss + gather, ranks.reduce(state) + none
-    return total, total
+        return loss + gather, ranks.reduce(state) + none, none
+    return total, total, none

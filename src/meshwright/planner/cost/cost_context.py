@@ -14,6 +14,7 @@ user about this.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -28,6 +29,14 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import align_numel
 from meshwright.spec.model import LayerSpec, ParameterSpec
 from meshwright.spec.precision import Recipe
+
+
+class UpdateMessages(StrEnum):
+    """The collectives of ZeRO 1 around the update."""
+
+    layers = "one for each parameter group"
+    whole = "one for all weights, also for gradients that are reduced after backward"
+    owners = "all-reduces of gradients, and one broadcast by each rank that owns weights; a weight has one owner"
 
 
 class RuntimeModel(NamedTuple):
@@ -51,12 +60,9 @@ class RuntimeModel(NamedTuple):
     """Precision of the blocks' matrix products."""
     attention: float = 1.0
     """Rate of the attention kernel relative to FlashAttention-2, if the device has a faster kernel."""
-    repeated_products: float = 0.0
-    """Fraction of a block's forward matrix products that backward recomputes even if the plan has no recompute for the
-    block."""
-    repeated_rest: float = 0.0
-    """Fraction of a block's other forward operations that backward recomputes even if the plan has no recompute for the
-    block."""
+    repeated: tuple[float, float] = (0.0, 0.0)
+    """Fractions of a block's forward that backward recomputes even if the plan has no recompute for the block: of the
+    matrix products, and of the other operations."""
     reduce_hidden: bool = True
     """Whether the gradient reduction overlaps with the last backward."""
     replicas_hidden: bool = False
@@ -64,17 +70,24 @@ class RuntimeModel(NamedTuple):
     backward."""
     gather_hidden: bool = False
     """Whether the all-gather of weights at ZeRO 1 and 2 overlaps with the next forward."""
+    messages: UpdateMessages = UpdateMessages.layers
+    """The collectives of ZeRO 1 around the update."""
     once_per_step: bool = False
     """Whether ZeRO 2 and 3 with a pipeline reduce gradients once per step, and ZeRO 3 also gathers weights once per
     step. Each rank then stores the full gradients, and at ZeRO 3 the full weights, until the last backward."""
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is split into chunks and overlaps with matrix products."""
+    dgrad_hidden: bool = False
+    """Whether backward overlaps the reduction of input gradients over tensor ranks with weight gradients, and with
+    sequence parallelism also the second gather of inputs."""
     launch: float = 1.0
     """Host seconds per kernel divided by those of eager PyTorch. The value is below 1 if CUDA graphs or one compiled
     call launch many kernels."""
     node_copies: bool = False
     """Whether the dispatch to experts sends a token once to each node that has some of its experts, and distributes it
     there over the links inside the node. Otherwise each expert gets its own copy over the network."""
+    routing_waits: bool = True
+    """Whether the host waits in the forward of each layer with experts until it knows the tokens of each expert."""
     dispatch_hidden: float = 0.0
     """Fraction of the dispatch to experts that overlaps with the compute of another micro-batch."""
     gathered: bool = False

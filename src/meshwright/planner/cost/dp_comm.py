@@ -17,7 +17,7 @@ seconds that overlaps with compute of K seconds adds max(C - K, 0) seconds. Comp
 other down (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients
 are reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per
 step below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7). Other runtimes differ:
-`RuntimeModel.replicas_hidden` and `once_per_step` (cost_context.py).
+`RuntimeModel.replicas_hidden`, `once_per_step` and `messages` (cost_context.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants
-from meshwright.planner.cost.cost_context import CostContext
+from meshwright.planner.cost.cost_context import CostContext, UpdateMessages
 from meshwright.planner.cost.cp_ep_comm import expert_stride
 from meshwright.planner.cost.links import UNCOMPRESSED, CollectiveRates, CompressionRatio, collective_rates, stack_rates
 from meshwright.planner.cost.memory import StateSizes, shared_on_host
@@ -125,7 +125,8 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     at_two = overlapped(scatter, backward)
     each_micro_batch = np.where(once, 0.0, np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0)))
     hidden = practice.replicas_hidden and local is None
-    with_backward = np.where(zero == 1, scatter, 0.0) + np.where(once, scatter, 0.0) + hidden * over_replicas
+    at_one = _zero_one_reduce_seconds(setting, volumes, sent, scatter)
+    with_backward = np.where(zero == 1, at_one, 0.0) + np.where(once, scatter, 0.0) + hidden * over_replicas
     reduce = np.where(zero == 0, 0.0 if local else over_replicas, with_backward)
     room = backward
     if hidden:  # reductions and gathers during every backward leave less time
@@ -170,6 +171,40 @@ def reduction_volumes(setting: CostContext, box: PlanGrid, states: StateSizes) -
     return volumes
 
 
+def _zero_one_reduce_seconds(
+    setting: CostContext, volumes: Sequence[ReductionVolume], sent: float, scatter: Array
+) -> Array:
+    """Returns the seconds in which ZeRO 1 reduces the gradients in the shard group. `sent` is the bytes of a gradient
+    element divided by those of a weight element, `scatter` the seconds of one reduce-scatter for each parameter
+    group."""
+    if setting.practice.messages == UpdateMessages.owners:
+        return np.asarray(sum(each.scatter.reduce(each.whole * sent, each.units) for each in volumes))
+    if setting.practice.messages == UpdateMessages.whole and not setting.practice.reduce_hidden:
+        return np.asarray(sum(each.scatter.gather(each.whole * sent) for each in volumes))
+    return scatter
+
+
+def _weights_per_unit(setting: CostContext) -> int:
+    return max(len(entry.own) for entry in setting.entries)
+
+
+def _slice_copy_seconds(setting: CostContext, volume: ReductionVolume) -> Array:
+    """Returns the host seconds to copy the slice of each weight and each shard rank out of a message with all
+    weights."""
+    return volume.units * _weights_per_unit(setting) * volume.shard.ranks * constants.SLICE_COPY_SECONDS
+
+
+def _update_messages(setting: CostContext, box: PlanGrid, volume: ReductionVolume) -> Array:
+    """Returns the number of collectives that gather the weights of `volume`, over GRID_AXES."""
+    match setting.practice.messages:
+        case UpdateMessages.whole:
+            return np.where(box.zero == 1, 1.0, volume.units)
+        case UpdateMessages.owners:
+            weights = volume.units * _weights_per_unit(setting)
+            return np.where(box.zero == 1, np.minimum(volume.shard.ranks, weights), volume.units)
+    return volume.units
+
+
 def _sent_fraction(setting: CostContext) -> float:
     """Returns the bytes of a gradient element in a reduction divided by the bytes of a weight element."""
     return (setting.practice.reduced or setting.recipe.gradient_size) / setting.recipe.size
@@ -180,7 +215,7 @@ def _unshard_seconds(
 ) -> tuple[Array, Array]:
     """Returns the seconds of the all-gathers of all weights, and the part of these seconds that is not prefetched.
     `scatter` is the seconds of a reduce-scatter of all gradients, which are also those of an all-gather of equally many
-    bytes, or None if some weights are frozen and have no gradients."""
+    bytes in equally many messages, or None if some weights are frozen and have no gradients."""
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     separately: Array = sum(
@@ -190,12 +225,16 @@ def _unshard_seconds(
         scatter is not None
         and _sent_fraction(setting) == 1
         and setting.wire == UNCOMPRESSED
+        and setting.practice.messages == UpdateMessages.layers
         and not setting.shares_memory
     ):
         return scatter, separately
     whole: Array = sum(
-        each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
+        each.shard.gather(each.whole, _update_messages(setting, box, each)) + _shared_unshard_seconds(once, each.units)
+        for each in moved
     )
+    if setting.practice.messages == UpdateMessages.whole:
+        whole = whole + sum(np.where(box.zero == 1, _slice_copy_seconds(setting, each), 0.0) for each in moved)
     return whole, separately
 
 

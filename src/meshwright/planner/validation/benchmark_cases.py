@@ -131,7 +131,9 @@ def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
     """Returns the architecture that the columns of `row` state. For a model with experts, the sizes are those of the
     catalog model with the same layers, hidden size, heads and number of experts. Raises InputError if the catalog has
     no such model."""
-    shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")} | {"vocab": vocabulary_size(row)}
+    step = system.kernels.vocabulary * row.count("tp")
+    shape = {name: row.count(name) for name in ("layers", "hidden", "heads", "seq")}
+    shape["vocab"] = -(-vocabulary_size(row) // step) * step
     shape["kv_heads"] = row.count("kv_heads", shape["heads"])
     experts = row.count("experts", 0)
     if experts > 1:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from meshwright.planner.cost.cost_context import RuntimeModel
+from meshwright.planner.cost.cost_context import RuntimeModel, UpdateMessages
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.validation.tables import MeasurementRow
@@ -67,6 +67,8 @@ class FrameworkKernels(NamedTuple):
     again: bool = False
     """Whether selective recompute by operation is used, which saves the block's input, the attention output and the
     output of every second matrix product."""
+    vocabulary: int = 1
+    """The vocabulary is padded to a multiple of this number times the tensor ranks."""
     labelled: float = 1.0
     """Fraction of the tokens whose logits are computed. The value is below 1 for masked language models whose head
     computes only masked positions."""
@@ -166,6 +168,11 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
     )
 
 
+MEGATRON_VOCABULARY = 128
+"""`FrameworkKernels.vocabulary` of Megatron-LM and its descendants (NVIDIA/Megatron-LM
+megatron/training/arguments.py:2441, deepspeedai/Megatron-DeepSpeed megatron/tokenizer/tokenizer.py:58)."""
+
+
 class Framework(NamedTuple):
     """A framework: name, pattern for the column `system`, source of the properties, and its runtime and kernels. `bias`
     and `learned`: whether plain GPT models of this framework have biases and learned positions."""
@@ -200,6 +207,14 @@ FLASH1_ATTENTION_SPEED = 0.55
 
 EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
+MEGATRON_CORE_RUNTIME = RuntimeModel(
+    gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5, dgrad_hidden=True
+)
+
+OVERLAPPED_DGRAD_SOURCES = r"2205\.05198"
+"""Matches the sources of runs with Megatron-LM after 2 September 2021 (NVIDIA/Megatron-LM, commit 16c90445e7). Since
+then its backward overlaps the reduction of input gradients, and the second gather of inputs, with weight gradients
+(megatron/core/tensor_parallel/layers.py:675-708). The code of arXiv 2104.04473 is older."""
 
 FRAMEWORKS = (
     Framework(
@@ -209,9 +224,10 @@ FRAMEWORKS = (
         "gradients stored and reduced in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, "
         "tensor-parallel communication overlapped in chunks; experts with forced balance and one copy of a token per "
         "node (moe_router_force_load_balancing and moe_flex_dispatcher_backend in NVIDIA-NeMo/Megatron-Bridge, "
-        "src/megatron/bridge/perf_recipes/qwen/h100/qwen3_moe.py)",
-        RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5, node_copies=True),
-        FrameworkKernels(),
+        "src/megatron/bridge/perf_recipes/qwen/h100/qwen3_moe.py); the host waits for the tokens of each expert unless "
+        "experts drop and pad (NVIDIA/Megatron-LM megatron/core/transformer/moe/token_dispatcher.py:921-958)",
+        MEGATRON_CORE_RUNTIME._replace(node_copies=True),
+        FrameworkKernels(vocabulary=MEGATRON_VOCABULARY),
         learned=True,
         bias=True,
     ),
@@ -221,8 +237,8 @@ FRAMEWORKS = (
         "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, "
         "Transformer Engine, "
         "cuDNN attention, tensor-parallel communication overlapped in chunks, float32 main gradients",
-        RuntimeModel(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
-        FrameworkKernels(),
+        MEGATRON_CORE_RUNTIME._replace(gradient=4, reduced=4),
+        FrameworkKernels(vocabulary=MEGATRON_VOCABULARY),
         learned=True,
         bias=True,
     ),
@@ -233,7 +249,7 @@ FRAMEWORKS = (
         "flat float32 buffer of them (deepspeedai/DeepSpeed deepspeed/runtime/bf16_optimizer.py:176), and refuses "
         "ZeRO 2 and 3 with a pipeline (deepspeed/runtime/pipe/engine.py:76)",
         RuntimeModel(reduce_hidden=False),
-        FrameworkKernels(flash=False, dropout=True),
+        FrameworkKernels(flash=False, dropout=True, vocabulary=MEGATRON_VOCABULARY),
         bias=True,
         learned=True,
     ),
@@ -243,7 +259,7 @@ FRAMEWORKS = (
         "arXiv 2104.04473 and 2205.05198, and the code of these years: fused softmax, bias-gelu and bias-dropout-add, "
         "dropout 0.1, unfused attention, float32 main gradients (18 bytes a parameter), one all-reduce after backward",
         MEGATRON_RUNTIME,
-        FrameworkKernels(flash=False, dropout=True),
+        FrameworkKernels(flash=False, dropout=True, vocabulary=MEGATRON_VOCABULARY),
         bias=True,
         learned=True,
     ),
@@ -254,11 +270,13 @@ FRAMEWORKS = (
         "fused norm and rotation, silu and product not fused (src/nanotron/models/llama.py:201); float32 accumulators "
         "(optim/gradient_accumulator.py:173) in addition to bf16 gradients; DDP with its buckets only with several "
         "data ranks and without ZeRO (trainer.py:797), its all-reduce overlapped with the last backward; with ZeRO-1 "
-        "reduce-scatter after backward, weights gathered after the update; logits sharded by vocabulary: bf16, and "
+        "one reduce-scatter of all gradients after backward (optim/gradient_accumulator.py:140, distributed.py:72) and "
+        "one all-gather of all weights after the update (optim/zero.py:234), whose result is copied slice by slice "
+        "(distributed.py:214); logits sharded by vocabulary: bf16, and "
         "two copies in float32 (parallel/tensor_parallel/functional.py:43); the tables do "
         "not state whether backward gathers inputs again (tp_recompute_allgather, functional.py:213); they are taken "
         "as saved",
-        RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True),
+        RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True, messages=UpdateMessages.whole),
         FrameworkKernels(product=False, loss=10.0, logits=6.0),
         balanced=True,
     ),
@@ -294,9 +312,12 @@ FRAMEWORKS = (
     Framework(
         "InternEvo",
         r"InternEvo",
-        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1 with reduction and gather "
-        "overlapped, bf16 gradients",
-        RuntimeModel(gather_hidden=True),
+        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1, bf16 gradients; by default "
+        "reductions overlap with backward and updated weights do not overlap (configs/7B_sft.py:97-98); backward "
+        "all-reduces buckets over all data ranks at any shard size "
+        "(InternLM/InternEvo internlm/solver/optimizer/hybrid_zero_optim.py:300 and 518, utils.py:117); each rank "
+        "broadcasts the weights that it owns after the update (hybrid_zero_optim.py:809-829)",
+        RuntimeModel(replicas_hidden=True, messages=UpdateMessages.owners),
         FrameworkKernels(),
     ),
     Framework(
@@ -326,9 +347,10 @@ FRAMEWORKS = (
         "llm.c",
         r"llm\.c",
         "llm.c: CUDA without a framework, cuDNN attention, gelu recomputed, ZeRO-1 after backward; one kernel reads "
-        "the logits and writes their gradients in place (karpathy/llm.c llmc/fused_classifier.cuh)",
+        "the logits and writes their gradients in place (karpathy/llm.c llmc/fused_classifier.cuh); vocabulary padded "
+        "to 128 (train_gpt2.cu, padded_vocab_size)",
         RuntimeModel(reduce_hidden=False, launch=0.1),
-        FrameworkKernels(loss=1.0),
+        FrameworkKernels(loss=1.0, vocabulary=128),
         bias=True,
         learned=True,
         selective="gelu",
@@ -346,9 +368,10 @@ FRAMEWORKS = (
         "DDP",
         r"DDP|DeepSpeed transformer",
         "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head only on masked "
-        "positions (20 of 128, 80 of 512)",
+        "positions (20 of 128, 80 of 512), vocabulary padded to 8 (NVIDIA/DeepLearningExamples "
+        "PyTorch/LanguageModeling/BERT/run_pretraining.py, prepare_model_and_optimizer)",
         RuntimeModel(),
-        FrameworkKernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156),
+        FrameworkKernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156, vocabulary=8),
         bias=True,
         learned=True,
     ),
@@ -378,8 +401,13 @@ def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
             reduce_hidden=bool(flags.get("overlap-grad-reduce")),
             gather_hidden=bool(flags.get("overlap-param-gather")),
             attention=CUDNN_ATTENTION_SPEEDUP,
+            dgrad_hidden=True,
         ),
-        FrameworkKernels(flash=flags.get("attention-backend") != "unfused", dropout=flags.get("hidden-dropout") != 0.0),
+        FrameworkKernels(
+            flash=flags.get("attention-backend") != "unfused",
+            dropout=flags.get("hidden-dropout") != 0.0,
+            vocabulary=MEGATRON_VOCABULARY,
+        ),
         bias=not flags.get("disable-bias-linear"),
         learned=flags.get("position-embedding-type", "learned_absolute") == "learned_absolute",
     )
@@ -406,6 +434,10 @@ def identify_framework(row: MeasurementRow) -> Framework:
     if (flags := row.flags).get("transformer-impl") == "transformer_engine":
         found = _megatron_transformer_engine(flags)
     kernels, practice = found.kernels, found.practice
+    if found.name == "Megatron-LM" and re.search(OVERLAPPED_DGRAD_SOURCES, row.text("source_ref")):
+        practice = practice._replace(dgrad_hidden=True)
+    if "tokendrop" in row.text("model"):  # experts get a fixed number of tokens
+        practice = practice._replace(routing_waits=False)
     stated = row.text("attn_impl").lower()
     if stated == "flash-attn":
         practice = practice._replace(attention=FLASH1_ATTENTION_SPEED)
@@ -420,7 +452,7 @@ def identify_framework(row: MeasurementRow) -> Framework:
     if "DEFAULT (" in row.text("notes") or "mixed_precision=DEFAULT" in row.text("notes"):
         practice = practice._replace(reduced=4)
     if row.text("activation_ckpt") == "selective" and found.selective == "op":
-        practice = practice._replace(repeated_products=0.5, repeated_rest=1.0)
+        practice = practice._replace(repeated=(0.5, 1.0))
         kernels = kernels._replace(again=True)
     if re.search(CHUNKED_LOSS_PATTERN, row.text("notes")):
         kernels = kernels._replace(chunked=True)
