@@ -42,7 +42,17 @@ WATCH = """<script>
 addEventListener("error", event => { document.body.dataset.error = event.message })
 new PerformanceObserver(seen => seen.getEntries().forEach(paint => console.log(`${paint.name} ${paint.startTime} \
 ms`))).observe({ type: "paint", buffered: true })
-const keys = new URLSearchParams(location.hash.slice(1)).get("press")?.split(",") || []
+const asked = new URLSearchParams(location.hash.slice(1)), keys = asked.get("press")?.split(",") || []
+addEventListener("load", () => {
+  const chart = document.querySelector("#lossChart svg"), ends = asked.get("drag")?.split("-")
+  if (!chart || !ends) return
+  const box = chart.getBoundingClientRect()
+  const point = (kind, part) => chart.dispatchEvent(new PointerEvent(kind, { clientX: box.left + part * box.width }))
+  point("pointermove", ends[0])
+  document.body.dataset.read = document.querySelector("#lossChart .readout").textContent
+  point("pointerdown", ends[0]); point("pointerup", ends[1])
+  document.body.dataset.address = location.hash
+})
 addEventListener("load", () => keys.forEach(key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, \
 bubbles: true }))))
 setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollWidth - \
@@ -65,6 +75,8 @@ class Cells(HTMLParser):
         self.changed: dict[str, str] = {}
         """By table of "How the answer changes", the text of the row of this setting."""
         self._here = False
+        self.parts = self.unexplained = 0
+        """Parts of names of plans, and those without an explanation."""
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         given = dict(attributes)
@@ -72,6 +84,9 @@ class Cells(HTMLParser):
             self._here = given.get("aria-selected") == "true" and self.where[-1:] != ["ranked"]
         if tag == "body":
             self.body = given
+        if given.get("class") in ("part", "term"):
+            self.parts += 1
+            self.unexplained += not given.get("title")
         if tag in ("table", "code") and "id" in given:
             self.where.append(given["id"] or "")
         if tag == "html":
@@ -168,6 +183,8 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
         yield f"script: {noticed['data-error']}"
     if int(noticed.get("data-wide") or 0) > 0:
         yield f"{noticed['data-wide']} pixels wider than a window of {size[0]}"
+    if not cells.parts or cells.unexplained:
+        yield f"{cells.unexplained} of {cells.parts} parts of names and terms have no explanation"
     print(f"  {state or 'the question'}: {len(cells.rows)} plans, {cells.command}")
     expected = answer(shlex.split(cells.command)[1:])["plans"]
     if len(cells.rows) != len(expected):
@@ -257,6 +274,12 @@ def wrong_run(browser: str, page: Path, told: dict[str, Any], state: str, size: 
     for table, count in rows.items():
         if seen.rows.get(table) != count:
             yield f"{table}: {seen.rows.get(table)} rows, the report has {count}"
+    if "drag=" in state:
+        found = re.search(r"steps=(\d+)-(\d+)", seen.body.get("data-address") or "")
+        if found is None or not 20 < int(found[1]) < int(found[2]) < 100:
+            yield f"dragging over the losses chooses {seen.body.get('data-address')}"
+        if not re.search(r"\d: .* \d", seen.body.get("data-read") or ""):
+            yield f"a pointer on the losses reads {seen.body.get('data-read')}"
     yield from (f"it says {word!r}" for word in ("undefined", "NaN", "[object", "null") if word in seen.text)
     for fact in (told["plan"], f"{told['loss']['last']['loss']:.4f}", "1.70", "1.60"):
         if fact not in seen.text:
@@ -272,7 +295,9 @@ def run_pages(browser: str, folder: Path) -> Iterator[str]:
             return
     told = json.loads(out.getvalue())
     page.write_text(page.read_text(encoding="utf-8").replace("</head>", WATCH + "</head>", 1), encoding="utf-8")
-    for state, size in (("", WIDE), ("lang=zh", NARROW), ("theme=dark&lang=zh", WIDE), ("theme=dark", NARROW)):
+    told_states = (("", WIDE), ("lang=zh", NARROW), ("theme=dark&lang=zh", WIDE), ("theme=dark", NARROW))
+    more_states = (("drag=0.3-0.7", WIDE), ("smooth=90&log=1&steps=20-80&lang=zh", (820, 1000)))
+    for state, size in (*told_states, *more_states):
         yield from (
             f"run page, {state or 'as it opens'}: {fault}" for fault in wrong_run(browser, page, told, state, size)
         )
@@ -281,7 +306,7 @@ def run_pages(browser: str, folder: Path) -> Iterator[str]:
 def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
     """The question, and each slider at both of its ends, in several dresses."""
     dresses = ["", "&lang=zh", "&theme=dark", "&theme=dark&lang=zh"]
-    found = [("", WIDE), ("lang=zh", NARROW)]
+    found = [("", WIDE), ("lang=zh", NARROW), (f"plan={PICTURED}&with=dp16.z1", (820, 1000))]
     for at, (name, stops) in enumerate(data["axes"].items()):
         found += [(f"{name}={stop}{dresses[at]}", NARROW if at % 2 else WIDE) for stop in {stops[0], stops[-1]}]
     return found

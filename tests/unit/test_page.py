@@ -43,9 +43,11 @@ from meshwright.report.page.plan_page import (
     read_asset,
     simulate_pipeline,
 )
-from meshwright.spec.estimate import FitStatus
+from meshwright.spec.estimate import FitStatus, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.plan_name import _EXAMPLE_TOKENS
+from meshwright.spec.schedules.schedule import offered_schedules
 
 SMALL: GridShape = (1, 2, 1, 3)
 PAGES = ("plans", "run", "recording")
@@ -217,6 +219,23 @@ def test_both_languages_have_the_same_labels(page: str) -> None:
     assert labels[0] == labels[1] and len(labels[0]) > 40
     assert set(re.findall(r'data-say="(\w+)"', read_asset(FRAME_FILE) + read_asset(page_body(page)))) <= set(labels[0])
     assert set(re.findall(r"\bsay\.(\w+)", "".join(script))) <= set(labels[0])
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_explains_every_part_of_a_name_and_every_term(language: str) -> None:
+    english, chinese = read_asset("plans_words.js").split("\n  zh: {")
+    half = {"en": english, "zh": chinese}[language]
+    patterns = {name: json.loads(f'"{text}"') for name, text in re.findall(r'(\w+): \["((?:[^"\\]|\\.)*)", "', half)}
+    schedules = {rules.name_part(rules.stages_per_rank) for rules in offered_schedules()}
+    for part in _EXAMPLE_TOKENS:
+        found = next((name for name, pattern in patterns.items() if re.fullmatch(pattern, part)), None)
+        assert found is not None and (found == "schedule") == (part in schedules), part
+    explained = re.search(r"explain: \{(.*?)\n    \},\n", half, re.DOTALL)
+    assert explained is not None
+    terms = set(re.findall(r'(\w+): "', explained[1]))
+    assert {*TimeBreakdown.model_fields, *MemoryBreakdown.model_fields} <= terms
+    columns = re.search(r"const COLUMNS = \{(.*?)\n\}", read_asset("plans.js"), re.DOTALL)
+    assert columns is not None and set(re.findall(r"(?:^|, )\s*(\w+): ", columns[1], re.MULTILINE)) <= terms
 
 
 @pytest.mark.parametrize("page", PAGES)

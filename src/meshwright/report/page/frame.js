@@ -46,6 +46,7 @@ function begin(own) {
   const deeds = { ...page.keys, l: turnLanguage, t: turnTheme }
   addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(deeds, event.key)) return
+    if (event.target.matches("select")) return
     if (event.target.matches("input") && event.key.startsWith("Arrow")) return
     event.preventDefault()
     deeds[event.key]()

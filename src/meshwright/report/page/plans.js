@@ -1,4 +1,4 @@
-// The state of this page: the positions of four sliders, the selected plan, and the sort order.
+// The state of this page: the positions of four sliders, the selected plan, the plan that it is compared with, pins, and the sort order.
 for (const point of DATA.points) point.plans = point.plans.map(row => Object.fromEntries(DATA.keys.entry.map((key, index) => [key, row[index]])))
 const SLIDERS = ["devices", "batch", "sequence", "memory"]
 const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
@@ -6,6 +6,9 @@ const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind =
 const WAITING = ["tensor", "data", "pipeline", "context", "expert"]
 const at = (entry, kind) => entry.time[TIME.indexOf(kind)]
 const size = (entry, kind, row = entry.fullest) => entry.memory[row][MEMORY.indexOf(kind)]
+const PINS = { tp: /(?:^|\.)tp(\d+)/, pp: /(?:^|\.)pp(\d+)/, zero: /(?:^|\.)z([0-3])/ }
+// Returns the degree of a plan that a pin fixes. A name leaves out tp1, pp1 and z0.
+const degree = (entry, pin) => (PINS[pin].exec(entry.name) || [])[1] || (pin === "zero" ? "0" : "1")
 const exposed = entry => WAITING.reduce((sum, kind) => sum + at(entry, kind), 0)
 
 // The columns of the table of plans, each with its sort key. A column without a key cannot be sorted.
@@ -22,12 +25,15 @@ function heard(given) {
     const found = DATA.axes[name].findIndex(stop => String(stop) === given.get(name))
     return found < 0 ? DATA.here[axis] : found
   })
-  return { stops, plan: given.get("plan"), sort: given.get("sort") || "" }
+  const pins = Object.fromEntries(Object.keys(PINS).map(pin => [pin, given.get(pin) || ""]))
+  return { stops, plan: given.get("plan"), with: given.get("with"), pins, sort: given.get("sort") || "" }
 }
 
 function tell(told) {
   SLIDERS.forEach((name, axis) => { if (state.stops[axis] !== DATA.here[axis]) told.set(name, DATA.axes[name][state.stops[axis]]) })
   if (state.plan) told.set("plan", state.plan)
+  if (state.with) told.set("with", state.with)
+  for (const [pin, value] of Object.entries(state.pins)) if (value) told.set(pin, value)
   if (state.sort) told.set("sort", state.sort)
 }
 
@@ -48,12 +54,17 @@ function resultsAt([devices, batch, sequence, memory]) {
 function look() {
   const [devices] = state.stops
   const { place, point, standing } = resultsAt(state.stops)
-  const rows = (standing ? standing.ranked : []).map(([index, verdict]) => ({ entry: point.plans[index], verdict }))
+  const ranked = (standing ? standing.ranked : []).map(([index, verdict]) => ({ entry: point.plans[index], verdict }))
+  const isPinned = Object.values(state.pins).some(Boolean)
+  const matches = row => Object.entries(state.pins).every(([pin, value]) => !value || degree(row.entry, pin) === value)
+  const relatives = (standing ? standing.families : []).map(([family, index, verdict]) => ({ family: DATA.families[family], entry: point.plans[index], verdict }))
+  const all = [...ranked, ...relatives.filter(row => !ranked.some(other => other.entry === row.entry))]
+  const rows = isPinned ? all.filter(row => row.verdict !== "no" && matches(row)) : ranked
+  const kin = relatives.filter(matches)
   const by = COLUMNS[state.sort.replace("-", "")], way = state.sort.startsWith("-") ? -1 : 1
   const sorted = by ? [...rows].sort((one, other) => (by(one) < by(other) ? -1 : by(one) > by(other) ? 1 : 0) * way) : rows
-  const kin = (standing ? standing.families : []).map(([family, index, verdict]) => ({ family: DATA.families[family], entry: point.plans[index], verdict }))
   const selected = [...rows, ...kin].find(row => row.entry.name === state.plan) || rows[0] || kin[0]
-  return { place, point, standing, rows, sorted, kin, selected, cluster: DATA.clusters[devices] }
+  return { place, point, standing, rows, sorted, kin, all, isPinned, selected, cluster: DATA.clusters[devices] }
 }
 
 // Quotes a word for a shell if necessary.
@@ -67,7 +78,8 @@ function command(view) {
   if (view.cluster !== null) words.push(...(own || DATA.budget ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
   if (DATA.budget) words.push("--budget", limit)
   else if (!own) words.push("--set", `cluster.memory=${limit}`)
-  return [...words, "--batch", String(batch), "--seq", String(sequence)].map(quoted).join(" ")
+  const pins = Object.entries(state.pins).filter(([, value]) => value).map(pin => pin.join("="))
+  return [...words, "--batch", String(batch), "--seq", String(sequence), ...(pins.length ? ["--pin", pins.join(",")] : [])].map(quoted).join(" ")
 }
 
 // --- drawing ---------------------------------------------------------------------------------------------------------------------
@@ -79,13 +91,15 @@ function drawAnswer() {
   fill("subtitle", say.subtitle({ ...DATA.model, parameters: parameters(DATA.model.parameters) }, DATA.precision, DATA.optimizer))
   drawSliders()
   drawChosen(view)
+  drawPins(view)
   drawPlans(view)
+  drawCompare(view)
   drawChanges()
   for (const element of document.querySelectorAll(".selected")) element.textContent = view.selected ? view.selected.entry.name : ""
   drawMemory(view)
   drawTime(view)
   drawPipeline(view)
-  document.getElementById("plans").hidden = !view.rows.length
+  document.getElementById("plans").hidden = !view.rows.length && !view.isPinned
   for (const id of ["ranks", "pipeline"]) document.getElementById(id).hidden = !view.selected || view.selected.entry.of === 1
   drawFamilies(view)
   drawRejected(view)
@@ -114,13 +128,14 @@ function drawSliders() {
 }
 
 function drawChosen(view) {
+  if (!view.rows.length && view.isPinned) return fill("chosen", make("p", {}, make("b", {}, say.noneShown), ` ${say.pinsNote}`))
   if (!view.rows.length) {
     const kin = view.kin[0]
     const why = lineOf(view.point.error) || (kin ? say.nearest(kin.entry.name, bytes(size(kin.entry, "reserved")), bytes(view.standing.limit)) : "")
     return fill("chosen", make("p", {}, make("b", { class: "no" }, say.none), ` ${why}`))
   }
   const { entry, verdict } = view.rows[0]
-  return fill("chosen", fact(say.chosen, entry.name, "name"), fact(say.step, stepOf(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
+  return fill("chosen", fact(view.isPinned ? say.pinned : say.chosen, make("span", {}, ...parts(entry.name)), "name"), fact(say.step, stepOf(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
     fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(limitOf(entry, view))}`), fact("\u00a0", say[verdict], verdict))
 }
 
@@ -129,7 +144,7 @@ function drawPlans(view) {
   const heads = Object.entries(COLUMNS).map(([name, by]) => {
     const sorted = state.sort.replace("-", "") === name && by ? (state.sort.startsWith("-") ? "descending" : "ascending") : undefined
     const next = sorted === "ascending" ? `-${name}` : sorted === "descending" ? "" : name
-    return make("th", { scope: "col", "aria-sort": sorted, class: by || name === "verdict" ? "" : "bars" }, by ? make("button", { type: "button", "data-sort": name, onclick: () => again({ sort: next }, `[data-sort=${name}]`) }, say[name]) : say[name])
+    return make("th", { scope: "col", "aria-sort": sorted, class: by || name === "verdict" ? "" : "bars", title: say.explain.column[name] }, by ? make("button", { type: "button", "data-sort": name, onclick: () => again({ sort: next }, `[data-sort=${name}]`) }, say[name]) : say[name])
   })
   const slowest = Math.max(...view.rows.map(row => at(row.entry, "step")))
   const rows = view.sorted.map(row => {
@@ -175,9 +190,16 @@ function drawChanges() {
   }))
 }
 
-const parts = name => name.split(/(?<=\.)/).flatMap(part => [part, make("wbr")])
+// Returns what a part of a plan's name means.
+function meaning(part) {
+  const [pattern, words] = Object.values(say.parts).find(([pattern]) => new RegExp(`^(?:${pattern})$`).test(part)) || ["", ""]
+  return pattern && part.replace(new RegExp(`^(?:${pattern})$`), words)
+}
+
+const parts = name => name.split(/(?<=\.)/).flatMap(part => [make("span", { class: "part", title: meaning(part.replace(".", "")) }, part), make("wbr")])
+const termOf = (group, kind) => make("span", { class: "term", title: say.explain[group][kind] }, nameOf(group, kind))
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
-const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}`]), whole)
+const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}: ${say.explain.time[kind]}`]), whole)
 // Returns the usable memory of a rank, by default of the peak-memory rank. On heterogeneous devices, ranks have different limits.
 const limitOf = (entry, view, row = entry.fullest) => entry.limits ? entry.limits[row] : view.standing.limit
 
@@ -187,8 +209,8 @@ function drawMemory(view) {
   if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
   const { entry } = view.selected, limit = limitOf(entry, view)
   const most = Math.max(limit, size(entry, "total"))
-  const kinds = KINDS.flatMap(kind => [make("span", {}, nameOf("memory", kind)), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
-  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, nameOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const kinds = KINDS.flatMap(kind => [termOf("memory", kind), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, termOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
   const limits = entry.ranks.map((_, row) => limitOf(entry, view, row))
   const whole = Math.max(...limits, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
@@ -202,8 +224,8 @@ function drawTime(view) {
   if (!view.selected) return fill("timeBars")
   const { entry } = view.selected, step = at(entry, "step")
   const items = ITEMS.filter(kind => at(entry, kind) > 0)
-  const rows = items.flatMap(kind => [make("span", {}, nameOf("time", kind)), bar([[kind, at(entry, kind), ""]], step), make("span", { class: "end" }, seconds(at(entry, kind))), make("span", { class: "end quiet" }, percent(at(entry, kind) / step))])
-  const sum = [make("b", {}, nameOf("time", "step")), timeBar(entry, step), make("b", { class: "end" }, seconds(step)), make("span", { class: "end quiet" }, "100%")]
+  const rows = items.flatMap(kind => [termOf("time", kind), bar([[kind, at(entry, kind), ""]], step), make("span", { class: "end" }, seconds(at(entry, kind))), make("span", { class: "end quiet" }, percent(at(entry, kind) / step))])
+  const sum = [make("b", {}, termOf("time", "step")), timeBar(entry, step), make("b", { class: "end" }, seconds(step)), make("span", { class: "end quiet" }, "100%")]
   return fill("timeBars", make("div", { class: "rows" }, ...rows, make("div", { class: "rule" }), ...sum))
 }
 
@@ -215,6 +237,42 @@ function drawPipeline(view) {
   const key = legend(...kinds.map(kind => [kind, say[kind]]))
   key.append(make("span", { class: "idle" }, say.idle))
   return fill("chart", make("div", { class: "scroll" }, gantt(chart, { ...say, title: caption })), key, make("p", { class: "note" }, caption))
+}
+
+// Draws the menus of the degrees that a plan may have. Their values are those of the plans of this setting.
+function drawPins(view) {
+  const menus = Object.keys(PINS).map(pin => {
+    const values = [...new Set([...view.all.map(row => degree(row.entry, pin)), state.pins[pin]].filter(Boolean))].sort((one, other) => one - other)
+    const option = value => make("option", { value, selected: state.pins[pin] === value && "" }, value || say.any)
+    return make("label", {}, pin === "zero" ? "ZeRO" : pin, make("select", { id: `pin-${pin}`, onchange: event => again({ pins: { ...state.pins, [pin]: event.target.value } }, `#pin-${pin}`) }, ...["", ...values].map(option)))
+  })
+  fill("pins", make("span", {}, say.pins), ...menus, ...(view.isPinned ? [make("span", { class: "note" }, view.rows.length ? say.pinsNote : say.noneShown)] : []))
+}
+
+// Shows why the selected plan is not the first one, and both plans term by term. Without another choice it is compared with the first one.
+function drawCompare(view) {
+  const one = view.selected, others = view.all.filter(row => row.entry !== one?.entry)
+  const other = others.find(row => row.entry.name === state.with) || others[0]
+  document.getElementById("compare").hidden = !one || !other
+  if (!one || !other) return
+  const isFirst = one.entry === view.all[0].entry
+  fill("whyNot", isFirst ? say.compare : say.whyNot(one.entry.name))
+  const more = at(one.entry, "step") / at(other.entry, "step") - 1
+  const terms = ITEMS.map(kind => [kind, at(one.entry, kind) - at(other.entry, kind)]).filter(([, lost]) => lost > 0.001 * at(other.entry, "step")).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([kind, lost]) => `${nameOf("time", kind)} +${seconds(lost)}`).join(", ")
+  const limit = limitOf(one.entry, view)
+  const lines = [one.verdict === "no" && say.tooLarge(one.entry.name, bytes(size(one.entry, "reserved")), bytes(limit)), more >= 0 ? say.slower(one.entry.name, other.entry.name, percent(more, true).replace("+", ""), terms) : say.faster(one.entry.name, other.entry.name, percent(-more, true).replace("+", "")), one.verdict === "tight" && say.isTight(one.entry.name)]
+  fill("reason", lines.filter(Boolean).join(" "))
+  const select = document.getElementById("other")
+  select.replaceChildren(...others.map(row => make("option", { value: row.entry.name, selected: row === other && "" }, row.entry.name)))
+  select.onchange = () => write({ with: select.value })
+  const signed = (value, show) => Math.abs(value) < 1e-12 ? "" : `${value > 0 ? "+" : "\u2212"}${show(Math.abs(value))}`
+  const row = (label, of, show) => make("tr", {}, make("td", {}, label), ...[one, other].map(each => make("td", {}, show(of(each.entry)))), make("td", {}, signed(of(one.entry) - of(other.entry), show)))
+  const used = (kinds, of) => kinds.filter(kind => of(one.entry, kind) > 0 || of(other.entry, kind) > 0)
+  table("pair", [make("th", {}), ...[one, other].map(each => make("th", { scope: "col" }, make("code", {}, ...parts(each.entry.name)))), make("th", { scope: "col" }, say.difference)], [
+    ...["step", ...used(ITEMS, at)].map(kind => row(termOf("time", kind), entry => at(entry, kind), value => value ? seconds(value) : "0 s")),
+    row(say.speed, entry => entry.speed, grouped), row(say.mfu, entry => 100 * entry.mfu, value => `${value.toFixed(1)}%`),
+    ...["reserved", ...used(KINDS, (entry, kind) => size(entry, kind))].map(kind => row(termOf("memory", kind), entry => size(entry, kind), bytes))])
+  fill("nameParts", ...one.entry.name.split(".").map(part => make("li", {}, make("code", {}, part), ` ${meaning(part)}`)))
 }
 
 function drawFamilies(view) {
@@ -265,5 +323,5 @@ document.getElementById("copy").addEventListener("click", copy)
 document.getElementById("sliders").addEventListener("submit", event => event.preventDefault())
 begin({
   read: heard, tell, draw: drawAnswer,
-  keys: { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, sort: "" }), c: copy },
+  keys: { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, with: null, pins: {}, sort: "" }), c: copy },
 })
