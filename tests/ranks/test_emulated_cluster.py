@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emulate_cluster
+from bench.emulation.network import UplinkTier
 from equality import alone, check, train_between_hosts
 
 from meshwright.core.errors import InputError
@@ -72,14 +73,24 @@ def on_ranks(cluster: EmulatedCluster, function: Callable[[], Any]) -> list[Any]
     return cluster.fork(here)
 
 
-def look() -> tuple[str, float, list[LinkSample], list[float]]:
-    """On every rank: its host, its quota, what is measured of pairs of hosts, and what their wires carry."""
+def profiler() -> CollectiveProfiler:
+    """On every rank: what measures its pairs of hosts."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host_id())
     names = list(dict.fromkeys(hosts))
     members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in names)
     mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
-    network = CollectiveProfiler(mesh, members)
+    return CollectiveProfiler(mesh, members)
+
+
+def measure_pairs() -> list[LinkSample]:
+    """On every rank: what is measured of pairs of hosts."""
+    return profiler().pairs()
+
+
+def look() -> tuple[str, float, list[LinkSample], list[float]]:
+    """On every rank: its host, its quota, what is measured of pairs of hosts, and what their wires carry."""
+    network = profiler()
     pairs = network.pairs()
     return host_id(), cgroup_cpu_quota(), pairs, [carried(network, pair) for pair in pairs]
 
@@ -115,6 +126,19 @@ def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
         *_, pairs, rates = on_ranks(cluster, look)[0]
     assert min(pair.latency for pair in pairs) > 0.02
     assert all(0.5 * WIRE < rate < 1.2 * WIRE for rate in rates)
+
+
+@pytest.mark.soak
+def test_ranks_of_two_sites_meet_through_the_uplinks_of_their_sites() -> None:
+    need_networks()
+    sites = UplinkTier((0, 0, 1, 1), WIRE / 2, 0.05)
+    four = ScaledCluster(shares=(0.4,) * 4, nodes=(0, 1, 2, 3), wires=(WIRE,) * 4, motion=1.0, tiers=(sites,))
+    with emulate_cluster(four) as cluster:
+        pairs = on_ranks(cluster, measure_pairs)[0]
+    for pair in pairs:
+        across = sites.blocks[pair.first] != sites.blocks[pair.second]
+        assert (pair.latency > 0.05) == across, pair
+        assert pair.bandwidth < (0.6 if across else 1.2) * WIRE, pair
 
 
 @pytest.mark.parametrize("plan", ["dp2.pp2.z1.zbh1", "dp2.z1.mb2.ga3-1"])

@@ -15,8 +15,8 @@ halves this to 2 q. (Korthikanti et al. count 4 q for both.)
 
 `convolution_spec` describes a small residual convolutional network. For this network, a token is an image, and the
 sequence length is 1. The network has a stem that halves the width and height of the image, equal residual blocks with
-group norms, a mean over positions, and a classifier. Data parallelism, ZeRO and pipeline parallelism apply to this
-network; tensor parallelism does not.
+group norms, a mean over positions, and a classifier. Data parallelism, ZeRO, tensor and pipeline parallelism apply to
+this network.
 """
 
 from __future__ import annotations

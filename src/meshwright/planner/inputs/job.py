@@ -94,6 +94,9 @@ class ClusterChoice(StrictModel):
     network: dict[str, Any] | None = Field(
         default=None, description="network between nodes, as in a cluster file; null: that of the named cluster"
     )
+    tiers: tuple[dict[str, Any], ...] = Field(
+        default=(), description="networks between racks, pods or sites, as in a cluster file"
+    )
     memory: Bytes | None = Field(
         default=None, description="bytes of memory of every device; null: the memory of the cluster description"
     )
@@ -252,11 +255,8 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
         cluster = cluster.but(name=choice.name) if choice.local_ranks else cluster
     cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
     cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
-    return (
-        cluster.but(failures_per_device_hour=choice.failures_per_device_hour)
-        if choice.failures_per_device_hour
-        else cluster
-    )
+    rate = choice.failures_per_device_hour
+    return cluster.but(failures_per_device_hour=rate) if rate else cluster
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
