@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import make_batch, make_optimizer
 from recording_backend import recording_device
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_mesh import trace
+from traced_mesh import trace, traced_rank
 
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime import compile
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import wrap_process_group
+from meshwright.runtime.tensor_parallel.graph_region import column_gradients
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -146,3 +150,49 @@ def test_a_compiled_block_is_one_graph_without_breaks(plan: str, monkeypatch: py
     finally:
         torch._dynamo.reset()
         counters.clear()
+
+
+class Order(TorchDispatchMode):
+    """Notes products in `found`, among what others note there."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in function.overloadpacket.__name__:
+            self.found.append("product")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_a_compiled_region_sums_over_ranks_while_it_computes_weight_gradients(
+    sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As eager code does: backward starts the sum after the products for the input, and waits after all others."""
+    found: list[str] = []
+
+    def noted(start: Any) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            found.append(start.__name__)
+            work = start(*given, **options)
+            return async_collectives.CollectiveWork(None, lambda: (work.wait(), found.append("wait"))[0])
+
+        return run
+
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        monkeypatch.setattr(async_collectives, name, noted(getattr(async_collectives, name)))
+    with traced_rank(0, 2):
+        group = wrap_process_group(dist.group.WORLD)
+        assert group is not None
+        hidden, weights = torch.ones(1, 4, 3), [torch.ones(5, 3), torch.ones(6, 3)]
+        gradients = [torch.ones(1, 8 if sequence_parallel else 4, len(weight)) for weight in weights]
+        with Order(found):
+            results = column_gradients(gradients, hidden, weights, group.key, sequence_parallel, [True, False])
+    assert [tuple(each.shape) for each in results] == [(1, 4, 3), (5, 3)]
+    products = ["product", "product"]
+    assert found == (
+        ["all_gather", *products, "wait", "reduce_scatter", "product", "wait"]
+        if sequence_parallel
+        else [*products, "all_reduce", "product", "wait"]
+    )

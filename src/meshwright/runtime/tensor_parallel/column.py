@@ -13,9 +13,10 @@ tensor. Then autograd computes the layer's gradients as usual, and `RegionInput.
 buffer. A `RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the
 corresponding backward.
 
-[Note: compiled regions] If torch.compile traces a block, autograd computes the gradient of the region's input, and the
-collectives are operators of the graph (comm/graph_collectives.py). Under sequence parallelism runtime/compile.py makes
-backward gather the input again, as in eager code.
+[Note: compiled regions] If torch.compile traces a block, the entry of a region computes the outputs of all its column
+layers with one operator (graph_region.py), and each column layer returns its output. Other consumers of the region's
+input read a second tensor, with collectives as operators of the graph (comm/graph_collectives.py). The compiler drops
+these collectives if there are no such consumers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from meshwright.runtime.comm.async_collectives import CollectiveWork
 from meshwright.runtime.comm.graph_collectives import sum_gradient
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel.graph_region import column_layers
 from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
 
 
@@ -115,6 +117,14 @@ class RegionInput:
         return result
 
 
+class TracedRegion:
+    """A region of a graph that torch.compile traces: the hidden state, the input of the region, the outputs of its
+    column layers, and the number of modules and layers that have not read it yet."""
+
+    def __init__(self, hidden: torch.Tensor, entered: torch.Tensor, outputs: list[torch.Tensor], unread: int) -> None:
+        self.hidden, self.entered, self.outputs, self.unread = hidden, entered, outputs, unread
+
+
 class RegionEntryHook:
     """A forward pre-hook that replaces the hidden state among a module's arguments by the input of the region. Modules
     with the same hidden state tensor get one common `RegionInput`. In a compiled graph they get one common tensor
@@ -126,9 +136,10 @@ class RegionEntryHook:
         """`modules` is the number of modules that the hook is registered on."""
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
         self.crossing: RegionInput | None = None
-        self.modules, self.entries = modules, 0
-        self.traced: tuple[torch.Tensor, torch.Tensor] | None = None
-        """While a graph is traced: the hidden state and the input of the region, until all modules have it."""
+        self.modules = modules
+        self.columns: list[ColumnLinear] = []
+        self.traced: TracedRegion | None = None
+        """While a graph is traced: the region that has begun, until all modules and column layers have read it."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,13 +159,30 @@ class RegionEntryHook:
             self.crossing.read()
 
     def _enter_in_graph(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.traced is not None and self.traced[0] is hidden:
-            entered = self.traced[1]
-        else:
+        traced = self.traced
+        if traced is None or traced.hidden is not hidden:
             entered = enter_in_graph(hidden, self.group, self.sequence_parallel)
-        self.entries = (self.entries + 1) % self.modules
-        self.traced = (hidden, entered) if self.entries else None
-        return entered
+            weights = [column.local_weight() for column in self.columns]
+            outputs = column_layers(hidden, weights, self.group.key, self.sequence_parallel) if weights else []
+            traced = TracedRegion(hidden, entered, outputs, self.modules + len(outputs))
+            self.traced = traced
+        self._has_read(traced)
+        return traced.entered
+
+    def _has_read(self, traced: TracedRegion) -> None:
+        traced.unread -= 1
+        if not traced.unread:
+            self.traced = None
+
+    def output_in_graph(self, x: torch.Tensor, column: int) -> torch.Tensor | None:
+        """Returns the output of the column layer with index `column` while a graph is traced, if its input `x` is the
+        input of the region."""
+        traced = self.traced
+        if traced is None or x is not traced.entered:
+            return None
+        output = traced.outputs[column]
+        self._has_read(traced)
+        return output
 
     def _cross(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.crossing is None or self.crossing.hidden is not hidden:
@@ -190,10 +218,23 @@ class ColumnLinear:
 
     def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
         self.module, self.entry, self.linear = module, entry, linear
+        self.index = len(entry.columns)
+        entry.columns.append(self)
+
+    def local_weight(self) -> torch.Tensor:
+        """Returns the local weight (out, in)."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight if self.linear else weight.t()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        crossing = None if torch.compiler.is_compiling() else self.entry.crossing
+        if torch.compiler.is_compiling():
+            product = self.entry.output_in_graph(x, self.index)
+            if product is None:
+                return F.linear(x, self.local_weight(), bias)
+            return product if bias is None else product + bias
+        crossing = self.entry.crossing
         if crossing is None or x is not crossing.entered:
             return matmul_forward(self.module, x, bias, self.linear)
         leave = getattr(self.module, "put_off", None)
