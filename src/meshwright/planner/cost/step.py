@@ -358,10 +358,11 @@ PROOF_REFERENCE_PASSES = 4 / 3
 forwards and a training step has one; a backward counts as two forwards."""
 PROOF_WEIGHT_GATHERS = 2
 """The number of times that the reference gathers all weights."""
-ALL_REDUCE_MEMORY_PASSES = 3
+ALL_REDUCE_MEMORY_PASSES, HOST_MEMORY_PASSES = 3, 18
 """How many times an all-reduce of the reference also moves its bytes through local memory: zeros are written, local
-parts are written, and rank 0 copies the result."""
-COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
+parts are written, and rank 0 copies the result. On a CPU the bytes are also new memory each time, whose pages the
+kernel clears. The number for CPUs was measured with 1.1 B parameters."""
+COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 48, 29
 """Bytes per gradient element that the norms and the sketches move through memory. They were measured on a CPU, where
 caches store intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
@@ -439,7 +440,8 @@ def _reference_seconds(job: Job, plan: Plan, length: int, run: _ReferenceRun) ->
     computed = PROOF_REFERENCE_PASSES * model_flops(_of_proof(job, plan, length)) / _reference_flops(shared, run.rate)
     sent = [float(job.model.parameters * run.size)] * (PROOF_WEIGHT_GATHERS + run.is_compared)
     reduce = sum(float(collective_rates(shared.fabric, plan.world, 1).reduce(size)) for size in sent)
-    touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
+    passes = HOST_MEMORY_PASSES * (2 if run.rate == "fp64" else 1) if shared.on_host else ALL_REDUCE_MEMORY_PASSES
+    touched = passes * sum(sent) + job.model.parameters * (
         COMPARE_BYTES_PER_ELEMENT * run.is_compared + SKETCH_BYTES_PER_ELEMENT * run.has_sketches
     )
     # While rank 0 computes the reference, the other ranks only send their parts, so rank 0 has a whole processor.
