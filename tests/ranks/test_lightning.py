@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool, as_torchrun_starts, block_of_page
 from torch import nn
 from torch.nn import functional as F
@@ -197,6 +198,10 @@ def test_what_a_plan_does_or_cannot_do_is_refused_in_one_line(
 ) -> None:
     from meshwright.adapters.lightning import MeshwrightStrategy
 
-    with pytest.raises(InputError, match="MeshwrightStrategy: ") as refused:
-        fit(str(tmp_path), 1, MeshwrightStrategy("dp1"), **{"precision": "32-true", "devices": 1, **change})
+    try:
+        with pytest.raises(InputError, match="MeshwrightStrategy: ") as refused:
+            fit(str(tmp_path), 1, MeshwrightStrategy("dp1"), **{"precision": "32-true", "devices": 1, **change})
+    finally:  # Lightning has begun the process group of this process, which later tests begin too
+        if dist.is_initialized():
+            dist.destroy_process_group()
     assert line in str(refused.value) and "\n" not in str(refused.value)

@@ -296,7 +296,7 @@ def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.
     assert called(capsys, "estimate", *SMALL, "--plan", str(path))[0] == 0
 
 
-@pytest.mark.parametrize(("kind", "count"), [("models", 108), ("devices", 39), ("clusters", 17), ("links", 13)])
+@pytest.mark.parametrize(("kind", "count"), [("models", 108), ("devices", 39), ("clusters", 17), ("links", 14)])
 def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(called(capsys, "catalog", kind)[1].splitlines()) == count + 1
     data = json.loads(called(capsys, "catalog", kind, "--json")[1])
