@@ -23,7 +23,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-JOB = "model: {name: llama-tiny}\nworkload: {sequence: 128, batch: 16, steps: 4}\n"
+JOB = """\
+model: {name: llama-tiny}
+cluster: {name: "local:4"}
+workload: {sequence: 128, batch: 16, steps: 4}
+"""
 
 
 class Block(NamedTuple):
