@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from bench.planted_faults import (
 )
 from bench.proof import SIZES, model_of
 from bench.ranks import run
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,7 +99,11 @@ def prove_with(fault: Fault, plan: str, models: list[nn.Module], length: int) ->
     labels = ids.clone()
     for row in range(rows):
         labels[row, : row % 4 + 1] = -100  # so that the numbers of labels differ
-    proof = trainer.prove({"input_ids": ids, "labels": labels})
+    began = time.perf_counter()
+    try:
+        proof = trainer.prove({"input_ids": ids, "labels": labels})
+    except InputError as error:  # refused before anything is compared
+        return False, str(error), time.perf_counter() - began
     return proof.equal, proof.line, proof.seconds
 
 

@@ -7,7 +7,7 @@ optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from world_group import between_hosts
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.graph import ModelGraph
 from meshwright.models.registry import build_reference_model
+from meshwright.runtime.loss import Batch
 from meshwright.spec.workload import LoraConfig
 from meshwright.train.model import attach_lora
 from meshwright.train.proof.reference_run import use_float64
@@ -149,8 +150,13 @@ def train_between_hosts(name: str, plan: str, precision: str, steps: int) -> dic
 
 def measured(trainer: Trainer, name: str, steps: int, save: str = "") -> dict[str, Any]:
     """What `train` returns, of a trainer that is there; saved after the steps where `save` names a folder."""
-    loss, tokens, gradients = trainer.gradients(make_batch(name, 0))
-    records = [trainer.step(make_batch(name, step)) for step in range(steps)]
+    return measured_on(trainer, [make_batch(name, step) for step in range(steps)], make_batch(name, 99), save)
+
+
+def measured_on(trainer: Trainer, batches: Sequence[Batch], held_out: Batch, save: str = "") -> dict[str, Any]:
+    """The gradients of the first batch, then what a step of each batch and an evaluation of `held_out` return."""
+    loss, tokens, gradients = trainer.gradients(batches[0])
+    records = [trainer.step(batch) for batch in batches]
     if save:
         trainer.save(save)
     return {
@@ -160,7 +166,7 @@ def measured(trainer: Trainer, name: str, steps: int, save: str = "") -> dict[st
         "losses": [record.loss for record in records],
         "norms": [record.gradient_norm for record in records],
         "weights": trainer.full_state_dict(),
-        "evaluated": trainer.evaluate(make_batch(name, 99)),
+        "evaluated": trainer.evaluate(held_out),
         "bytes": trainer.bytes(),
     }
 

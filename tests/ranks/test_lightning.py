@@ -160,6 +160,7 @@ def test_a_run_that_ends_goes_on_from_its_last_checkpoint_under_another_plan(ran
     folder = str(tmp_path / "run")
     first = ranks.run(2, partial(planned, folder, 1, "fsdp", 2))[0][0]
     (tmp_path / "run" / "epoch=1-step=6.ckpt.meshwright").mkdir()  # killed while it wrote this checkpoint
+    (tmp_path / "run" / "last.ckpt.meshwright" / "step-00000009").mkdir()  # killed before it replaced last.ckpt
     second = ranks.run(2, partial(planned, folder, 2, "pp2", 2))[0][0]
     assert [*first, *second] == [pytest.approx(each, rel=1e-6) for each in expected.steps]
     assert {path.name for path in (tmp_path / "run").glob("*.meshwright")} == {

@@ -14,6 +14,7 @@ import torch
 from bench.planted_faults import (
     BLOCK,
     Fault,
+    block_in_bfloat16,
     change_output,
     detached_block,
     frozen_by_mistake,
@@ -30,11 +31,13 @@ from bench.planted_faults import (
     wrong_shard_of_a_column,
 )
 from equality import make_batch, make_optimizer
+from pool import RankFailure
 from test_proof import trainer_of
 from torch import nn
 
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.record import ProofResult
+from meshwright.train.proof.recorded_pass import OutputDigest
 from meshwright.train.trainer import Trainer, parallelize
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -100,6 +103,7 @@ FAULTS: tuple[tuple[Fault, str, str, str], ...] = (
     (wrong_shard_of_a_column, "llama", "tp2", f"{BLOCK}.mlp.up_proj"),
     (wrong_order_of_heads, "llama", "tp2", f"{BLOCK}.self_attn.q_proj"),
     (flipped_bit, "llama", "dp2", f"{BLOCK}.mlp"),
+    (block_in_bfloat16, "llama", "dp2", f"{BLOCK}.mlp"),
     (stale_tied_weight, "llama-tied", "pp2", "lm_head"),
     (swapped_blocks, "llama", "dp2", f"{BLOCK}."),
     (lost_residual, "llama", "pp2", f"{BLOCK}.mlp"),
@@ -115,7 +119,6 @@ FAULTS: tuple[tuple[Fault, str, str, str], ...] = (
     (reversed_gradient, "llama", "dp2.z1", f"{BLOCK}.mlp"),
     (wrong_positions, "llama", "cp2", f"{BLOCK}.self_attn"),
     (norm_of_a_slice, "llama", "tp2.sp", f"{BLOCK}.input_layernorm"),
-    (frozen_by_mistake, "llama", "dp2", "model.norm.weight"),
 )
 
 
@@ -133,6 +136,20 @@ def test_a_planted_fault_is_found_and_its_place_named(
     proof = ranks.run(2, proof_with, plant, name, plan)[0]
     assert not proof.equal
     assert place in proof.line, proof.line
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2.z3"])
+def test_a_parameter_that_one_rank_alone_has_frozen_is_refused_on_all(ranks: Any, plan: str) -> None:
+    with pytest.raises(RankFailure, match=r"model\.norm\.weight is frozen on ranks 1 and trained on others"):
+        ranks.run(2, proof_with, frozen_by_mistake, "llama", plan)
+
+
+def test_a_digest_shows_rounding_whose_errors_cancel_in_sums() -> None:
+    exact = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    digest, noise = OutputDigest().plus(exact), 1e-6 * torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    assert digest.difference(OutputDigest().plus(exact.bfloat16().double()), 1.0) > 3e-4
+    assert digest.difference(OutputDigest().plus(exact + noise), 1.0) < 1e-6
+    assert digest.difference(OutputDigest().plus(exact).plus(exact), 2.0) == 0.0
 
 
 class Parted(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import adapted, check, make_optimizer, read_once
+from equality import adapted, check, make_optimizer, measured_on, read_once
 from test_preferences import curve, ended
 from test_train_run import kill_rank, let_go, start
 from torch import nn
@@ -87,22 +87,9 @@ def trained(plan: str, file: str) -> dict[str, Any]:
 
 
 def measured(trainer: Trainer, file: str, save: str = "") -> dict[str, Any]:
-    """What `equality.measured` returns, on the text of `file`."""
+    """What `equality.measured_on` returns, on the text of `file`."""
     read = batches(file)
-    first, tokens, gradients = trainer.gradients(read[0])
-    records = [trainer.step(batch) for batch in read]
-    if save:
-        trainer.save(save)
-    return {
-        "first": first,
-        "tokens": tokens,
-        "gradients": gradients,
-        "losses": [record.loss for record in records],
-        "norms": [record.gradient_norm for record in records],
-        "weights": trainer.full_state_dict(),
-        "evaluated": trainer.evaluate(read[0]),
-        "bytes": trainer.bytes(),
-    }
+    return measured_on(trainer, read, read[0], save)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:

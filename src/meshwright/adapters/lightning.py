@@ -12,7 +12,8 @@ must be a mean over the rows of the batch (`LossFunction`). A validation runs `v
 Values that a step logs are averaged over the rows of the global batch.
 
 A checkpoint file has the full weights as Lightning writes them. The folder `FILE.meshwright` next to it has the sharded
-training state, which any plan continues. The file is written last, so a file that exists is complete.
+training state, which any plan continues. The file is replaced last and names the step in this folder, whose earlier
+step is removed afterwards. So a file that exists is complete, also if a process is killed while it is replaced.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ PRECISIONS = {"32-true": "fp32", "64-true": "fp64", "bf16-mixed": "bf16", "16-mi
 """The precisions of Lightning that Meshwright has too."""
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """The options of an optimizer that a schedule or a callback may change during training."""
+STEP_KEY = "meshwright_step"
+"""The key of a checkpoint file with the name of the step in the folder of the sharded training state."""
 ENTRY, ROWS = "batch.", "rows"
 """The beginning of the names of a batch's entries, and the entry that numbers its rows."""
 
@@ -213,8 +216,7 @@ class MeshwrightStrategy(DDPStrategy):
         for group in self.optimizers[0].param_groups:
             group["params"] = []  # the sharded weights have an optimizer of their own; this one has the learning rates
         if self._resumed is not None:
-            (step,) = self._resumed.glob("step-*")
-            self.sharded.load(step)
+            self.sharded.load(self._resumed)
 
     # --- steps
 
@@ -301,14 +303,17 @@ class MeshwrightStrategy(DDPStrategy):
         return {name.removeprefix("module."): value for name, value in full.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the sharded training state, then the file of Lightning. All ranks call it."""
-        if self.sharded is not None and "optimizer_states" in checkpoint:
-            folder = _state_folder(filepath)
-            if self.is_global_zero:
-                shutil.rmtree(folder, ignore_errors=True)
-            self.barrier()
-            self.sharded.save(folder)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Writes the sharded training state, then the file of Lightning, and removes the earlier training state of this
+        file. All ranks call it."""
+        if self.sharded is None or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        saved = self.sharded.save(_state_folder(filepath))
+        super().save_checkpoint({**checkpoint, STEP_KEY: saved.name}, filepath, storage_options)
+        if self.is_global_zero:
+            for earlier in saved.parent.iterdir():
+                if earlier.name != saved.name:
+                    shutil.rmtree(earlier, ignore_errors=True)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes the file of Lightning and the sharded training state."""
@@ -318,8 +323,9 @@ class MeshwrightStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *given: Any, **named: Any) -> dict[str, Any]:
         """Reads the file of Lightning. The sharded training state is read when the module is sharded."""
-        self._resumed = _state_folder(checkpoint_path)
-        return dict(super().load_checkpoint(checkpoint_path, *given, **named))
+        found = dict(super().load_checkpoint(checkpoint_path, *given, **named))
+        self._resumed = _state_folder(checkpoint_path) / found.get(STEP_KEY, "")
+        return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the options of the optimizer. Its states are in the sharded training state."""

@@ -361,7 +361,8 @@ PROOF_WEIGHT_GATHERS = 2
 ALL_REDUCE_MEMORY_PASSES, HOST_MEMORY_PASSES = 3, 18
 """How many times an all-reduce of the reference also moves its bytes through local memory: zeros are written, local
 parts are written, and rank 0 copies the result. On a CPU the bytes are also new memory each time, whose pages the
-kernel clears. The number for CPUs was measured with 1.1 B parameters."""
+kernel clears. The number for CPUs was measured with 1.1 B parameters in float32; rank 0 converts to twice as many bytes
+for float64."""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 48, 29
 """Bytes per gradient element that the norms and the sketches move through memory. They were measured on a CPU, where
 caches store intermediate results."""

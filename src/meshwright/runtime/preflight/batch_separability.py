@@ -124,16 +124,18 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
     if any(gather_objects(engine.preflight.paths.asks)):
         check_joined_separable(engine, batches, rows, pieces)
-    if counts:
-        first = repeat_rows(batches[0], rows)
-        contents = [join_and_split(batches, rows)[0], first, equal_tokens(first, 0), equal_tokens(first, 1)]
-    _check_rows_independent(
-        engine,
-        contents if counts else [whole],
-        pieces,
-        counts,
-        backward=False,
-    )
+    contents = _whole_batches(batches, rows) if counts else [whole]
+    _check_rows_independent(engine, contents, pieces, counts, backward=False)
+
+
+def _whole_batches(batches: Sequence[Batch], rows: int) -> Iterator[Batch]:
+    """Yields batches of `rows` rows, one at a time in memory: the rows of `batches`, those of the first micro-batch
+    repeated, and these with equal tokens."""
+    yield join_and_split(batches, rows)[0]
+    first = repeat_rows(batches[0], rows)
+    yield first
+    for index in range(2):
+        yield equal_tokens(first, index)
 
 
 def check_joined_separable(engine: Engine, batches: Sequence[Batch], rows: int, pieces: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,11 +118,18 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
     engine.open_ungated()
     try:
         yield list(constants)
-    finally:
-        engine.zero.quiesce()
-        engine.zero.reshard_all()
-        _write_constants(engine, constants, noisy=False)
-        engine.open_ungated()
+    except BaseException:
+        with suppress(Exception):  # the first error says more than that of the restoration without the other ranks
+            _restore_constants(engine, constants)
+        raise
+    _restore_constants(engine, constants)
+
+
+def _restore_constants(engine: Engine, constants: Mapping[str, float]) -> None:
+    engine.zero.quiesce()
+    engine.zero.reshard_all()
+    _write_constants(engine, constants, noisy=False)
+    engine.open_ungated()
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:

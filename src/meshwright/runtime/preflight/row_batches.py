@@ -107,10 +107,10 @@ def equal_tokens(batch: Batch, index: int) -> Batch:
     """Returns `batch` with equal tokens at all positions of all rows. Every token id is replaced by the id at `index`
     of the flattened ids. In a batch without token ids, such as one of images, every element of the floating-point
     tensors is replaced by their largest magnitude, which is negative if `index` is odd."""
-    has_ids = any(_is_token_ids(name, value) for name, value in batch.items())
+    has_ids = any(is_token_ids(name, value) for name, value in batch.items())
 
     def equal(name: str, value: Any) -> Any:
-        if _is_token_ids(name, value):
+        if is_token_ids(name, value):
             return torch.full_like(value, int(value.flatten()[min(index, value.numel() - 1)]))
         if has_ids or not (isinstance(value, torch.Tensor) and value.ndim > 1 and value.is_floating_point()):
             return value
@@ -120,7 +120,8 @@ def equal_tokens(batch: Batch, index: int) -> Batch:
     return {name: equal(name, value) for name, value in batch.items()}
 
 
-def _is_token_ids(name: str, value: Any) -> bool:
+def is_token_ids(name: str, value: Any) -> bool:
+    """Returns whether the entry `name` of a batch is token ids, (rows, positions)."""
     return (
         isinstance(value, torch.Tensor)
         and value.ndim == 2

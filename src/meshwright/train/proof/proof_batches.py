@@ -15,6 +15,7 @@ from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.loss import Batch, num_rows
+from meshwright.runtime.preflight.row_batches import is_token_ids
 from meshwright.spec.constraints import half_sequence_length
 from meshwright.train.step.guards import sizes_of
 from meshwright.train.step.inputs import LocalBatch
@@ -116,7 +117,7 @@ def with_other_values(batch: Batch, own_loss: bool) -> Batch:
     unless `own_loss`; other integer labels keep their values. Floating-point tensors become random values with their
     mean and standard deviation, unless some values are not finite or at most half of them are distinct (masks)."""
     random = torch.Generator().manual_seed(1)
-    ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
+    ids = {name: value for name, value in batch.items() if is_token_ids(name, value)}
     seen = (
         torch.unique(torch.cat([value.flatten().cpu() for value in ids.values()]))
         if ids
@@ -132,7 +133,7 @@ def with_other_values(batch: Batch, own_loss: bool) -> Batch:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
         value = value.flip(0)
-        if name in ids or (name == "labels" and not own_loss and _is_token_ids("input_ids", value) and len(seen)):
+        if name in ids or (name == "labels" and not own_loss and is_token_ids("input_ids", value) and len(seen)):
             return exchanged(value)
         if (
             value.is_floating_point()
@@ -145,15 +146,6 @@ def with_other_values(batch: Batch, own_loss: bool) -> Batch:
         return value
 
     return {name: other(name, value) for name, value in batch.items()}
-
-
-def _is_token_ids(name: str, value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.ndim == 2
-        and value.dtype == torch.int64
-        and name.endswith("input_ids")
-    )
 
 
 def _sequence_length(batch: Batch) -> int:

@@ -80,15 +80,29 @@ from meshwright.train.step.state import TrainState
 
 
 def follow_frozen(model: nn.Module, engine: Engine) -> None:
-    """Freezes the parameters of the copy `model` that are frozen in the trained model. A parameter counts as frozen if
-    it is frozen on all ranks that store a shard of it. Otherwise the gradients of the other shards are still compared.
-    All ranks call it."""
+    """Freezes the parameters of the copy `model` that are frozen in the trained model. All ranks call it.
+
+    Raises:
+        InputError: some ranks train a parameter that others have frozen. Every rank raises it.
+    """
     stored = {
         name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()
     }
     everyone = gather_objects(stored)
-    trained = {name for each in everyone for name, is_trained in each.items() if is_trained}
-    frozen = {name for each in everyone for name in each} - trained
+    trained, frozen = (
+        {name for each in everyone for name, is_trained in each.items() if is_trained is wanted}
+        for wanted in (True, False)
+    )
+    if trained & frozen:
+        name = min(trained & frozen, key=list(engine.shapes).index)
+        ranks = [str(rank) for rank, each in enumerate(everyone) if each.get(name) is False]
+        raise InputError(
+            Message(
+                "{name} is frozen on ranks {ranks} and trained on others: call requires_grad_ on every rank",
+                name=name,
+                ranks=", ".join(ranks),
+            )
+        )
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)

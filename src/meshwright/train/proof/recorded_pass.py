@@ -5,11 +5,12 @@
 by a constant factor instead of a random mask. This lets a proof detect dropout that is missing under the plan.
 
 `OutputDigests` locates the first module whose output under the plan differs from that on one device. It stores no
-output. A digest has the number of elements of a module's outputs, their sum and the sum of their squares. Under the
-plan, digests are added up over all ranks. An output may be sharded by rows, positions or features, or replicated. The
-number of elements over all ranks, divided by the number on one device, says how often each element is counted. Divided
-by this ratio, the sums under the plan are comparable with the sums on one device, however the output is sharded.
-Modules whose ratio is not an integer are skipped.
+output. A digest has the number of elements of a module's outputs, their sum, the sum of their squares, and the sum of
+the squares of what bfloat16 would round off. The last number shows a module that computes in a lower precision: its
+rounding errors cancel in the other sums. Under the plan, digests are added up over all ranks. An output may be sharded
+by rows, positions or features, or replicated. The number of elements over all ranks, divided by the number on one
+device, says how often each element is counted. Divided by this ratio, the sums under the plan are comparable with the
+sums on one device, however the output is sharded. Modules whose ratio is not an integer are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,12 +93,43 @@ def isolate_pass(engine: Engine, trains: bool, seed: int) -> Iterator[None]:
         yield
 
 
+LOST_DIGITS = 1e-7
+"""A smaller change of `OutputDigest.rounded`, relative to `squares`, is noise. Rounding to bfloat16 changes it by about
+2^-18 / 3 = 1.3e-6."""
+
+
+class OutputDigest(NamedTuple):
+    """The digest of a module's outputs: the number of elements, their sum, the sum of their squares, and the sum of the
+    squares of what bfloat16 would round off."""
+
+    elements: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+    rounded: float = 0.0
+
+    def plus(self, values: torch.Tensor) -> OutputDigest:
+        """Returns the digest with one more output `values`, of any shape, in float64."""
+        rest = values - values.bfloat16()
+        found = values.numel(), values.sum(), values.square().sum(), rest.square().sum()
+        return OutputDigest(*(before + float(more) for before, more in zip(self, found, strict=True)))
+
+    def difference(self, plan: OutputDigest, copies: float) -> float:
+        """Returns the relative difference of the digest under the plan, which counts each element `copies` times."""
+        squares = max(self.squares, 1e-300)
+        lost = abs(plan.rounded / copies - self.rounded) / squares
+        return max(
+            abs(plan.squares / copies - self.squares) / squares / 2,
+            abs(plan.total / copies - self.total) / math.sqrt(squares * self.elements),
+            math.sqrt(lost) if not lost <= LOST_DIGITS else 0.0,
+        )
+
+
 class OutputDigests:
-    """Collects the digests of module outputs on one rank. By module path, `sums` has the number of elements, their sum
-    and the sum of their squares. Modules are in the order in which their first calls end."""
+    """Collects the digests of module outputs on one rank, by module path. Modules are in the order in which their first
+    calls end."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, float, float]] = {}
+        self.sums: dict[str, OutputDigest] = {}
         self.records = True
 
     @contextmanager
@@ -138,37 +170,24 @@ class OutputDigests:
                 or not tensor.is_floating_point()
             ):
                 return
-            values = tensor.detach().double()
-            elements, total, squares = self.sums.get(path, (0.0, 0.0, 0.0))
-            self.sums[path] = (
-                elements + values.numel(),
-                total + float(values.sum()),
-                squares + float(values.square().sum()),
-            )
+            self.sums[path] = self.sums.get(path, OutputDigest()).plus(tensor.detach().double())
 
         return hook
 
 
-def first_differing_module(
-    engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
-) -> str:
+def first_differing_module(engine: Engine, one: Mapping[str, OutputDigest], ours: OutputDigests, limit: float) -> str:
     """Returns a description of the first module whose digest differs by more than the fraction `limit`, or ''. All
-    ranks call it. `one`: the sums of one device, on every rank. `ours`: the digests of this rank under the plan."""
-    rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
+    ranks call it. `one`: the digests of one device, on every rank. `ours`: the digests of this rank under the plan."""
+    rows = [ours.sums.get(path, OutputDigest()) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
     if table.numel():
         all_reduce(table, engine.mesh.world).wait()
-    for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(
-        one.items(), table.view(-1, 3).tolist(), strict=True
-    ):
-        similarity = count / elements if elements else 0.0
-        if similarity < 1 or similarity != int(similarity):
+    for (path, digest), row in zip(one.items(), table.view(-1, len(OutputDigest._fields)).tolist(), strict=True):
+        plan = OutputDigest(*row)
+        copies = plan.elements / digest.elements if digest.elements else 0.0
+        if copies < 1 or copies != int(copies):
             continue
-        size = math.sqrt(max(squares, 1e-300))
-        off = max(
-            abs(ours_squares / similarity - squares) / max(squares, 1e-300) / 2,
-            abs(ours_total / similarity - total) / (size * math.sqrt(elements)),
-        )
+        off = digest.difference(plan, copies)
         if not off <= limit:
             return f"first at {path}: its output by {off:.2g}"
     return ""
