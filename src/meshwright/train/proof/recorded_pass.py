@@ -110,8 +110,12 @@ class OutputDigest(NamedTuple):
     def plus(self, values: torch.Tensor) -> OutputDigest:
         """Returns the digest with one more output `values`, of any shape, in float64."""
         rest = values - values.bfloat16()
-        found = values.numel(), values.sum(), values.square().sum(), rest.square().sum()
-        return OutputDigest(*(before + float(more) for before, more in zip(self, found, strict=True)))
+        return OutputDigest(
+            self.elements + values.numel(),
+            self.total + float(values.sum()),
+            self.squares + float(values.square().sum()),
+            self.rounded + float(rest.square().sum()),
+        )
 
     def difference(self, plan: OutputDigest, copies: float) -> float:
         """Returns the relative difference of the digest under the plan, which counts each element `copies` times."""
