@@ -71,7 +71,8 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def model_of(blocks: int, dtype: torch.dtype) -> nn.Module:
-    """A Llama whose weights are between -0.025 and 0.025."""
+    """A Llama whose weights are between -0.025 and 0.025: squares modulo a prime. No row of a weight is a permutation
+    of another, because sums over outputs would not tell them apart."""
     import transformers
 
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=blocks, max_position_embeddings=2048, use_cache=False)
@@ -84,7 +85,7 @@ def model_of(blocks: int, dtype: torch.dtype) -> nn.Module:
                     values = (
                         torch.ones(parameter.shape)
                         if parameter.ndim < 2
-                        else (torch.arange(parameter.numel()) % 1021 / 1021 - 0.5) * 0.05
+                        else (torch.arange(parameter.numel()).square_() % 65521 / 65521 - 0.5) * 0.05
                     )
                     module._parameters[name] = nn.Parameter(values.view(parameter.shape).to(dtype))
             for name, buffer in module._buffers.items():
