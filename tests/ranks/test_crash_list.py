@@ -8,31 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import residual_model
 import torch
 import torch.nn.functional as F
+from residual_model import WIDTH, adamw
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
-WORDS, WIDTH = 32, 16
 
-
-class Block(nn.Module):
+class Model(residual_model.Model):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.act: Callable[[torch.Tensor], torch.Tensor] = nn.Identity()
 
     def forward(self, input_ids: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -116,13 +105,8 @@ def made(change: Change) -> Model:
 
 
 def batch(step: int, scalar: bool = False) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
-    given = {"input_ids": ids, "labels": ids}
-    return {**given, "temperature": torch.tensor(1.0 + step, dtype=torch.float64)} if scalar else given
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    temperature = {"temperature": torch.tensor(1.0 + step, dtype=torch.float64)} if scalar else {}
+    return {**residual_model.batch(step), **temperature}
 
 
 def alone(change: Change, scalar: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:

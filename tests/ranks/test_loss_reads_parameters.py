@@ -7,37 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import residual_model
 import torch
 import torch.nn.functional as F
-from torch import nn
+from residual_model import Model, batch
 
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
-
-WORDS, WIDTH = 32, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.words(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
 
 Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -76,13 +52,7 @@ Read = Callable[[Model], Loss]
 
 
 def made() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": ids, "labels": ids}
+    return residual_model.made().double()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -94,7 +64,7 @@ def alone(read: Read) -> tuple[list[float], dict[str, torch.Tensor], dict[str, t
     loss_of, optimizer, gradients = read(model), sgd(model.parameters()), {}
     for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(model(**batch(step)), batch(step))
+        loss = loss_of(model(batch(step)["input_ids"]), batch(step))
         loss.backward()
         gradients = gradients or {name: value.grad.clone() for name, value in model.named_parameters()}
         optimizer.step()

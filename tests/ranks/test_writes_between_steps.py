@@ -8,52 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from residual_model import RATE, adamw, batch, made
 from torch import nn
 
 from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize
 
-WORDS, WIDTH, LIMIT, RATE, STEPS = 32, 16, 0.05, 1e-2, 4
+LIMIT, STEPS = 0.05, 4
 NEAR = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Relative differences that are rounding."""
 
 Weights = dict[str, torch.Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.words(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def made() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": ids, "labels": ids}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=RATE)
 
 
 def write(model: nn.Module, how: str, rank: int = 0) -> None:
