@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from meshwright.analysis import dry_run
 from meshwright.runtime.backend import Backend, CpuBackend
 from meshwright.runtime.offload.swap_file import SwapFile
-from meshwright.train.memory_checkpointer import D2HStaging
+from meshwright.train.device_copies import D2HStaging
 
 Clock = dict["Actor", int]
 
@@ -49,10 +49,12 @@ class Memory:
 
 
 class RaceDetector(RecordingBackend):
-    """The backend. `dropped`: a wait that is left out (`site`). `waits`: the waits that ran. `races`: what it found."""
+    """The backend. `dropped`: a wait that is left out (`site`). `pins`: whether the system pins memory that a process
+    has mapped. `waits`: the waits that ran. `races`: what it found."""
 
-    def __init__(self, dropped: str = "") -> None:
+    def __init__(self, dropped: str = "", pins: bool = True) -> None:
         super().__init__()
+        self.pins = pins
         self.dropped, self.waits, self.races = dropped, set[str](), set[str]()
         self.lock = threading.RLock()
         self.compute = Actor("compute")
@@ -118,6 +120,13 @@ class RaceDetector(RecordingBackend):
             memory = self.memory(buffer)
             memory.is_host, memory.write = True, None
         return buffer
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> bool:
+        self.touch("pin")
+        if self.pins:
+            with self.lock:
+                self.memory(memory).is_host = True
+        return self.pins
 
     # --- accesses
 
@@ -259,9 +268,9 @@ class Accesses(TorchDispatchMode):
 
 
 @contextmanager
-def detected_races(dropped: str = "") -> Iterator[RaceDetector]:
+def detected_races(dropped: str = "", pins: bool = True) -> Iterator[RaceDetector]:
     """Inside the context, CPU tensors are on a device whose races are found."""
-    before, detector = Backend.by_type["cpu"], RaceDetector(dropped)
+    before, detector = Backend.by_type["cpu"], RaceDetector(dropped, pins)
     submit, result, start, wait = (
         ThreadPoolExecutor.submit,
         Future.result,

@@ -93,6 +93,13 @@ class RecordingBackend(CpuBackend):
         pages = page_aligned_buffer(max(1, shape.numel() * dtype.itemsize))  # as pinned memory is
         return pages[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
+    def pin(self, memory: torch.Tensor, device: torch.device) -> bool:
+        self.touch("pin")
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.touch("unpin")
+
 
 Backend.by_type["cpu"] = CpuBackend()  # defining a subclass registers it
 

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_mesh import trace, traced_rank
 
+from meshwright.core.ipc import Heartbeat, RankPhase, open_heartbeats
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime import compile
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.tensor_parallel.graph_region import column_gradients
 from meshwright.spec.plan import parse_plan
+from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import Trainer, parallelize
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -104,6 +107,35 @@ def test_the_host_waits_for_the_device_once_in_a_step_and_never_in_a_micro_batch
     found = reads_of_a_step(plan)
     assert found.pop("runtime/loss.py:count") == 1
     assert found == {"train/step/passes.py:backward": 1}
+
+
+def test_an_in_memory_checkpoint_makes_the_host_of_a_training_step_wait_no_more_often(tmp_path: Path) -> None:
+    """Only the thread that copies waits: for the count of optimizer steps, the slot and its digest."""
+    (tmp_path / "copies").touch()
+    with recording_device() as backend:
+        made = trainer("dp1.mb4")
+        copies = MemoryCheckpointer(str(tmp_path / "copies"), made, Heartbeat(open_heartbeats("", 1), 0), {})
+        made.on_phase = lambda phase: copies.finish() if phase == RankPhase.update else None
+        found: Counter[str] = Counter()
+        for step in range(6):
+            if step == 4:
+                backend.threads.clear()
+                with host_reads(found):
+                    made.step(make_batch("llama", step))
+                    copies.begin({"step": step})
+                    copies.finish()
+            else:
+                made.step(make_batch("llama", step))
+                copies.begin({"step": step})
+        copies.finish()
+        assert copies.memory.is_intact(made.steps)
+        made.close()
+    of_copy = ("checkpoint/memory_checkpoint.py:digest", "train/device_copies.py:encode")
+    assert all(found.pop(place) for place in of_copy)  # in the thread that copies
+    assert found.pop("runtime/loss.py:count") == 1
+    assert found == {"train/step/passes.py:backward": 1}
+    assert "synchronize" in backend.threads["copy"]
+    assert "synchronize" not in backend.threads["MainThread"]
 
 
 KERNELS_OF_A_BLOCK = 112

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from meshwright.checkpoint.memory_checkpoint import BufferRun, MemorySnapshot, SnapshotLayout
 from meshwright.checkpoint.safetensors_writer import tensor_digest
 from meshwright.checkpoint.save import _copy_to_host
 from meshwright.core.errors import MeshwrightError
@@ -37,7 +35,6 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.train import silent_corruption
 from meshwright.train.measured_runs import measure_seconds
-from meshwright.train.memory_checkpointer import double_buffered
 
 HERE = Path(__file__).parent
 
@@ -134,23 +131,6 @@ def test_a_step_is_timed_until_its_device_is_through() -> None:
     order: list[str] = []
     assert measure_seconds(lambda: order.append("step"), lambda: (order.append("through"), time.sleep(0.05))[0]) >= 0.05
     assert order == ["step", "through"]
-
-
-def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tmp_path: Path) -> None:
-    (tmp_path / "own").touch()
-    memory, there = MemorySnapshot(str(tmp_path / "own")), torch.randint(0, 256, (5000,), dtype=torch.uint8)
-    layout = SnapshotLayout(b"{}", [BufferRun(torch.empty(5000, dtype=torch.uint8, device="meta"), 64)], [], 5064)
-    chunks = [torch.empty(700, dtype=torch.uint8) for _ in range(2)]
-
-    def parts(source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        start = lambda chunk, at, size: chunks[chunk][:size].copy_(there[at : at + size])
-        for chunk, at, size in double_buffered(source.numel(), 700, start, lambda chunk: None):
-            yield at, chunks[chunk][:size]
-
-    memory.allocate(layout)
-    memory.write(3, layout, [], b"state", parts)
-    assert memory.steps == {3} and memory.is_intact(3)
-    assert torch.equal(memory.data(3)[64:], there)
 
 
 def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_whole() -> None:

@@ -13,7 +13,7 @@ from snapshot_files import snapshot_file
 from meshwright.core.snapshots import HEADER_BYTES, PINNED_STEPS_FIELD, SNAPSHOT_SLOTS_MULTI_NODE, SnapshotHeader
 from meshwright.elastic.snapshot_replication import ReplicationRequest, SnapshotReplicator
 
-INDEX, SIZE = b"[]", 4096
+INDEX, SIZE = b"{}", 4096
 
 
 def written(steps: dict[int, bytes]) -> int:

@@ -4,14 +4,20 @@ trainer writes them (train/memory_checkpointer.py) and restores from them after 
 Each rank has one file of anonymous memory. The supervisor of the rank keeps the file open, so the memory survives the
 death of the rank. A rank copies the shards that it would write to an on-disk checkpoint into the oldest slot of the
 file (core/snapshots.py). So all ranks together copy every element once. A rank writes the step number last, so a slot
-without a step number is incomplete. The digest of a slot is computed while the copied bytes are in the CPU cache, and
-checked before the slot is read. The snapshots of all ranks at one step form a checkpoint that can be loaded under any
-layout.
+without a step number is incomplete. The digest of a slot is checked before the slot is read. A CPU computes it while
+the copied bytes are in its cache, an accelerator from its own memory ([Note: row sums]). The snapshots of all ranks at
+one step form a checkpoint that can be loaded under any layout.
 
 [Note: two slots] The snapshot of step n + 2 overwrites that of step n, after the gradient reduction of step n + 2. A
 rank enters this reduction only when its own snapshot of step n + 1 is complete. So at any time there is a step of which
 all ranks have a snapshot, whichever ranks die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in
 Distributed Training with In-Memory Checkpoints, SOSP 2023.
+
+[Note: row sums] The digest of a slot that an accelerator has written is computed by kernels of the accelerator, so that
+the CPU does not read the copied bytes. The bytes of a slot are 64-bit integers in rows of ROW_BYTES. The digest is xxh3
+of the sum of each row, the sum of each column, both modulo 2^64, and the run state. Integers are added exactly, so the
+order does not matter, and a CPU computes the same digest. Any change of up to three integers changes the digest, since
+the differences would have to sum to zero in each row and in each column, for which at least four are needed.
 
 A `RemoteSnapshot` reads the snapshot of a rank of another node over the network. A `MemoryCheckpoint` opens the
 snapshot of another rank only if its rank needs elements from it, keeps at most MAX_OPEN_SNAPSHOTS open, and transfers
@@ -30,7 +36,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -51,10 +57,13 @@ from meshwright.core.snapshots import (
     HEADER_BYTES,
     MIN_STATE_BYTES,
     REMOTE_PREFIX,
+    ROW_BYTES,
+    ROW_SUMS_KEY,
     SNAPSHOT_SLOTS,
     SnapshotClient,
     SnapshotHeader,
     SnapshotVersion,
+    is_index,
     is_lost,
     round_up_to_page,
     versions_of,
@@ -70,13 +79,45 @@ MAX_GAP_BYTES = 1 << 12
 bytes."""
 
 
-ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
-"""A function that copies a byte tensor to the CPU in chunks and yields each chunk with its offset in bytes."""
+class RowSums:
+    """The sums of the rows and of the columns of a slot with `size` bytes ([Note: row sums]), on `device`."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(-(-size // ROW_BYTES) + ROW_BYTES // 8, dtype=torch.int64, device=device)
+        self.rows, self.columns = self.sums[: -ROW_BYTES // 8], self.sums[-ROW_BYTES // 8 :]
+
+    def add(self, at: int, data: torch.Tensor) -> None:
+        """Adds the byte vector `data`, whose offset `at` in the slot is the beginning of a row. The rest of its last
+        row counts as zeros."""
+        first, rest = at // ROW_BYTES, len(data) % ROW_BYTES
+        whole = data[: len(data) - rest]
+        parts = [whole.clone() if whole.storage_offset() % 8 else whole] if len(whole) else []
+        if rest:
+            parts.append(torch.cat([data[len(whole) :], data.new_zeros(ROW_BYTES - rest)]))
+        for part in parts:
+            words = part.view(torch.int64).view(-1, ROW_BYTES // 8)
+            self.rows[first : first + len(words)] += words.sum(1)
+            self.columns += words.sum(0)
+            first += len(words)
+
+    def digest(self, state: bytes) -> int:
+        """Returns the digest of the slot with the run state `state`. The sums must be on the CPU."""
+        digest = xxhash.xxh3_64(self.sums.numpy().data)
+        digest.update(state)
+        return digest.intdigest()
 
 
-def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-    """Returns the byte tensor `source`, copied to the CPU, as one chunk."""
-    return ((0, source.cpu()),)
+class DeviceCopies(Protocol):
+    """Copies the memory of an accelerator to slots (train/memory_checkpointer.py)."""
+
+    def start(self, slot: torch.Tensor) -> None:
+        """Begins a copy to the byte vector `slot`."""
+
+    def copy(self, source: torch.Tensor, to: int) -> None:
+        """Starts to copy the byte vector `source` to offset `to` of the slot."""
+
+    def finish(self) -> RowSums:
+        """Waits for all copies. Returns the sums of what was copied, on the CPU."""
 
 
 class BufferRun(NamedTuple):
@@ -100,10 +141,16 @@ class SnapshotLayout(NamedTuple):
 
 
 def plan_snapshot_layout(
-    pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
+    pieces: Iterable[tuple[ShardMetadata, torch.Tensor]],
+    local: Mapping[str, torch.Tensor],
+    plan: Plan,
+    rank: int,
+    row_sums: bool = False,
 ) -> SnapshotLayout:
     """Returns the layout of a slot: the shards `pieces`, then tensors with the sizes of `local`. Every snapshot copies
-    the memory of the same `pieces`, but `MemorySnapshot.write` gets new `local` tensors for each snapshot."""
+    the memory of the same `pieces`, but `MemorySnapshot.write` gets new `local` tensors for each snapshot. `row_sums`:
+    whether `DeviceCopies` write the slots ([Note: row sums])."""
+    align = ROW_BYTES if row_sums else 64
     shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
@@ -121,7 +168,7 @@ def plan_snapshot_layout(
         storage = tensor.untyped_storage()
         first = tensor.data_ptr()
         if storage.data_ptr() != owner or not end <= first <= end + MAX_GAP_BYTES:
-            size += -size % 64
+            size += -size % align
             begin, owner = first, storage.data_ptr()
             runs.append(BufferRun(tensor, size))
         end, to = first + tensor.numel() * tensor.element_size(), runs[-1].to
@@ -131,14 +178,14 @@ def plan_snapshot_layout(
         runs[-1] = BufferRun(whole.set_(storage, begin - owner, (end - begin,)), to)  # type: ignore[call-overload]
     places = []
     for name, tensor in local.items():
-        size += -size % 64
+        size += -size % align
         piece = ShardMetadata(
             f"rank/{rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()
         )
         listed.append([*piece, size])
         places.append(size)
         size += tensor.numel() * tensor.element_size()
-    index = {"plan": plan.name, "digest": plan.digest, "world": plan.world, "pieces": listed}
+    index = {"plan": plan.name, "digest": plan.digest, "world": plan.world, "pieces": listed, ROW_SUMS_KEY: row_sums}
     return SnapshotLayout(json.dumps(index, separators=(",", ":")).encode(), runs, places, size)
 
 
@@ -194,43 +241,51 @@ class MemorySnapshot:
         layout: SnapshotLayout,
         local: Sequence[torch.Tensor],
         state: bytes,
-        parts: ByteChunks = single_chunk,
+        device: DeviceCopies | None = None,
         history: int = 0,
     ) -> None:
         """Writes a snapshot of `step` into the slot with the oldest step that is not pinned.
 
-        `local` are tensors that only this rank has. `state` is the JSON state of the trainer. `parts` copies tensors of
-        a device to the CPU. `history` is explained in [Note: history] of core/snapshots.py.
+        `local` are tensors that only this rank has. `state` is the JSON state of the trainer. `device` copies tensors
+        of an accelerator; the layout must then be one for row sums. `history` is explained in [Note: history] of
+        core/snapshots.py.
         """
         assert len(state) <= MIN_STATE_BYTES, (
             f"the state of the run has {len(state)} bytes, but only {MIN_STATE_BYTES} are reserved for it"
         )
         slot = self.head.take()
-        begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
+        begin = self.head.begin(slot)
         flat = [
             BufferRun(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)
         ]
-        for source, to in (*layout.runs, *flat):
-            digest.update(memoryview(self._map)[begin + end : begin + to])
-            end = to + source.numel()
-            self._copy(source, begin + to, digest, parts)
-        place = self.head.begin(slot) + round_up_to_page(layout.size)
+        runs = [*layout.runs, *flat]
+        place = begin + round_up_to_page(layout.size)
         self._map[place : place + len(state)] = state
-        digest.update(state)
-        self.head.name(slot, step, digest.intdigest(), len(state), history)
+        if device is None:
+            digest = self._copy(runs, begin, state)
+        else:
+            device.start(self.bytes[begin : begin + layout.size])
+            for source, to in runs:
+                device.copy(source, to)
+            digest = device.finish().digest(state)
+        self.head.name(slot, step, digest, len(state), history)
 
-    def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
-        """Copies `source` in chunks to byte `to` of the file, and digests each chunk while it is in the CPU cache.
+    def _copy(self, runs: Sequence[BufferRun], begin: int, state: bytes) -> int:
+        """Copies `runs` in chunks to the slot at byte `begin` of the file, and digests each chunk while it is in the
+        CPU cache. Returns the digest.
 
         ctypes releases the GIL, so other threads run during the copy.
         """
-        for first, part in parts(source):
-            begin, size = to + first, part.numel()
-            target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
-            for at in range(0, size, COPY_CHUNK_BYTES):
-                length = min(COPY_CHUNK_BYTES, size - at)
-                ctypes.memmove(target.data_ptr() + at, part.data_ptr() + at, length)
-                digest.update(view[at : at + length])
+        view, digest, end = memoryview(self._map), xxhash.xxh3_64(), 0
+        for source, to in runs:
+            digest.update(view[begin + end : begin + to])
+            end, part = to + source.numel(), source.cpu()
+            for at in range(0, len(part), COPY_CHUNK_BYTES):
+                first, length = begin + to + at, min(COPY_CHUNK_BYTES, len(part) - at)
+                ctypes.memmove(self.bytes.data_ptr() + first, part.data_ptr() + at, length)
+                digest.update(view[first : first + length])
+        digest.update(state)
+        return digest.intdigest()
 
     # --- reading
     @property
@@ -245,10 +300,18 @@ class MemorySnapshot:
 
     def is_intact(self, step: int) -> bool:
         """Returns whether the snapshot of `step` and its index still have the digests that were recorded with them."""
-        begin = self.head.place_of_data(step)
-        digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.head.size])
+        if not is_index(self.head, self._index):
+            return False
+        digest, place, size = xxhash.xxh3_64(), self.head.place_of_data(step), self.head.size
+        sums = RowSums(size) if self.index.get(ROW_SUMS_KEY) else None
+        for at in range(0, size, COPY_CHUNK_BYTES):
+            part = self.bytes_at(place + at, min(COPY_CHUNK_BYTES, size - at))
+            if sums is None:
+                digest.update(part.numpy().data)
+            else:
+                sums.add(at, part)
         digest.update(self.state(step))
-        return self.head.is_digest(step, digest.intdigest(), self._index)
+        return self.head.digest(step) == (digest.intdigest() if sums is None else sums.digest(self.state(step)))
 
     @property
     def index(self) -> dict[str, Any]:
@@ -399,14 +462,6 @@ class RemoteSnapshot(MemorySnapshot):
     def _open(self) -> None:
         self.head = SnapshotHeader(memoryview(self.fetch(0, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q"))
         self._index = self.fetch(HEADER_BYTES, self.head.index_size) if self.head.is_laid else b""
-
-    def is_intact(self, step: int) -> bool:
-        """Returns whether the snapshot of `step` and its index still have the digests that were recorded with them."""
-        digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)
-        for begin in range(0, self.head.size, COPY_CHUNK_BYTES):
-            digest.update(self.fetch(place + begin, min(COPY_CHUNK_BYTES, self.head.size - begin)))
-        digest.update(self.state(step))
-        return self.head.is_digest(step, digest.intdigest(), self._index)
 
     def state(self, step: int) -> bytes:
         """Returns the JSON state of the trainer at `step`."""

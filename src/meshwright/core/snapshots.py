@@ -42,6 +42,11 @@ MIN_STATE_BYTES = 1 << 16
 """Number of bytes that each slot reserves for the run state, the JSON state of the trainer."""
 
 HEADER_BYTES, _PAGE_BYTES = 4096, 4096
+
+ROW_BYTES, ROW_SUMS_KEY = _PAGE_BYTES, "row_sums"
+"""Bytes of a row, and the entry of the index that says whether digests are computed from the sums of rows and columns
+([Note: row sums] in checkpoint/memory_checkpoint.py)."""
+
 PINNED_STEPS_FIELD = 5
 """Index of the first of two fields with steps that must not be overwritten."""
 
@@ -122,10 +127,7 @@ class SnapshotHeader:
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
         """Returns whether `digest` equals the recorded digest of the checkpoint of `step` (including its run state),
         and the digest of `index` equals the recorded digest of the index."""
-        return (
-            digest == self._slot(self._at(step))[_DIGEST_FIELD]
-            and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
-        )
+        return digest == self.digest(step) and is_index(self, index)
 
     def _slot(self, slot: int) -> memoryview:
         return self.words[
@@ -177,6 +179,11 @@ class SnapshotHeader:
         for slot in self.slots:
             if self._slot(slot)[_STEP_FIELD] > after:
                 self._slot(slot)[_STEP_FIELD] = 0
+
+
+def is_index(head: SnapshotHeader, index: bytes) -> bool:
+    """Returns whether the digest of `index` equals the recorded digest of the index."""
+    return xxhash.xxh3_64_intdigest(index) == head.words[_INDEX_DIGEST_FIELD]
 
 
 def history_of(head: SnapshotHeader, step: int) -> int:

@@ -53,10 +53,13 @@ from meshwright.core.messages import Message
 from meshwright.core.secure_channel import SecureListener, detect_dead_peer
 from meshwright.core.snapshots import (
     HEADER_BYTES,
+    ROW_BYTES,
+    ROW_SUMS_KEY,
     SNAPSHOT_TIMEOUT_SECONDS,
     SnapshotClient,
     SnapshotHeader,
     history_of,
+    is_index,
     rewrite_history,
 )
 from meshwright.elastic.shared_files import SharedFileStore, SnapshotLocations
@@ -118,6 +121,36 @@ FETCH_BYTES = 4 << 20
 
 REPLICA_SLOTS = 2
 """The number of snapshot slots in the file of a replica."""
+
+
+class StreamDigest:
+    """The digest of a slot whose bytes are read in order. `row_sums`: whether an accelerator has written the slot
+    ([Note: row sums] in checkpoint/memory_checkpoint.py)."""
+
+    def __init__(self, row_sums: bool) -> None:
+        self._hash, self._columns = xxhash.xxh3_64(), None
+        if row_sums:
+            import numpy as np
+
+            self._columns = np.zeros(ROW_BYTES // 8, np.int64)
+
+    def update(self, part: memoryview) -> None:
+        """Adds the next bytes: whole rows, unless these are the last bytes."""
+        if self._columns is None:
+            self._hash.update(part)
+            return
+        import numpy as np
+
+        words = np.frombuffer(bytes(part) + bytes(-len(part) % ROW_BYTES), np.int64).reshape(-1, ROW_BYTES // 8)
+        self._hash.update(words.sum(1).data)
+        self._columns += words.sum(0)
+
+    def finish(self, state: memoryview) -> int:
+        """Returns the digest of the slot with the run state `state`."""
+        if self._columns is not None:
+            self._hash.update(self._columns.data)
+        self._hash.update(state)
+        return self._hash.intdigest()
 
 
 class ReplicationRequest(NamedTuple):
@@ -199,6 +232,8 @@ class SnapshotReplicator:
         self, order: ReplicationRequest, rank: int, file: int, client: SnapshotClient, there: SnapshotHeader
     ) -> bool:
         index = client.fetch(HEADER_BYTES, there.index_size)
+        if not is_index(there, index):
+            return False
         if os.fstat(file).st_size != there.whole:
             os.ftruncate(file, 0)
             os.ftruncate(file, there.whole)
@@ -218,7 +253,7 @@ class SnapshotReplicator:
                 rewrite_history(here, order.step, history_of(there, order.step))
                 return True
             here.forget(order.step - 1)  # if the replica has this step or a later one, it is from before a rollback
-            slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
+            slot, digest = here.take(REPLICA_SLOTS), StreamDigest(bool(json.loads(index).get(ROW_SUMS_KEY)))
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
                 if order is not self._latest:
@@ -229,13 +264,13 @@ class SnapshotReplicator:
             (begin, size), to = there.place_of_state(order.step), to + there.place_of_state(order.step)[0] - begin
             with view[to : to + size] as part:
                 client.fill(begin, part)
-                digest.update(part)
-            if not there.is_digest(order.step, digest.intdigest(), index):
+                found = digest.finish(part)
+            if not there.is_digest(order.step, found, index):
                 return False
             with self._names:
                 if order is not self._latest:
                     return False
-                here.name(slot, order.step, digest.intdigest(), size, history_of(there, order.step))
+                here.name(slot, order.step, found, size, history_of(there, order.step))
         return True
 
     def _reached(self, order: ReplicationRequest, rank: int) -> SnapshotClient:

@@ -102,7 +102,18 @@ class ProfilingSizes:
     """Size n of the n x n matrix product that tests whether an excluded device is healthy."""
 
 
-class Backend:
+class MappedMemory:
+    """Pins memory that this process has mapped, so that a device copies to it at full speed. The default pins none."""
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> bool:
+        """Pins the byte vector `memory` for copies from `device`. Returns whether the system has pinned it."""
+        return False
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Ends `pin`. Must be called before the memory is unmapped."""
+
+
+class Backend(MappedMemory):
     """The properties of one type of device that the runtime needs, and the calls that differ between types."""
 
     by_type: ClassVar[dict[str, Backend]] = {}
@@ -330,6 +341,18 @@ class CudaBackend(Backend):
     @override
     def event(self, timing: bool = False, blocking: bool = False) -> DeviceEvent:
         return torch.cuda.Event(enable_timing=True) if timing else torch.cuda.Event(blocking=blocking)
+
+    @override
+    def pin(self, memory: torch.Tensor, device: torch.device) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # the next launch reports the error of the call, although it is no error
+            torch.zeros(1, device=device)
+        return False
+
+    @override
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     @override
     def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:

@@ -32,6 +32,7 @@ from meshwright.runtime.optim.full_tensor import FullTensorStep
 from meshwright.runtime.optim.param_groups import FullParam
 from meshwright.runtime.optim.updater import isolate_skipped_params, mark_skipped
 from meshwright.runtime.shard.optimizer_shard import (
+    ReadScalar,
     ScalarState,
     ScalarValues,
     ShardParam,
@@ -218,8 +219,8 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
     return found
 
 
-def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the state of the optimizer that is not elementwise, as a dict with these keys:
+def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer, read: ReadScalar = float) -> dict[str, Any]:
+    """Returns the state of the optimizer that is not elementwise. `read` returns the values of scalar states. The keys:
 
         kinds    dtypes of the elementwise states        groups    options of the parameter groups
         types    types of the scalar states              own       counters of the optimizer itself
@@ -234,7 +235,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         InputError: a state cannot be saved.
     """
     kinds: dict[str, str] = {}
-    scalars: dict[str, float] = {}
+    scalars: dict[str, Any] = {}
     owned = engine.updater.full_params()
     whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trainable:
@@ -245,9 +246,9 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         }
     # The loop reads only the first group that has scalars, because each read synchronises with the device.
     for unit in reversed(engine.zero.trainable):
-        scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer))
+        scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer, read))
     single = [run for unit in engine.zero.trainable for run in unit.optim_shard.isolated if not run.has_no_state]
-    skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
+    skipped = {run.path: dict(scalar_states(optimizer, run, read)) for run in single}
     groups = optimizer.param_groups
     options = [{key: encode_option(value) for key, value in group.items() if key != "params"} for group in groups]
     first = {
@@ -261,7 +262,7 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         "types": {
             key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()
         },
-        "by_group": {at: dict(scalar_states(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
+        "by_group": {at: dict(scalar_states(optimizer, run, read)) for at, run in first.items() if len(groups) > 1},
         "by_ndim": len(groups) == 2
         and all(_is_matrix(run) is (at == 0) for at, group in enumerate(groups) for run in group["params"]),
         "empty": [at for at, group in enumerate(groups) if not group["params"]],

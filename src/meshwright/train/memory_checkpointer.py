@@ -17,10 +17,6 @@ in checkpoint/memory_checkpoint.py).
 these waits would exceed MAX_WAIT_FRACTION of the time, only every n-th step is copied. The ranks agree on n from the
 longest wait of all ranks. A step whose checkpoint is due on disk is always copied.
 
-`D2HStaging` copies from an accelerator on a separate stream, through two chunks of pinned memory: one chunk is filled
-while the other is read. An ordinary copy would run on the training stream, wait for earlier kernels and delay later
-ones. To unpinned memory, the driver copies in small, slow pieces.
-
 `write` is the main function of the checkpoint writer, a process that writes the in-memory checkpoints to disk while
 training continues. Guarantees:
 - It writes the bytes that the ranks would write themselves. As in every save, it reads the files back before it renames
@@ -32,13 +28,13 @@ training continues. Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +49,6 @@ from meshwright.checkpoint.memory_checkpoint import (
     open_snapshot,
     plan_snapshot_layout,
     retry_read,
-    single_chunk,
 )
 from meshwright.checkpoint.retention import prune_checkpoints
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
@@ -71,78 +66,12 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.layout import ShardMetadata
+from meshwright.train.device_copies import D2HStaging, DeferredText, clone_scalar
 from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer_checkpoint import checkpoint_shards, merge_scalar_states, rank_local_tensors, scalar_state
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
-
-
-PINNED_CHUNK_BYTES = 1 << 25
-"""The size of a chunk of pinned memory."""
-
-
-class D2HStaging:
-    """Copies tensors from `device` to host memory through two pinned chunks. It is not thread-safe."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.backend = device, backend_of(device)
-        stream = self.backend.stream(device)
-        assert stream is not None, f"{device.type} has no streams"
-        self.stream = stream
-        self.chunks = [self.backend.host_buffer(PINNED_CHUNK_BYTES) for _ in range(2)]
-        self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
-
-    def begin(self) -> None:
-        """Makes the copy stream wait for all work that the calling thread has submitted to its stream."""
-        self.stream.wait_stream(self.backend.current_stream(self.device))
-
-    def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the bytes of `source`, a uint8 vector on the device, as pairs of offset and bytes in host memory. The
-        bytes are valid until the next pair is requested. A `source` in host memory is one part."""
-        if backend_of(source.device).memory_is_host:
-            yield from single_chunk(source)
-            return
-
-        def start(chunk: int, at: int, size: int) -> None:
-            """Starts the copy of `size` bytes at offset `at` into chunk `chunk`."""
-            with self.backend.use_stream(self.stream):
-                self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
-                self.arrived[chunk].record(self.stream)
-
-        for chunk, at, size in double_buffered(
-            source.numel(), PINNED_CHUNK_BYTES, start, lambda chunk: self.arrived[chunk].synchronize()
-        ):
-            yield at, self.chunks[chunk][:size]
-
-
-def double_buffered(
-    size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
-) -> Iterator[tuple[int, int, int]]:
-    """Divides a copy of `size` bytes into parts of at most `most` bytes, which alternate between two chunks. Yields
-    each part as (chunk index, offset, length) when it has arrived.
-
-    `start` starts the copy of a part, `arrived` waits for the copy into a chunk. When a part is yielded, the copy of
-    the next part into the other chunk has already started.
-
-    >>> said = []
-    >>> for part in double_buffered(
-    ...     5, 2, lambda *part: said.append(("start", *part)), lambda chunk: said.append(("arrived", chunk))
-    ... ):
-    ...     said.append(("read", part[0]))
-    >>> said[:4]
-    [('start', 0, 0, 2), ('start', 1, 2, 2), ('arrived', 0), ('read', 0)]
-    >>> said[4:]
-    [('start', 0, 4, 1), ('arrived', 1), ('read', 1), ('arrived', 0), ('read', 0)]
-    """
-    cuts = [(number % 2, at, min(most, size - at)) for number, at in enumerate(range(0, size, most))]
-    for cut in cuts[:1]:
-        start(*cut)
-    for number, cut in enumerate(cuts):
-        for following in cuts[number + 1 : number + 2]:
-            start(*following)
-        arrived(cut[0])
-        yield cut
 
 
 MAX_FREE_MEMORY_FRACTION = 0.5
@@ -194,7 +123,8 @@ class MemoryCheckpointer:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """The model's buffers, which a forward may update (running means), each with its clone. The copy reads the
         clones."""
-        self._lift: D2HStaging | None = None
+        device = trainer.mesh.device
+        self._staging = D2HStaging(device) if backend_of(device).has_streams else None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -219,15 +149,13 @@ class MemoryCheckpointer:
         for live, still in self._buffers:
             still.copy_(live)
         local = list(rank_local_tensors(self.trainer).values())
-        state = json.dumps(scalar_state(self.trainer, {**self.extra, "record": record})).encode()
+        state = DeferredText(scalar_state(self.trainer, {**self.extra, "record": record}, clone_scalar))
         if backend_of(self.trainer.mesh.device).memory_is_host:
             self._copy(self.trainer.steps, layout, local, state)
             self.finish()
             return
-        if self._lift is None and backend_of(self.trainer.mesh.device).has_streams:
-            self._lift = D2HStaging(self.trainer.mesh.device)
-        if self._lift is not None:
-            self._lift.begin()
+        if self._staging is not None:
+            self._staging.begin()
         step = self.trainer.steps
         copy = partial(self._copy, step, layout, local, state)
         try:
@@ -266,13 +194,14 @@ class MemoryCheckpointer:
             steps=self.interval,
         )
 
-    def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes) -> None:
+    def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: DeferredText) -> None:
         began = time.thread_time()
         try:
             device = self.trainer.mesh.device
             backend_of(device).select(device)  # this may be a new thread
-            parts = single_chunk if self._lift is None else self._lift.parts
-            self.memory.write(step, layout, local, state, parts, self._history)
+            with nullcontext() if self._staging is None else self._staging.in_stream():
+                text = state.encode()
+            self.memory.write(step, layout, local, text, self._staging, self._history)
             self.pulse.write(HeartbeatField.snapshot_step, step)
         except BaseException as error:  # `finish` raises it: the run must not continue without checkpoints
             self._failed = error
@@ -291,11 +220,17 @@ class MemoryCheckpointer:
             self._places = places
             self._buffers, pieces = _clone_buffers(checkpoint_shards(self.trainer))
             self._layout = plan_snapshot_layout(
-                pieces, rank_local_tensors(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank
+                pieces,
+                rank_local_tensors(self.trainer),
+                self.trainer.mesh.plan,
+                self.trainer.mesh.rank,
+                row_sums=self._staging is not None,
             )
             self.refused = (
                 PEER_OUT_OF_MEMORY_TEXT if self.refused == PEER_OUT_OF_MEMORY_TEXT else self._refusal(self._layout)
             )
+            if self._staging is not None and self.memory.allocation_bytes(self._layout, self._slots):
+                self._staging.unpin()
             if not self.refused:
                 self.memory.allocate(self._layout, self._slots)
         return None if self.refused else self._layout
@@ -418,7 +353,7 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
         path = save_checkpoint(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
     except SaveFailed as error:
         channel.say("unsaved", step=step, why=str(error))
-        with contextlib.suppress(OSError):  # leftovers may be the reason that there is no space
+        with suppress(OSError):  # leftovers may be the reason that there is no space
             storage.remove_leftovers(folder)
         return 0
     channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)

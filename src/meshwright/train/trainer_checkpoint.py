@@ -27,6 +27,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.error_propagation import interruptible_wait
 from meshwright.runtime.non_tensor_state import load_extra_states, serializable_extra_states
 from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.shard.optimizer_shard import ReadScalar
 from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.record import RunState
 from meshwright.train.imported_checkpoint import ImportedNames
@@ -95,9 +96,10 @@ def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tens
     return [(piece, data) for piece, data in stored]
 
 
-def scalar_state(state: TrainState, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of this rank's state that is not in tensors, as JSON values."""
-    scalars = state_dict.optimizer_scalars(state.engine, state.optimizer)
+def scalar_state(state: TrainState, extra: dict[str, Any], read: ReadScalar = float) -> dict[str, Any]:
+    """Returns the part of this rank's state that is not in tensors, as JSON values. `read` returns the values of the
+    optimizer's scalar states."""
+    scalars = state_dict.optimizer_scalars(state.engine, state.optimizer, read)
     shared = state.engine.extra_state.shared_names
     return {
         "run": state.run_state.model_dump(),

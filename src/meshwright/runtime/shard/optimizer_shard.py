@@ -20,7 +20,7 @@ torch creates the states of a piece in the first update in which the piece has a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from types import MappingProxyType
@@ -58,14 +58,15 @@ ScalarValues = Mapping[str, ScalarState | float]
 ScalarValuesByParam = Mapping[int, ScalarValues]
 """Maps the `id` of each parameter to its scalar states by name."""
 
+ReadScalar = Callable[[Any], Any]
 NO_SCALARS: ScalarValuesByParam = MappingProxyType({})
 
 
-def scalar_states(optimizer: torch.optim.Optimizer, run: ShardParam) -> Iterator[tuple[str, float]]:
-    """Yields the name and value of each scalar state of `run`."""
+def scalar_states(optimizer: torch.optim.Optimizer, run: ShardParam, read: ReadScalar = float) -> Iterator[Any]:
+    """Yields the name and the value of each scalar state of `run`. `read` returns the values of numbers and tensors."""
     for key, value in optimizer.state.get(run, {}).items():
         if isinstance(value, torch.Tensor | int | float) and not is_elementwise(value, run):
-            yield key, float(value)
+            yield key, read(value)
 
 
 def scalar_types(optimizer: torch.optim.Optimizer, run: ShardParam) -> dict[str, str]:
@@ -352,12 +353,12 @@ class OptimizerShard:
                 return False
         return True
 
-    def scalar_states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        """Yields the name and value of each scalar state. The values are equal for all pieces that no update has
-        skipped."""
+    def scalar_states(self, optimizer: torch.optim.Optimizer, read: ReadScalar = float) -> Iterator[Any]:
+        """Yields the name and the value of each scalar state (`scalar_states`). The values are equal for all pieces
+        that no update has skipped."""
         run = next((run for run in self.params if not run.isolated), None)
         if run is not None:
-            yield from scalar_states(optimizer, run)
+            yield from scalar_states(optimizer, run, read)
 
     def init_states(
         self,
