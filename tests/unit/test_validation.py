@@ -20,8 +20,9 @@ from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME
 from meshwright.planner.validation import score
-from meshwright.planner.validation.benchmark_cases import MemoryMeter, benchmark_case, nanotron_stage_split
+from meshwright.planner.validation.benchmark_cases import benchmark_case, nanotron_stage_split
 from meshwright.planner.validation.intervals import accuracy_data, interval_coverage
+from meshwright.planner.validation.memory_meters import MemoryMeter
 from meshwright.planner.validation.score import (
     StepPrediction,
     ValidationReport,

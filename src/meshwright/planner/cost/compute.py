@@ -313,7 +313,7 @@ def _tp_comm_seconds(
     width = layer.output if convolutions else setting.job.model.hidden
     state = (tokens * (width * setting.recipe.size))[:, None]
     total = np.where(sequence_parallel, 2.0 * ranks.gather(state), ranks.reduce(state))
-    gather = np.where(sequence_parallel, ranks.gather(state), 0.0) * (not setting.practice.gathered)
+    gather = np.where(sequence_parallel, ranks.gather(state), 0.0)
     if layer.name == BLOCK:
         hidden = setting.practice.tensor_hidden
         sums = convolutions or constants.TP_ALL_REDUCES_PER_BLOCK

@@ -35,7 +35,7 @@ class UpdateMessages(StrEnum):
     """The collectives of ZeRO 1 around the update."""
 
     layers = "one for each parameter group"
-    whole = "one for all weights, also for gradients that are reduced after backward"
+    whole = "one for all weights, and one all-reduce of all gradients if it follows backward"
     owners = "all-reduces of gradients, and one broadcast by each rank that owns weights; a weight has one owner"
 
 
@@ -90,9 +90,6 @@ class RuntimeModel(NamedTuple):
     """Whether the host waits in the forward of each layer with experts until it knows the tokens of each expert."""
     dispatch_hidden: float = 0.0
     """Fraction of the dispatch to experts that overlaps with the compute of another micro-batch."""
-    gathered: bool = False
-    """Whether sequence parallelism saves the gathered input for backward. Otherwise backward gathers it a second
-    time."""
 
 
 MESHWRIGHT_RUNTIME = RuntimeModel()

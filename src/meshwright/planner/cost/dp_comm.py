@@ -180,7 +180,7 @@ def _zero_one_reduce_seconds(
     if setting.practice.messages == UpdateMessages.owners:
         return np.asarray(sum(each.scatter.reduce(each.whole * sent, each.units) for each in volumes))
     if setting.practice.messages == UpdateMessages.whole and not setting.practice.reduce_hidden:
-        return np.asarray(sum(each.scatter.gather(each.whole * sent) for each in volumes))
+        return np.asarray(sum(each.scatter.reduce(each.whole * sent) for each in volumes))
     return scatter
 
 

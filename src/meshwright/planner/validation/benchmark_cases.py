@@ -8,7 +8,6 @@ possible combination, and score.py assumes the fastest of these plans that fits.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from meshwright.planner.validation.frameworks import (
     framework_model_spec,
     identify_framework,
 )
+from meshwright.planner.validation.memory_meters import MemoryMeter, memory_meter
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations
@@ -45,16 +45,6 @@ VOCABULARY_SIZES = (
     ("llama-3", 128256),
     ("llama 3", 128256),
 )
-
-
-class MemoryMeter(StrEnum):
-    """The meaning of the memory figure in a published measurement: which bytes it counts, and on which rank."""
-
-    first = "peak allocated on rank 0"
-    last = "peak allocated on the last rank"
-    peak_rank = "peak allocated, peak rank"
-    reserved = "peak reserved, peak rank"
-    device = "whole device (nvidia-smi)"
 
 
 class BenchmarkCase(NamedTuple):
@@ -258,7 +248,9 @@ def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
             for size in micro
             for stages in virtual
         ]
-    virtual = [row.count("vpp")] if row.states("vpp") or system.name != "Megatron-Core" else [1, 2, 3, 4, 6, 8]
+    # Rows that quote the command-line options state all of them, so other options have their defaults.
+    unknown = system.name == "Megatron-Core" and not row.states("vpp") and not row.flags
+    virtual = [1, 2, 3, 4, 6, 8] if unknown else [row.count("vpp")]
     stated = row.text("activation_ckpt")
     again = [stated] if stated else ["none", "selective", "full"]
     return [
@@ -318,21 +310,3 @@ def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
     if not min(found):
         raise InputError(Message("stages without a block"))
     return tuple(found)
-
-
-def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
-    """Returns the meaning of the figure in the column `mem_gb`, or None if it is missing or not a measurement. If the
-    source does not name the kind of a peak, it is the kind that the framework prints. torchtitan prints reserved bytes
-    (pytorch/torchtitan torchtitan/components/metrics.py:531)."""
-    kind = row.text("mem_kind").lower()
-    if not kind or "analytic" in kind or "formula" in kind:
-        return None
-    if "last rank" in kind:
-        return MemoryMeter.last
-    if "rank-0" in kind or "rank 0" in kind:
-        return MemoryMeter.first
-    if "reserved" in kind or ("torchtitan" in row.text("system") and "allocated" not in kind):
-        return MemoryMeter.reserved
-    if "nvidia-smi" in kind:
-        return MemoryMeter.device
-    return MemoryMeter.peak_rank

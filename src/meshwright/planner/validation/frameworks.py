@@ -61,9 +61,6 @@ class FrameworkKernels(NamedTuple):
     """Whether logits stay in the compute dtype, and the loss converts them to float32 chunk by chunk."""
     logits: float = 0.0
     """Additional saved bytes per logit, for copies that the loss makes."""
-    gathered: int = 1
-    """The number of tensor ranks if each rank saves the complete gathered inputs of column-parallel products, otherwise
-    1."""
     again: bool = False
     """Whether selective recompute by operation is used, which saves the block's input, the attention output and the
     output of every second matrix product."""
@@ -131,9 +128,6 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
     fixed_whole += 8.0 * sizes.experts if experts else 0.0
     whole += 2.0 * sizes.top_k * h if experts else 0.0
     moved += 8.0 * sizes.top_k * h if experts else 0.0
-    if kernels.gathered > 1:
-        whole -= 2.0 * kernels.operand * h
-        split += 2.0 * kernels.operand * h * kernels.gathered
     core = {"core_fixed": 4.0 * sizes.heads, "core_context": 0.0, "context_moved": 0.0}
     flops = layer.attention_flops
     if not kernels.flash:
@@ -171,6 +165,12 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
 MEGATRON_VOCABULARY = 128
 """`FrameworkKernels.vocabulary` of Megatron-LM and its descendants (NVIDIA/Megatron-LM
 megatron/training/arguments.py:2441, deepspeedai/Megatron-DeepSpeed megatron/tokenizer/tokenizer.py:58)."""
+
+
+FUSED_LOSS_COPY = 4.0
+"""Bytes per logit of a float32 copy that torch.compile makes in the fused loss of Megatron-LM, because a sum reads the
+logits that the loss overwrites (NVIDIA/Megatron-LM megatron/core/fusions/fused_cross_entropy.py:26-33 explains this and
+avoids it; the runs are older)."""
 
 
 class Framework(NamedTuple):
@@ -267,16 +267,16 @@ FRAMEWORKS = (
         "nanotron",
         r"nanotron",
         "huggingface/nanotron, branch nouamane/bench2, with which the Ultra-Scale tables were made: flash-attention 2, "
-        "fused norm and rotation, silu and product not fused (src/nanotron/models/llama.py:201); float32 accumulators "
-        "(optim/gradient_accumulator.py:173) in addition to bf16 gradients; DDP with its buckets only with several "
-        "data ranks and without ZeRO (trainer.py:797), its all-reduce overlapped with the last backward; with ZeRO-1 "
-        "one reduce-scatter of all gradients after backward (optim/gradient_accumulator.py:140, distributed.py:72) and "
-        "one all-gather of all weights after the update (optim/zero.py:234), whose result is copied slice by slice "
-        "(distributed.py:214); logits sharded by vocabulary: bf16, and "
-        "two copies in float32 (parallel/tensor_parallel/functional.py:43); the tables do "
-        "not state whether backward gathers inputs again (tp_recompute_allgather, functional.py:213); they are taken "
-        "as saved",
-        RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True, messages=UpdateMessages.whole),
+        "fused norm and rotation, silu and product not fused (src/nanotron/models/llama.py:201); float32 accumulators; "
+        "bf16 gradients are freed after each micro-batch (optim/gradient_accumulator.py:228); DDP with its buckets "
+        "only with several data ranks and without ZeRO (trainer.py:797), its all-reduce overlapped with the last "
+        "backward; with ZeRO-1 one all-reduce of all gradients after backward (trainer.py:532) and one all-gather of "
+        "all weights after the update (optim/zero.py:234), whose result is copied slice by slice (distributed.py:214); "
+        "logits sharded by vocabulary: bf16, and two copies in float32 (parallel/tensor_parallel/functional.py:43); "
+        "backward gathers inputs again (tp_recompute_allgather, config/parallelism_config.py:37, which "
+        "scaling_benchmarks.py does not change) while it computes gradients of inputs (functional.py:289), and reduces "
+        "these while it computes weight gradients (functional.py:318)",
+        RuntimeModel(gradient=4, bucketed=2, reduced=4, dgrad_hidden=True, messages=UpdateMessages.whole),
         FrameworkKernels(product=False, loss=10.0, logits=6.0),
         balanced=True,
     ),
@@ -379,8 +379,9 @@ FRAMEWORKS = (
         "Alpa",
         r"Alpa",
         "Alpa: XLA fuses element-wise operations, attention is separate matrix products; the whole step is one "
-        "compiled program",
-        RuntimeModel(launch=0.3),
+        "compiled program; gradients are reduced only after the last micro-batch (alpa-projects/alpa "
+        "alpa/pipeline_parallel/computation.py:349, alpa/mesh_executable.py:885-894)",
+        RuntimeModel(launch=0.3, once_per_step=True),
         FrameworkKernels(flash=False),
         bias=True,
         learned=True,
@@ -407,6 +408,7 @@ def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
             flash=flags.get("attention-backend") != "unfused",
             dropout=flags.get("hidden-dropout") != 0.0,
             vocabulary=MEGATRON_VOCABULARY,
+            logits=FUSED_LOSS_COPY * bool(flags.get("cross-entropy-loss-fusion")),
         ),
         bias=not flags.get("disable-bias-linear"),
         learned=flags.get("position-embedding-type", "learned_absolute") == "learned_absolute",
@@ -460,6 +462,4 @@ def identify_framework(row: MeasurementRow) -> Framework:
         practice = practice._replace(gradient=6)
     if found.name == "nanotron" and row.text("zero_stage") == "1":
         practice = practice._replace(reduce_hidden=False)
-    if practice.gathered and row.text("sp") == "1":
-        kernels = kernels._replace(gathered=row.count("tp"))
     return found._replace(kernels=kernels, practice=practice)

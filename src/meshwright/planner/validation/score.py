@@ -6,7 +6,8 @@ that the source measures (`MemoryMeter`):
 
 | meter | measured quantity | predicted quantity |
 |---|---|---|
-| first, last | torch's peak of allocated bytes on the first or last rank | total bytes of this pipeline rank |
+| first | torch's peak of reserved bytes on the first rank | see [Note: nanotron's figure] in memory_meters.py |
+| last | torch's peak of allocated bytes on the last rank | total bytes of this pipeline rank |
 | peak rank | torch's peak of allocated bytes on the peak rank | total bytes of the peak rank |
 | reserved | torch's peak of reserved bytes on the peak rank | reserved bytes of the peak rank, without the context |
 | device | nvidia-smi: reserved bytes, context, communication buffers | reserved bytes of the peak rank |
@@ -51,7 +52,8 @@ from meshwright.planner.cost.step import estimate_grid
 from meshwright.planner.inputs.cluster_syntax import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.trials import TrialCandidate, largest_expected_gain, plan_degrees
-from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
+from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, benchmark_case
+from meshwright.planner.validation.memory_meters import predicted_memory
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.plan import Plan
@@ -72,18 +74,7 @@ class StepPrediction(NamedTuple):
     @property
     def memory(self) -> float:
         """Returns the predicted bytes, in the quantity that the source of the case measures."""
-        stages, busiest = self.estimate.per_stage, self.estimate.memory
-        context = self.case.job.cluster.groups[0].device.context
-        match self.case.meter:
-            case MemoryMeter.first:
-                return stages[0].total
-            case MemoryMeter.last:
-                return stages[-1].total
-            case MemoryMeter.reserved:
-                return busiest.reserved - context
-            case MemoryMeter.device:
-                return busiest.reserved
-        return busiest.total
+        return predicted_memory(self.case.meter, self.case.job, self.plan, self.estimate)
 
     @property
     def fits(self) -> bool:
