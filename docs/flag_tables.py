@@ -122,7 +122,9 @@ PLACES = ("world", "nodes", "devices_per_node")
 """Settings of the launch line."""
 MODEL_SETTINGS = ("untied", "model", "name", "flavor")
 SIZES = read_sizes("llama2-7b").but(layers=4, experts=8, top_k=2, moe_ffn=2048)
-USUAL = Workload(batch=64, sequence=2048, steps=1000, precision="bf16", optimizer=OptimizerConfig(lr=1e-3))
+USUAL = Workload(
+    batch=64, sequence=2048, steps=1000, precision="bf16", reduce="bf16", optimizer=OptimizerConfig(lr=1e-3)
+)
 OTHERS = {"precision": "fp32", "reduce": "fp32", "schedule": "constant", "name": "sgd-momentum"}
 """Values with which a row is compared whose value is the usual one."""
 
@@ -198,6 +200,8 @@ def workload_rows(system: System) -> Iterator[FlagRow]:
 
 
 def with_field(workload: Workload, field: str, value: Any) -> Workload:
+    if field == "precision":  # with gradients of the compute dtype
+        return workload.but(precision=value, reduce=value if value in ("bf16", "fp16") else None)
     if field in Workload.model_fields:
         return workload.but(**{field: value})
     return workload.but(optimizer=workload.optimizer.but(**{field: value}))

@@ -134,11 +134,17 @@ def small_job(
 
 
 def named_job(
-    model: str, on: str, batch: int, sequence: int, precision: str = "bf16", pins: dict[str, Any] | None = None
+    model: str,
+    on: str,
+    batch: int,
+    sequence: int,
+    precision: str = "bf16",
+    pins: dict[str, Any] | None = None,
+    **workload: Any,
 ) -> Job:
     """A job by names of the catalog."""
-    workload = Workload(batch=batch, sequence=sequence, precision=precision)
-    return Job(model=read_model(model), cluster=read_cluster(on), workload=workload, pins=pins or {})
+    workload |= {"batch": batch, "sequence": sequence, "precision": precision}
+    return Job(model=read_model(model), cluster=read_cluster(on), workload=Workload(**workload), pins=pins or {})
 
 
 @contextmanager

@@ -486,6 +486,8 @@ def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
         "512",
         "--cluster",
         "2x1:v100-32gb",
+        "--set",
+        "workload.reduce=fp16",
     ]
     asked += ["--plan", "dp2.rc-full.off-optimizer", "--lang", lang]
     _, out, _ = called(capsys, "estimate", *asked)

@@ -30,9 +30,10 @@ def of_size(parameters: float, blocks: int = 64) -> ModelSpec:
 
 
 def states(parameters: float, plan: str, precision: str, memory: float = 1e15) -> float:
-    """Decimal gigabytes of parameters, gradients and optimizer on one device."""
+    """Decimal gigabytes of parameters, gradients in bfloat16 and optimizer on one device."""
     chosen = parse_plan(plan)
-    job = small_job(of_size(parameters), cluster(1, chosen.world, memory), batch=chosen.dp * 64, precision=precision)
+    on = cluster(1, chosen.world, memory)
+    job = small_job(of_size(parameters), on, batch=chosen.dp * 64, precision=precision, reduce="bf16")
     memory_of = estimate(job, chosen).memory
     return (memory_of.parameters + memory_of.gradients + memory_of.optimizer) / 1e9
 
@@ -185,8 +186,8 @@ def test_waits_for_the_routing_add_the_launches_of_forward() -> None:
 
 
 def of_runtime(on: str, plan: Plan, batch: int, practice: RuntimeModel) -> Estimate:
-    """The estimate of Llama 2 7B in bf16 under another runtime."""
-    job = named_job("llama2-7b", on, batch, 2048, "bf16")
+    """The estimate of Llama 2 7B in bf16, with gradients in bf16, under another runtime."""
+    job = named_job("llama2-7b", on, batch, 2048, "bf16", reduce="bf16")
     return estimate_grid(CostModel(job, practice), grid_of_plan(plan, batch, 32))
 
 
@@ -274,7 +275,7 @@ def test_attention_pads_heads_and_products_pad_the_inner_dimension() -> None:
 
 
 def test_tp_above_the_kv_heads_replicates_keys_and_values() -> None:
-    job = named_job("llama2-70b", "4x8:h100", 64, 4096)
+    job = named_job("llama2-70b", "4x8:h100", 64, 4096, reduce="bf16")
     at_8, at_16 = (estimate(job, parse_plan(plan)) for plan in ("dp4.tp8", "dp2.tp16"))
     whole = 80 * 2 * 8192 * 1024 * 2
     assert at_16.memory.parameters == pytest.approx((at_8.memory.parameters - whole / 8) / 2 + whole, rel=1e-3)

@@ -53,7 +53,7 @@ def expected(job: Job, plan: Plan) -> list[tuple[float, float, float]]:
         result.append(
             (
                 (shard if plan.zero == 3 else whole) * recipe.size,
-                (shard if plan.zero >= 2 else whole) * recipe.size,
+                (shard if plan.zero >= 2 else whole) * recipe.gradient_size,
                 (shard if plan.zero >= 1 else whole) * (recipe.master + states * recipe.state_size),
             )
         )

@@ -23,7 +23,7 @@ from meshwright.planner.inputs.job import ClusterChoice, ModelChoice, read_job
 from meshwright.spec.job import RunConfig
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.plan_name import _EXAMPLE_TOKENS
-from meshwright.spec.precision import RECIPES
+from meshwright.spec.precision import recipe
 from meshwright.spec.schedules.action import simulate_orders
 from meshwright.spec.schedules.schedule import schedule_orders
 from meshwright.spec.workload import DataConfig, OptimizerConfig, Workload
@@ -285,7 +285,9 @@ def state(billions: float, ranks: int, stage: int) -> float:
 
 
 def test_the_memory_of_the_concepts_page_is_the_papers_arithmetic() -> None:
-    assert RECIPES["bf16"].bytes_per_parameter(states=2) == 16 == RECIPES["fp32"].bytes_per_parameter(states=2)
+    papers = recipe("bf16", reduce="bf16").bytes_per_parameter(states=2)
+    assert papers == 16 == recipe("fp32").bytes_per_parameter(states=2)
+    assert recipe("bf16").bytes_per_parameter(states=2) == 18
     figures = [f"{state(7.5, 64, stage):.1f}".replace("120.0", "120") + " GB" for stage in range(4)]
     assert figures == ["120 GB", "31.4 GB", "16.6 GB", "1.9 GB"]
     wrong_claim = [f"{state(25, 8, stage):g} GB" for stage in (0, 1, 2)] + [f"{state(200, 64, 3):g} GB"]

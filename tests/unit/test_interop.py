@@ -81,6 +81,26 @@ def test_a_plan_returns_unchanged_from_the_python_form_of_torchtitan(count: int,
         assert found.job["model"] == {"name": "llama3-8b"} and found.job["workload"]["batch"] == workload.batch
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "reduce"),
+    [
+        ("ds.json", '{"train_batch_size": 8, "bf16": {"enabled": true}}', "bf16"),
+        ("ds.json", '{"train_batch_size": 8, "fp16": {"enabled": true}}', "fp16"),
+        ("ds.json", '{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}', None),
+        ("run.sh", "torchrun pretrain_gpt.py --micro-batch-size 1 --bf16", None),
+        ("run.sh", "torchrun pretrain_gpt.py --micro-batch-size 1 --bf16 --grad-reduce-in-bf16", "bf16"),
+        ("run.sh", "torchrun pretrain_gpt.py --micro-batch-size 1 --fp16", "fp16"),
+    ],
+)
+def test_gradients_keep_the_dtype_that_they_have_in_the_other_system(
+    name: str, text: str, reduce: str | None, tmp_path: Path
+) -> None:
+    """Whatever Meshwright's own default is, which is float32."""
+    found = import_plan(*write_files(tmp_path, {name: text}))
+    assert found.job["workload"].get("reduce") == reduce
+    Workload(**{"batch": 8, **found.job["workload"]})
+
+
 def test_a_function_of_torchtitan_s_registry_and_its_options_are_imported(tmp_path: Path) -> None:
     """The form of torchtitan/models/llama3/config_registry.py."""
     function = """

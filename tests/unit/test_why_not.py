@@ -263,12 +263,20 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
         search_plans(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))
     said = str(caught.value)
     assert (
-        "the nearest (dp1.rc-full79+sac) needs 1.07 TiB on rank 0, which may use 80.0 GiB; optimizer states take "
+        "the nearest (dp1.rc-full79+sac) needs 1.20 TiB on rank 0, which may use 80.0 GiB; optimizer states take "
         "729.6 GiB" in said
     )
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
     assert search_plans(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
     assert translate(str(caught.value), "zh").startswith("没有放得下的方案")
+
+
+def test_gradients_in_bfloat16_are_named_where_the_plan_fits_with_them() -> None:
+    job = named_job("llama2-7b", "1x1:h200", 8, 512, pins={"offload": ()})
+    job = job.but(cluster=job.cluster.with_memory(124 * 2**30))
+    with pytest.raises(NoPlanFits, match=r"reduce: bf16 would fit \(dp1\.mb2, "):
+        search_plans(job, 1)
+    assert search_plans(job.but(workload=job.workload.but(reduce="bf16")), 1).plans[0].plan.name == "dp1.mb2"
 
 
 def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it() -> None:

@@ -24,6 +24,7 @@ from meshwright.core.messages import Message
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
+from meshwright.spec.precision import recipe
 from meshwright.spec.workload import OptimizerConfig, Workload
 
 Settings = dict[str, Any]
@@ -63,7 +64,8 @@ OPTIMIZER_FIELDS = {"optimizer": "name", "decay": "schedule"} | {
 NATIVE_REDUCE = {"fp8": "bf16", "bf16-pure": "bf16", "tf32": "fp32"} | {
     name: name for name in ("bf16", "fp16", "fp32", "fp64")
 }
-"""The dtype of gradients that a precision has unless the workload sets another."""
+"""The dtype of gradients that other systems have with a precision unless their settings say otherwise: that of the
+compute dtype. Meshwright's own default is `Recipe.gradient_size`."""
 ALL_STATES = (Offload.optimizer, Offload.gradients, Offload.parameters)
 """What the CPU offload of FSDP2 moves to the host."""
 SIZE_FIELDS = {"model_layers": "layers", "model_sequence": "seq"} | {
@@ -115,7 +117,7 @@ def settings_of(
         "model": model or None,
         "attention_dropout": 0.0,
         "dropout": 0.0,
-        "reduce": workload.reduce or NATIVE_REDUCE[workload.precision],
+        "reduce": workload.reduce or default_reduce(workload.precision),
         "nodes": nodes,
         "devices_per_node": plan.world // nodes,
         "world": plan.world,
@@ -254,10 +256,21 @@ def plan_of(settings: Mapping[str, Any]) -> Plan:
     return validate_data(Plan, given, "plan")
 
 
+def default_reduce(precision: str) -> str:
+    """Returns the dtype of gradients that a precision has unless the workload sets another.
+
+    >>> default_reduce("bf16"), default_reduce("bf16-pure"), default_reduce("fp64")
+    ('fp32', 'bf16', 'fp64')
+    """
+    return NATIVE_REDUCE[precision] if recipe(precision).reduced == 0 else "fp32"
+
+
 def workload_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the workload as the section `workload` of a job file."""
     found = {name: settings[name] for name in WORKLOAD_FIELDS if settings.get(name) is not None}
-    if found.get("reduce") in (NATIVE_REDUCE[found.get("precision", "fp32")], "fp16", "fp64"):
+    if "precision" in found:
+        found.setdefault("reduce", NATIVE_REDUCE[found["precision"]])
+    if found.get("reduce") == default_reduce(found.get("precision", "fp32")):
         del found["reduce"]
     optimizer = {field: settings[name] for name, field in OPTIMIZER_FIELDS.items() if name in settings}
     lr = optimizer.get("lr", OptimizerConfig().lr)

@@ -6,25 +6,29 @@ reduction. The table has the resulting bytes per parameter.
 | fp64 | 8 | 8 | 16 | 32 | float64 |
 | fp32 | 4 | 4 | 8 | 16 | float32 |
 | tf32 | 4 | 4 | 8 | 16 | float32 whose factors have 10 bits of mantissa |
-| bf16, fp16 | 2 | 2 | 4 (master) + 8 | 16 | bfloat16, float16 |
-| fp8 | 2 | 2 | 4 (master) + 8 | 16 | float8 in the linear layers of blocks, else bfloat16 |
+| bf16, fp16 | 2 | 4 | 4 (master) + 8 | 18 | bfloat16, float16 |
+| fp8 | 2 | 4 | 4 (master) + 8 | 18 | float8 in the linear layers of blocks, else bfloat16 |
 | bf16-pure | 2 | 2 | 4 | 8 | bfloat16; weights and states rounded stochastically |
 
-Gradients are stored, summed and sent in the type `reduce` of the workload (bf16 has 2 bytes, fp32 has 4). Without
-`reduce` the table applies.
+Gradients are stored, summed over micro-batches and summed over ranks in the type `reduce` of the workload (bf16 and
+fp16 have 2 bytes, fp32 has 4). Without `reduce` the table applies: float32 if weights are stored in fewer bits and have
+float32 main weights, as in Megatron-LM and torchtitan. A sum in bfloat16 has 8 significant bits, so from some 256
+micro-batches or ranks on it loses most of each addend. `bf16-pure` stores everything in bfloat16, to save memory.
 
 The module also defines two options that change the result. Gradient compression sends fewer bytes between hosts. With
 DiLoCo, replicas update locally and synchronize rarely. DiLoCo is meant for sites whose links are too slow for gradients
 in every step.
 
-Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
+Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter, with `reduce` bf16); float32 sums:
+NVIDIA/Megatron-LM megatron/training/arguments.py (`--grad-reduce-in-bf16` turns them off), pytorch/torchtitan
+`mixed_precision_reduce`; Micikevicius et al., FP8 Formats for
 Deep Learning, 2022; Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding); Douillard
 et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105). DiLoCo uses AdamW as the
 inner optimizer, and SGD with Nesterov momentum over the mean change of the replicas as the outer optimizer. The paper's
 settings (lr 0.7, momentum 0.9) are the defaults.
 
->>> RECIPES["bf16"].bytes_per_parameter(states=2)
-16
+>>> RECIPES["bf16"].bytes_per_parameter(states=2), recipe("bf16", "bf16").bytes_per_parameter(states=2)
+(18, 16)
 """
 
 from __future__ import annotations
@@ -72,8 +76,8 @@ class DilocoConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """The dtypes of training. `compute` is torch's name of the data type of weights, activations and gradients, and
-    `size` is its bytes. `master` is the bytes of a main weight, 0 without main weights."""
+    """The dtypes of training. `compute` is torch's name of the data type of weights, activations and the gradients of
+    one backward pass, and `size` is its bytes. `master` is the bytes of a main weight, 0 without main weights."""
 
     name: str
     compute: str
@@ -126,26 +130,27 @@ RECIPES = {
         Recipe(name="fp64", compute="float64", size=8, rate="fp64"),
         Recipe(name="fp32", compute="float32", size=4, rate="fp32"),
         Recipe(name="tf32", compute="float32", size=4, rate="tf32"),
-        Recipe(name="bf16", compute="bfloat16", size=2, rate="bf16", master=4),
+        Recipe(name="bf16", compute="bfloat16", size=2, rate="bf16", master=4, reduced=4),
         Recipe(name="bf16-pure", compute="bfloat16", size=2, rate="bf16", rounds=True),
-        Recipe(name="fp16", compute="float16", size=2, rate="fp16", master=4, loss_scaling=True),
-        Recipe(name="fp8", compute="bfloat16", size=2, rate="bf16", master=4, products="fp8"),
+        Recipe(name="fp16", compute="float16", size=2, rate="fp16", master=4, reduced=4, loss_scaling=True),
+        Recipe(name="fp8", compute="bfloat16", size=2, rate="bf16", master=4, reduced=4, products="fp8"),
     )
 }
 
 
-REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
+REDUCE_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes per element of the dtypes that `reduce` accepts for stored and summed gradients."""
 
 
 def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Recipe:
-    """Returns the precision recipe `name`, such as bf16. `reduce` (bf16 or fp32) replaces the dtype of gradients, and
-    `state` ('8bit') replaces the dtype of optimizer states.
+    """Returns the precision recipe `name`, such as bf16. `reduce` (bf16, fp16 or fp32) replaces the dtype of
+    stored and summed gradients,
+    and `state` ('8bit') replaces the dtype of optimizer states.
 
     Raises: InputError for an unknown name, or for a combination that is not supported.
 
-    >>> recipe("bf16", "fp32").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
-    (4, 8)
+    >>> recipe("bf16", "bf16").gradient_size, recipe("bf16-pure").bytes_per_parameter(states=2)
+    (2, 8)
     """
     if name not in RECIPES:
         raise InputError(
@@ -179,10 +184,10 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
                 hint=did_you_mean(reduce, REDUCE_DTYPE_BYTES),
             )
         )
-    if name == "fp64" or (name == "fp16" and reduce == "bf16"):
+    if name == "fp64" or (reduce != "fp32" and (reduce == "fp16") != (name == "fp16")):
         raise InputError(
             Message(
-                "reduce {reduce} is less precise than the gradients of precision {name}: leave reduce out",
+                "reduce {reduce} cannot represent the gradients of precision {name}: leave reduce out",
                 reduce=reduce,
                 name=name,
             )

@@ -219,8 +219,9 @@ class Workload(StrictModel):
         default="fp32",
         description="dtypes of weights, activations and matrix products; without the key: the fastest of the devices",
     )
-    reduce: Literal["fp32", "bf16"] | None = Field(
-        default=None, description="dtype of stored, summed and sent gradients; null: the dtype of the precision"
+    reduce: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None,
+        description="dtype of stored, summed and sent gradients; null: fp32 (bf16-pure: bf16, fp64: fp64)",
     )
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="the optimizer and its learning-rate schedule"
@@ -324,8 +325,12 @@ class Workload(StrictModel):
     @property
     def recipe(self) -> Recipe:
         """Returns the precision recipe: the types of weights, gradients and states."""
-        return recipe(self.precision, self.reduce, self.optimizer.state).but(
-            exact=self.exact > 0, compression=self.compression, local=self.local
+        found = recipe(self.precision, self.reduce, self.optimizer.state)
+        return found.but(
+            exact=self.exact > 0,
+            compression=self.compression,
+            local=self.local,
+            reduced=0 if self.exact else found.reduced,
         )
 
     @property
@@ -335,7 +340,7 @@ class Workload(StrictModel):
 
         >>> (Workload(precision="bf16").bytes_per_parameter,
         ...     Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter)
-        (16.0, 10.0)
+        (18.0, 10.0)
         """
         recipe = self.recipe
         return recipe.bytes_per_parameter(0) + self.optimizer.states * float(

@@ -1,9 +1,9 @@
 """Diagnoses why no plan of a job fits. The error for the user names the plan that is nearest to fitting, the largest
 kind of memory of this plan, and small changes of the job with which a plan fits.
 
-A change is the removal of a pin, a chunked loss, a local disk, more nodes, or a shorter sequence. Each change is tested
-by a search of the changed job. More recompute, a higher ZeRO stage and a smaller micro-batch are not tested, because
-the first search already includes these choices unless they are pinned.
+A change is the removal of a pin, gradients in bfloat16, a chunked loss, a local disk, more nodes, or a shorter
+sequence. Each change is tested by a search of the changed job. More recompute, a higher ZeRO stage and a smaller
+micro-batch are not tested, because the first search already includes these choices unless they are pinned.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
     """Yields a message for each kind of change: the smallest change with which a plan fits, and this plan. The last
     message suggests a larger memory budget or devices with more memory. `candidate` is the plan nearest to fitting."""
     found = 0
-    for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
+    disks_and_nodes = (with_disks, with_more_nodes)
+    for kind in (without_pins, with_bfloat16_sums, with_chunked_loss, *disks_and_nodes, with_shorter_sequence):
         for msgid, values, changed in kind(job):
             best = fastest_plan(changed, runnable)
             if best is not None:
@@ -207,6 +208,17 @@ def without_pins(job: Job) -> Iterator[JobChange]:
         )
     if len(job.pins) > 1:
         yield mark_msgid("without any pin would fit ({plan}, {seconds:seconds} a step)"), {}, job.but(pins={})
+
+
+def with_bfloat16_sums(job: Job) -> Iterator[JobChange]:
+    """Yields the job with gradients in bfloat16, if weights are in bfloat16 and gradients by default in float32."""
+    work = job.workload
+    if work.reduce is None and work.recipe.compute == "bfloat16" and work.recipe.gradient_size > 2:
+        yield (
+            mark_msgid("reduce: bf16 would fit ({plan}, {seconds:seconds} a step)"),
+            {},
+            job.but(workload=work.but(reduce="bf16")),
+        )
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:

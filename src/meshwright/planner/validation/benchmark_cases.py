@@ -219,11 +219,19 @@ def case_network(row: MeasurementRow) -> str:
 
 def case_workload(row: MeasurementRow) -> Workload:
     """Returns the workload that a row states: sequence length, batch and precision, with the default optimizer. The
-    precision of an fp8 row is bf16, because its 8-bit products are a property of the runtime (`identify_framework`). If
+    precision of an fp8 row is bf16, because its 8-bit products are a property of the runtime (`identify_framework`).
+    Gradients have the compute dtype unless `identify_framework` says otherwise, whatever this project's default is. If
     the row states no global batch, the batch is micro-batch size x dp x pp."""
     precision = {"fp8": "bf16"}.get(row.text("prec_class"), row.text("prec_class"))
     batch = row.count("global_batch", 0) or row.count("micro_batch") * row.count("dp") * max(row.count("pp"), 1)
-    return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=OptimizerConfig())  # type: ignore[arg-type]
+    reduce = precision if precision in ("bf16", "fp16") else None
+    return Workload(
+        sequence=row.count("seq"),
+        batch=batch,
+        precision=precision,  # type: ignore[arg-type]
+        reduce=reduce,  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(),
+    )
 
 
 def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
