@@ -15,9 +15,10 @@ from test_inputs_huggingface import CONFIGURATIONS
 from torch import nn
 
 from meshwright.analysis.analyze import analyze_model
+from meshwright.models.llama import LlamaBlock, LlamaConfig, RotaryEmbedding
 from meshwright.models.registry import build_reference_model
 from meshwright.planner.inputs.architecture import model_spec
-from meshwright.planner.inputs.architecture_sizes import sizes_from_hf_config
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_hf_config
 from meshwright.runtime import compile
 from meshwright.spec.model import LayerSpec
 
@@ -85,3 +86,53 @@ def test_a_compiled_block_keeps_what_the_planner_counts(
     else:
         dropped = (layer.fused_split + layer.fused_whole) * size + fixed["fused"]
     assert kept[1] - kept[0] == pytest.approx(counted(layer, size) - dropped, abs=SLACK)
+
+
+def inductor_traffic(block: nn.Module, *given: Any) -> list[float]:
+    """Bytes that the generated kernels of a forward and of a backward read and write, by the compiler's own count.
+    Matrix products and attention are not generated."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    moved: list[float] = []
+    build = GraphLowering._compile_to_module
+
+    def counted_build(graph: Any) -> Any:
+        result = build(graph)
+        nodes = [node for node in graph.scheduler.nodes if not isinstance(node, ExternKernelSchedulerNode)]
+        moved.append(sum(node.get_read_write_buffers_sizes() for node in nodes))
+        return result
+
+    with pytest.MonkeyPatch.context() as patched, config.patch(fx_graph_cache=False):
+        patched.setattr(GraphLowering, "_compile_to_module", counted_build)
+        torch._dynamo.reset()
+        torch.compile(block, dynamic=False)(*given).sum().backward()
+    return moved
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hidden", [256, 512])
+def test_a_compiled_block_moves_what_the_planner_counts(hidden: int) -> None:
+    """The CPU's kernels write and read the halves of a rotation, which those of CUDA do not."""
+    sizes = LlamaConfig(layers=1, hidden=hidden, heads=8, kv_heads=4, ffn=11 * hidden // 4, vocab=64, seq=128)
+    formula = ArchitectureSizes(
+        kind="llama",
+        mlp="swiglu",
+        norm="rms",
+        pos="rope",
+        layers=1,
+        hidden=hidden,
+        heads=8,
+        kv_heads=4,
+        ffn=11 * hidden // 4,
+        vocab=64,
+        seq=128,
+    )
+    layer = next(each for each in model_spec("llama", formula).layers if each.name == "block")
+    x = torch.randn(4, 128, hidden, dtype=torch.bfloat16, requires_grad=True)
+    positions = RotaryEmbedding(sizes.head_size, 1e4)(x)
+    forward, backward = (each / 2 / 512 for each in inductor_traffic(LlamaBlock(sizes).bfloat16(), x, positions))
+    halves = 3 * (1.5 * hidden)
+    assert 0.95 < (layer.moved - layer.fused_moved) / (forward - halves) < 1.15
+    assert 0.95 < 2 * (layer.moved - layer.fused_moved) / (backward - halves) < 1.15

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from jobs import named_job
 
 from meshwright.planner.cost import constants
+from meshwright.planner.cost.compute import layer_times
+from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.plan_grid import TpEpShape
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.search.ranking import search_plans
+from meshwright.planner.search.space import PlanSpace
 from meshwright.report.plans import estimate_text
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
@@ -135,6 +140,73 @@ def test_steps_of_a_gelu_that_is_written_out_are_no_gate() -> None:
     for plan in ("dp8.z1.mb8.rc-full", "dp8.z1.mb8.rc-sac"):
         dropped = activations(job, plan) - activations(job, f"{plan}.compile")
         assert dropped == pytest.approx(8 * (steps + 1024 * 2 * 3072), rel=0.01)
+
+
+def test_a_compiled_llama_block_moves_what_norm_rotation_and_gate_read_and_write_once() -> None:
+    """7 B: 32 heads of 128, 11,008 inside the feed-forward. Per token and forward."""
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    block = next(layer for layer in job.model.layers if layer.name == "block")
+    assert block.moved == 2 * 12 * 4096 + 10 * 2 * 4096 + 6 * 4096 + 5 * 11_008
+    assert block.moved - block.fused_moved == 2 * 2 * 4096 + 2 * 2 * 4096 + 6 * 4096 + 3 * 11_008
+
+
+def test_a_compiled_block_saves_its_traffic_in_forward_twice_in_backward_and_once_in_recompute() -> None:
+    job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
+    setting, tokens, parallel = build_cost_context(job), np.array([16_384.0]), np.array([False])
+    at = next(at for at, entry in enumerate(setting.entries) if entry.is_block)
+    eager, compiled = (
+        layer_times(setting, TpEpShape(1, 1, 1), 1, is_compiled, tokens, parallel) for is_compiled in (False, True)
+    )
+    block, rate = setting.entries[at].layer, setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
+    saved = block.fused_moved * 16_384 * 2 / rate
+    assert (eager.forward - compiled.forward)[at].item() == pytest.approx(saved)
+    assert (eager.backward - compiled.backward)[at].item() == pytest.approx(2 * saved)
+    again = block.derived_moved / block.moved
+    assert (eager.derived - compiled.derived)[at].item() == pytest.approx(again * saved)
+    for part in ("forward", "backward", "derived"):  # only blocks are compiled
+        kept = np.delete(getattr(eager, part) - getattr(compiled, part), at, axis=0)
+        assert not kept.any()
+
+
+def test_the_host_launches_a_compiled_block_in_less_time_than_an_eager_one() -> None:
+    """A device that computes small blocks waits for the host."""
+    setting = build_cost_context(named_job("llama-tiny", "1x8:a100-80gb", 64, 128, "bf16"))
+    at = next(at for at, entry in enumerate(setting.entries) if entry.is_block)
+    eager, compiled = (
+        layer_times(setting, TpEpShape(1, 1, 1), 1, is_compiled, np.array([64.0]), np.array([False]))
+        for is_compiled in (False, True)
+    )
+    ratio = (eager.forward / compiled.forward)[at].item()
+    assert ratio == pytest.approx(1 / constants.COMPILED_LAUNCH_FRACTION)
+
+
+def test_plans_of_accelerators_are_searched_compiled_and_those_of_cpus_only_over_tensor_ranks() -> None:
+    def compiled_by_tp(job: Job) -> set[tuple[bool, bool]]:
+        return {(box.tp > 1, box.compile) for box in PlanSpace(job).boxes()}
+
+    def job(cluster: str, **pins: Any) -> Job:
+        return named_job("llama-tiny", cluster, 8, 128, "fp32", pins=pins)
+
+    assert compiled_by_tp(job("1x4:a100-80gb")) == {(False, False), (False, True), (True, False), (True, True)}
+    assert compiled_by_tp(job("1x4:cpu")) == {(False, False), (True, False), (True, True)}
+    for is_pinned in (False, True):
+        assert {each for _, each in compiled_by_tp(job("1x4:cpu", compile=is_pinned))} == {is_pinned}
+
+
+def test_a_cpu_plan_over_tensor_ranks_is_compiled_if_the_run_is_long_enough() -> None:
+    def chosen(steps: int) -> bool:
+        job = named_job("llama-tiny", "1x4:cpu", 8, 128, "fp32", pins={"tp": 4})
+        return search_plans(job.but(workload=job.workload.but(steps=steps)), 1).chosen.plan.compile
+
+    assert not chosen(200) and chosen(10_000_000)
+
+
+def test_blocks_of_a_long_run_on_accelerators_are_compiled_and_those_of_a_short_one_are_not() -> None:
+    def chosen(steps: int, model: str = "llama-7b") -> bool:
+        job = named_job(model, "1x8:a100-80gb", 64, 2048, "bf16")
+        return search_plans(job.but(workload=job.workload.but(steps=steps)), 1).chosen.plan.compile
+
+    assert chosen(200) and not chosen(1)
 
 
 def activations(job: Job, plan: str) -> float:

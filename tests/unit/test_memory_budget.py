@@ -40,7 +40,7 @@ def job(devices: int, batch: int, link: float = 0.0, **pins: int) -> Job:
     group = on.groups[0].but(
         host_bandwidth=link, host_memory=1e9, host_update=constants.CPU_UPDATE_PARAMS_PER_SECOND
     )  # as if measured
-    return small_job(DEEP, on.but(groups=(group,)), batch, sequence=256).but(pins=pins)
+    return small_job(DEEP, on.but(groups=(group,)), batch, sequence=256).but(pins={"compile": False, **pins})
 
 
 def with_budget(question: Job, budget: float) -> Job:

@@ -76,6 +76,14 @@ def now() -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
+def test_the_gain_of_compiled_blocks_is_that_of_published_pairs_of_runs() -> None:
+    found = {each.family: each for each in core().compiled}
+    assert {name: each.pairs for name, each in found.items()} == {"torchtitan-8b": 2, "torchtune": 1}
+    titan = found["torchtitan-8b"]
+    assert titan.measured == pytest.approx(0.862, abs=0.001) and titan.predicted == pytest.approx(0.889, abs=0.001)
+    assert found["torchtune"].measured < found["torchtune"].predicted < 0.92  # its loss is compiled too
+
+
 def test_errors_on_published_rows_are_at_most_the_frozen_ones() -> None:
     frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
     found = now()

@@ -92,6 +92,12 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
             for name, each in operations.items()
         ]
         parts += [align_columns(wires), ""]
+    if found.compiled:
+        ratios = [["compiled / eager", "pairs", "measured", "predicted"]]
+        ratios += [
+            [one.family, str(one.pairs), f"{one.measured:.3f}", f"{one.predicted:.3f}"] for one in found.compiled
+        ]
+        parts += [align_columns(ratios), ""]
     parts.append(f"time: {format_percent(found.median_of_medians)} is the median over families of the median error")
     if found.worst_regret is not None:
         parts.append(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
+from meshwright.core.cpp_compiler import has_cpp_compiler
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 
@@ -258,7 +258,7 @@ class CpuBackend(Backend):
     @override
     def compile_obstacle(self) -> str:
         """Inductor needs a C++ compiler for the CPU. Returns the remedy if there is none, '' if there is one."""
-        if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        if has_cpp_compiler():
             return ""
         return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
 

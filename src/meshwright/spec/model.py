@@ -94,7 +94,8 @@ class SavedActivations(StrictModel):
 
     The fields `derived_*` are the part that cheap operations can recompute from other saved tensors, minus the tensors
     that must be saved for this recompute. The fields `fused_*` are the part that a compiled block does not save,
-    because no matrix product or attention reads it.
+    because no matrix product or attention reads it. `fused_moved` is the part of `moved` (`LayerSpec`) that a compiled
+    block does not move.
     """
 
     saved_split: float = Field(
@@ -136,6 +137,11 @@ class SavedActivations(StrictModel):
     )
     derived_moved: float = Field(
         default=0.0, ge=0, description="elements per token that selective recompute reads and writes"
+    )
+    fused_moved: float = Field(
+        default=0.0,
+        ge=0,
+        description="elements per token of moved that a compiled block does not move",
     )
     fused_split: float = Field(
         default=0.0, description="elements per token of saved_split that a compiled block does not save"

@@ -4,11 +4,12 @@ cost model (cost_model.py) adds up the layers of each rank.
 - Matrix product of a weight: max(FLOPs / rate, bytes / bandwidth) + ramp, where
   rate = peak * efficiency * sustained.
 - Attention: FLOPs / (rate * attention efficiency). Fused attention pads heads to multiples of ATTENTION_HEAD_STEP.
-- All other operations: bytes / bandwidth.
+- All other operations: bytes / bandwidth. A compiled block moves fewer bytes (`LayerSpec.fused_moved`).
 - Launch: on an accelerator, the sum is at least the host time to launch kernels and collectives. A CPU launches and
   computes with the same cores, so the launch time is added. It is also added to the forward of layers with experts if
   the host waits for the number of tokens of each expert (`RuntimeModel.routing_waits`): the kernels of the next layers
-  are then not launched ahead. Backward knows these numbers.
+  are then not launched ahead. Backward knows these numbers. The host launches a compiled block in less time
+  (COMPILED_LAUNCH_FRACTION). On a CPU, only compiled blocks of several tensor ranks are faster (CPU_COMPILED_FRACTION).
 
 Tensor parallelism divides the FLOPs of the weights that it shards. It divides element-wise work in proportion to the
 sharded fraction of the saved activations. Sources of the formulas: Calculon (SC23), autoparallel's roofline. For the
@@ -180,22 +181,27 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape) -> MatmulShapes:
 
 
 def layer_times(
-    setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
+    setting: CostContext, cut: TpEpShape, stride: int, compiled: bool, tokens: Array, sequence_parallel: Array
 ) -> LayerTimes:
     """Returns the seconds of each layer on one rank. `tokens` is the tokens of a micro-batch (b), `sequence_parallel`
-    the choices of sequence parallelism (s). `stride` is the distance between neighbouring tensor ranks."""
+    the choices of sequence parallelism (s). `stride` is the distance between neighbouring tensor ranks. `compiled`:
+    whether blocks are compiled."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
             rows.append(np.zeros((7, len(tokens), len(sequence_parallel))))
             continue
-        *computing, attention, weights, derived = _compute_seconds(setting, entry.layer, cut, tokens, sequence_parallel)
+        is_compiled = compiled and entry.is_block
+        *computing, attention, weights, derived = _compute_seconds(
+            setting, entry.layer, cut, tokens, sequence_parallel, fused=is_compiled and not setting.on_host
+        )
         *exchange, behind = _tp_comm_seconds(setting, entry.layer, (cut.tp, stride), tokens, sequence_parallel)
         exchange[1] = exchange[1] + overlapped(behind, weights)
-        launching = _launch_seconds(setting, entry.layer, cut, sequence_parallel)
+        launching = _launch_seconds(setting, entry.layer, cut, sequence_parallel, is_compiled)
         forward = computing[0]
         if setting.on_host:
-            computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
+            gain = constants.CPU_COMPILED_FRACTION if is_compiled and cut.tp > 1 and not entry.layer.routed else 1.0
+            computing = [gain * (seconds + host) for seconds, host in zip(computing, launching, strict=True)]
         else:
             computing = [
                 np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)
@@ -209,10 +215,11 @@ def layer_times(
 
 
 def _compute_seconds(
-    setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
+    setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array, fused: bool
 ) -> tuple[Array, ...]:
     """Returns five arrays of seconds over axes (b, s) of GRID_AXES, without communication and launches: forward,
-    backward, the attention core in forward, the deferrable weight gradients in backward, and selective recompute."""
+    backward, the attention core in forward, the deferrable weight gradients in backward, and selective recompute.
+    `fused`: whether one kernel computes several operations of the layer."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut)
@@ -227,7 +234,8 @@ def _compute_seconds(
     attention = layer.attention_flops / tp * context * tokens / rate
     scores = layer.context_moved / tp * context * tokens * (size / bandwidth)
     each = tokens[:, None] * local_fraction(layer, size, tp, sequence_parallel) * (size / bandwidth)
-    rest = layer.moved * each + scores[:, None]
+    moved = layer.moved - layer.fused_moved * fused
+    rest = moved * each + scores[:, None]
     forward = (forward_products + attention)[:, None] + rest
     accumulation = (
         parts.weights.sum() * constants.GRAD_ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
@@ -253,19 +261,20 @@ def _compute_seconds(
     plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
     share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
     weights = np.broadcast_to((share * (not frozen) * (backward_products / 2.0 + accumulation))[:, None], forward.shape)
-    return forward, backward, core, weights, layer.derived_moved * each
+    return forward, backward, core, weights, layer.derived_moved * (moved / (layer.moved or 1.0)) * each
 
 
 def _launch_seconds(
-    setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
+    setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array, compiled: bool
 ) -> tuple[Array, Array]:
     """Returns the seconds in which the host launches the kernels and collectives of a layer, in forward and in
-    backward, over axes (s) of GRID_AXES."""
+    backward, over axes (s) of GRID_AXES. Expert layers are launched eagerly also in compiled blocks."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
         return kernels, constants.BACKWARD_FORWARD_RATIO * kernels
     kernels = count * constants.KERNELS_PER_MATRIX * constants.KERNEL_LAUNCH_SECONDS + 0.0 * sequence_parallel
+    kernels = kernels * (constants.COMPILED_LAUNCH_FRACTION if compiled and not layer.routed else 1.0)
     calls = (
         constants.TP_ALL_REDUCES_PER_BLOCK
         * constants.COLLECTIVE_LAUNCH_SECONDS

@@ -183,7 +183,7 @@ class CostModel:
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
         self._blocks = np.array([entry.is_block for entry in self.setting.entries])
-        self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
+        self._work: dict[tuple[TpEpShape, int, bool], tuple[dict[float, int], LayerTimes | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
         """Computes the cost of every plan of `box`, including combinations that are not legal plans."""
@@ -326,7 +326,7 @@ class CostModel:
     def work(self, box: PlanGrid) -> LayerTimes:
         """Returns the seconds of one layer of each layer run. Results are cached by the tokens of a micro-batch,
         because many grids have equal numbers of tokens."""
-        key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
+        key, parallel = (box.cut, box.strides["tp"], box.compile), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
         tokens = self._tokens(box).tolist()
         new = sorted(set(tokens) - found.keys())

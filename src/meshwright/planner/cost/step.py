@@ -10,8 +10,8 @@ one kind share their compiled code, so each rank compiles each kind once:
 
     extra seconds of the first step = maximum number of kinds of blocks on one rank x compile seconds of one kind
 
-Plans are ranked by the step time plus the compile time divided by the number of steps. The model assumes that compiled
-blocks are not faster. On CPUs, compiled blocks were 0 % to 4 % faster.
+Plans are ranked by the step time plus the compile time divided by the number of steps. compute.py has the seconds of
+compiled blocks.
 
 The module also computes the seconds of a proof run (train/proof/proof_run.py). A proof run computes a few sequences of
 a batch under the plan, and also as one device would compute them (the reference).

@@ -194,6 +194,7 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
     return (
         sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
         len(plan.offload),
+        plan.compile,
         plan.zero,
         plan.recompute != "none",
         plan.recompute_layers,

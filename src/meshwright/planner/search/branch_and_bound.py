@@ -129,7 +129,9 @@ class PlanSearch:
     def _lower_bound(self, box: PlanGrid) -> Array:
         """Returns lower bounds of the scores of the plans of `box`, over axes (o, b, s) of GRID_AXES ([Note: bounds]).
         The bound is infinite where no plan is legal."""
-        floor = self.pricer.floor(box) * self._margin(box).min(axis=(3, 4, 5))
+        compiling = compile_seconds(self.pricer.setting, box, self.pricer.ranks(box).layers)[0, ..., 0, 0, 0]
+        floor = self.pricer.floor(box) + compiling / self.pricer.setting.job.workload.steps
+        floor = floor * self._margin(box).min(axis=(3, 4, 5))
         legal = box.legal[0].any(axis=(3, 4, 5))
         return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
 

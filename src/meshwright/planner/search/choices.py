@@ -9,9 +9,10 @@ from itertools import combinations, pairwise
 from math import ceil, gcd
 from typing import Any
 
+from meshwright.core.cpp_compiler import has_cpp_compiler
 from meshwright.planner.cost.links import link_model
 from meshwright.planner.cost.plan_grid import RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
-from meshwright.planner.cost.uncertainty import ZERO_WITH_PIPELINE, is_trusted
+from meshwright.planner.cost.uncertainty import ZERO_WITH_PIPELINE, is_on_host, is_trusted
 from meshwright.planner.search.best_plans import uses_unmeasured_link
 from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
 from meshwright.spec.constraints import SUPPORTED_VALUES
@@ -297,6 +298,15 @@ class PlanChoices:
             for way in ways
             if way[0] in self.select("context", [way[0]]) and way[1] in self.select("ulysses", [way[1]])
         ]
+
+    def compile_choices(self, tp: int) -> list[bool]:
+        """Returns whether blocks are compiled, for the tensor-parallel degree `tp`. On a CPU, compiled blocks were
+        measured to be faster only with several tensor ranks, and a run needs a C++ compiler (`runnable`)."""
+        if "compile" in self.pins:
+            return [self.pins["compile"]]
+        if is_on_host(self.job.cluster) and (tp == 1 or (self.runnable and not has_cpp_compiler())):
+            return [False]
+        return self.select("compile", [False, True])
 
     def uniform_recompute(self) -> tuple[RecomputeChoice, ...]:
         """Returns the recompute choices with one kind for all blocks, or only the pinned choice if a number of

@@ -16,6 +16,7 @@ The space is the product of these choices:
 - sequence parallelism, off or on, for tp > 1
 - offload of optimizer states, gradients, parameters and activations, in any combination that is allowed, if devices
   have a link to their host or a disk
+- compiled blocks, off or on, on accelerators; on CPUs only for tp > 1, where compiled blocks were measured to be faster
 - context parallelism for cp > 1: ring, ulysses, or both with as many ulysses ranks as the number of heads allows
 
 Orders of mesh axes other than the default are searched only for plans with uniform recompute and without offload. The
@@ -183,7 +184,9 @@ class PlanSpace:
                             group_key = cp if self.choices.pins.keys() & {"dp_shard", "dp_replicate"} else 0
                             together.setdefault((cell[:3], group_key), []).append(cell)
                 for cells in together.values():
-                    yield self._group(cells, orders.legal)
+                    group = self._group(cells, orders.legal)
+                    for is_compiled in self.choices.compile_choices(tp):
+                        yield replace(group, box=replace(group.box, compile=is_compiled))
 
     def reject(self, reason: str, count: int, example: str) -> None:
         """Adds `count` rejected plans to the reason `reason`. `example` is the message about one of these plans."""
@@ -212,7 +215,8 @@ class PlanSpace:
             else divisors(batch)
         )
         axes = self.choices.axis_orders(layout, data)
-        other_choices = len(sizes) * len(parallel) * len(contexts) if axes else 0
+        compiled = len(self.choices.compile_choices(layout.tp))
+        other_choices = len(sizes) * len(parallel) * len(contexts) * compiled if axes else 0
 
         def micro_batches(
             sizes: list[int], contexts: list[tuple[ContextParallelMethod, int]]
@@ -228,10 +232,10 @@ class PlanSpace:
             cell = ContextSlice(layout, axes[1:], (False,), micro_batches(sizes[:1], contexts[:1]), shards)
             self._count_update_rejections(cell, illegal, orders, other_choices)
         ways = self._offloads or [()] * (not self._never_offloaded)
-        each = count_plans(
+        each = compiled * count_plans(
             shards, ways, len(self.choices.uniform_recompute()), orders.parts, len(orders.legal), len(axes)
         )
-        size = each * other_choices
+        size = each * len(sizes) * len(parallel) * len(contexts) if axes else 0
         self.considered += size
         if not size:
             return None
@@ -283,7 +287,8 @@ class PlanSpace:
         """Counts the plans that the optimizer update of the job does not allow because of their offload choice, their
         schedule, or their ZeRO choice.
 
-        `other_choices` is the number of combinations of micro-batch size, sequence parallelism and context method.
+        `other_choices` is the number of combinations of micro-batch size, sequence parallelism, context method and
+        compilation.
         """
         every = [*self._offloads, *self._never_offloaded] or [()]
         axes, whole, parts = (
@@ -354,7 +359,6 @@ class PlanSpace:
         return PlanGrid(
             *given,
             loss_chunks=self.choices.pins.get("loss_chunks", 1),
-            compile=self.choices.pins.get("compile", False),
             offload_share=self.choices.pins.get("offload_share", 100) / 100,
             weights_share=self.choices.pins.get("weights_share", 100) / 100,
             offload_layers=self.choices.pins.get("offload_layers", 0),
@@ -367,9 +371,8 @@ class PlanSpace:
         if illegal.any():
             plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
             all_of_it = replace(group, box=in_rounds)
-            _count_rejection(
-                self, next(batch_violations(plan, self.job.workload.batch)), plan, all_of_it.legal - group.legal
-            )
+            count = (all_of_it.legal - group.legal) * len(self.choices.compile_choices(box.tp))
+            _count_rejection(self, next(batch_violations(plan, self.job.workload.batch)), plan, count)
 
 
 def _count_rejection(space: PlanSpace, fault: Violation, plan: Plan, count: int) -> None:

@@ -290,6 +290,7 @@ def case_plan(
         virtual_stages=virtual,
         layers_per_stage=nanotron_stage_split(row, pp) if system.balanced and pp > 1 else (),
         recompute=recompute.get(ckpt, Recompute.none),
+        compile=system.kernels.compiled,
     )
 
 

@@ -13,7 +13,8 @@ bytes. Attention that is not fused saves 5 a s^2 b bytes more. For all other ope
 
 The table has the saved elements and the moved elements per token, in elements of the compute dtype unless bytes are
 stated. Widths are numbers of features: h of the hidden state, q of all query heads, k of all key heads, f inside the
-feed-forward.
+feed-forward. The plan of a row with torch.compile has compiled blocks: they save what fused operations save, and move
+what these operations move (`LayerSpec.fused_moved`).
 
 | operation | fused: saves, moves | not fused: saves, moves |
 |---|---|---|
@@ -61,6 +62,8 @@ class FrameworkKernels(NamedTuple):
     """Whether logits stay in the compute dtype, and the loss converts them to float32 chunk by chunk."""
     logits: float = 0.0
     """Additional saved bytes per logit, for copies that the loss makes."""
+    compiled: bool = False
+    """Whether blocks are compiled, so that one kernel computes norm, rotation, product or residual sum."""
     again: bool = False
     """Whether selective recompute by operation is used, which saves the block's input, the attention output and the
     output of every second matrix product."""
@@ -84,7 +87,7 @@ def _framework_layer(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
         return _framework_head(layer, sizes, kernels)
     if layer.name == "front" and kernels.dropout:
         return layer.but(fixed_whole=layer.fixed_whole + sizes.hidden, moved=layer.moved + 2.5 * sizes.hidden)
-    if layer.name == "back" and kernels.norm and layer.fixed_whole:
+    if layer.name == "back" and (kernels.norm or kernels.compiled) and layer.fixed_whole:
         return layer.but(
             saved_whole=sizes.hidden, fixed_whole=8.0, moved=2.0 * sizes.hidden, transient=2.0 * sizes.hidden
         )
@@ -106,28 +109,17 @@ def _framework_head(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framewo
 def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: FrameworkKernels) -> LayerSpec:
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
     experts = layer.routed > 0
-    f = float(sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn)
+    f = _feed_forward_width(sizes, experts)
+    moved = _moved_elements(sizes, kernels, experts)
+    if kernels.compiled:
+        kernels = kernels._replace(norm=True, rotation=True, product=True, residual=True)
     eager_norm = sizes.norm == "rms" and not kernels.norm
     whole = (sizes.norms + 2.0 * kernels.operand) * h
     fixed_whole = 8.0 * sizes.norms + (sizes.norms * (2.0 * h) if eager_norm else 0.0)
-    moved = sizes.norms * h * (12.0 if eager_norm else 2.0) + 2 * 3.0 * h
     split = 2.0 * q + 2.0 * k
-    product = kernels.operand * f
-    if sizes.pos == "rope":
-        moved += (2.0 if kernels.rotation else 10.0) * (q + k)
-    moved += 2.0 * (q + 2 * k)
-    if sizes.gated:
-        split += (2.0 if kernels.product else 3.0) * f + product
-        moved += (3.0 if kernels.product else 5.0) * f
-    else:
-        split += f + product
-        moved += (2.0 if kernels.product else 4.0) * f
-    if kernels.dropout:
-        fixed_whole += 2.0 * h
-        moved += 1.0 * h if kernels.residual else 5.0 * h
-    fixed_whole += 8.0 * sizes.experts if experts else 0.0
+    split += ((2.0 if kernels.product else 3.0) if sizes.gated else 1.0) * f + kernels.operand * f
+    fixed_whole += (2.0 * h if kernels.dropout else 0.0) + (8.0 * sizes.experts if experts else 0.0)
     whole += 2.0 * sizes.top_k * h if experts else 0.0
-    moved += 8.0 * sizes.top_k * h if experts else 0.0
     core = {"core_fixed": 4.0 * sizes.heads, "core_context": 0.0, "context_moved": 0.0}
     flops = layer.attention_flops
     if not kernels.flash:
@@ -137,6 +129,8 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
             "context_moved": (4.0 + 2.5 * kernels.dropout) * sizes.heads * (1.0 if kernels.residual else 1.5),
         }
         flops = 4.0 * q
+    fused = dict.fromkeys((name for name in LayerSpec.model_fields if name.startswith("fused_")), 0.0)
+    fused["fused_moved"] = moved - _moved_elements(sizes, kernels, experts)
     return (
         layer.but(
             attention_flops=flops,
@@ -146,6 +140,7 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
             fixed_split=core["core_fixed"],
             fixed_whole=fixed_whole,
             **core,
+            **fused,
             transient=h + (2 if sizes.gated else 1) * f,
         )
         if not kernels.again
@@ -157,9 +152,30 @@ def _framework_block(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
             fixed_split=core["core_fixed"],
             fixed_whole=0.0,
             **core,
+            **fused,
             transient=whole + split + h + f,
         )
     )
+
+
+def _feed_forward_width(sizes: ArchitectureSizes, experts: bool) -> float:
+    return float(sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn)
+
+
+def _moved_elements(sizes: ArchitectureSizes, kernels: FrameworkKernels, experts: bool) -> float:
+    """Returns the elements per token that the forward of an eager block moves under `kernels`."""
+    h, q, k, f = sizes.hidden, sizes.query_width, sizes.key_width, _feed_forward_width(sizes, experts)
+    moved = sizes.norms * h * (12.0 if sizes.norm == "rms" and not kernels.norm else 2.0) + 2 * 3.0 * h
+    if sizes.pos == "rope":
+        moved += (2.0 if kernels.rotation else 10.0) * (q + k)
+    moved += 2.0 * (q + 2 * k)
+    if sizes.gated:
+        moved += (3.0 if kernels.product else 5.0) * f
+    else:
+        moved += (2.0 if kernels.product else 4.0) * f
+    if kernels.dropout:
+        moved += 1.0 * h if kernels.residual else 5.0 * h
+    return moved + (8.0 * sizes.top_k * h if experts else 0.0)
 
 
 MEGATRON_VOCABULARY = 128
@@ -446,8 +462,7 @@ def identify_framework(row: MeasurementRow) -> Framework:
     if stated:
         kernels = kernels._replace(flash="flash" in stated or "sdpa" in stated)
     if row.text("compile") == "1":
-        kernels = kernels._replace(norm=True, rotation=True, product=True, residual=True, loss=5.0)
-        practice = practice._replace(launch=0.3)
+        kernels = kernels._replace(compiled=True, loss=5.0)
     if row.text("prec_class") == "fp8":
         practice = practice._replace(products="fp8")
         kernels = kernels._replace(operand=0.5 if found.name == "Megatron-Core" else 1.0)

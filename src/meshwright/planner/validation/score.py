@@ -19,6 +19,8 @@ The scores:
 - scaling: let the speed be tokens per second and device. Rows that differ only in the number of data ranks form a set.
   Its ratio is the speed on the most devices divided by the speed on the fewest devices. The score is |predicted ratio /
   measured ratio - 1|.
+- compiled: the step time with torch.compile divided by the step time without, as measured and as predicted, over pairs
+  of rows that differ only in compilation.
 - correlation: Spearman's rank correlation of predicted and measured seconds in a group of plans with equal model,
   number of devices and batch.
 - regret: the planner's choice in a group is the plan that it would rank first. The regret is the measured seconds of
@@ -53,6 +55,7 @@ from meshwright.planner.inputs.cluster_syntax import parse_cluster, parse_link
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.trials import TrialCandidate, largest_expected_gain, plan_degrees
 from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, benchmark_case
+from meshwright.planner.validation.frameworks import CHUNKED_LOSS_PATTERN
 from meshwright.planner.validation.memory_meters import predicted_memory
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.estimate import Estimate, FitStatus
@@ -159,6 +162,15 @@ class MemoryScore(NamedTuple):
     ran: int
 
 
+class CompiledRatio(NamedTuple):
+    """The median step time with compiled blocks, divided by that without, over `pairs` pairs of rows of one family."""
+
+    family: str
+    pairs: int
+    measured: float
+    predicted: float
+
+
 class ValidationReport(NamedTuple):
     """The result of `meshwright validate`. `median_of_medians` is the median over the families of the median time
     error. `median_regret` and `worst_regret` are over the groups of all families. `out_of_memory` is the number of
@@ -167,6 +179,7 @@ class ValidationReport(NamedTuple):
 
     families: tuple[FamilyScore, ...]
     memory: tuple[MemoryScore, ...]
+    compiled: tuple[CompiledRatio, ...]
     median_of_medians: float
     median_regret: float | None
     worst_regret: float | None
@@ -189,6 +202,7 @@ def validation_report(
     return ValidationReport(
         families,
         memory,
+        tuple(each for name, part in sorted(found.items()) for each in _compiled_ratios(name, part)),
         float(np.median(medians)) if medians else 0.0,
         float(np.median(regrets)) if regrets else None,
         max(regrets, default=None),
@@ -365,6 +379,30 @@ def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
                 _predicted_speed(many) / _predicted_speed(few) / (_measured_speed(many) / _measured_speed(few)) - 1.0
             )
     return ratios
+
+
+def _compiled_ratios(family: str, found: Sequence[StepPrediction]) -> list[CompiledRatio]:
+    degrees = ["gpus", "dp", "tp", "pp", "cp", "zero_stage", "micro_batch", "global_batch"]
+    columns = ["model", "seq", "gpu", "prec_class", "activation_ckpt", *degrees]
+    groups = _group_by(
+        _certain_predictions(found),
+        lambda each: (
+            *(each.case.row.text(name) for name in columns),
+            re.search(CHUNKED_LOSS_PATTERN, each.case.row.text("notes")) is not None,
+        ),
+    )
+    pairs = [
+        (eager, compiled)
+        for group in groups
+        for eager in group
+        for compiled in group
+        if eager.case.row.text("compile") == "0" and compiled.plan.compile
+    ]
+    if not pairs:
+        return []
+    measured = [(compiled.case.seconds or 0.0) / (eager.case.seconds or 1.0) for eager, compiled in pairs]
+    predicted = [compiled.seconds / eager.seconds for eager, compiled in pairs]
+    return [CompiledRatio(family, len(pairs), float(np.median(measured)), float(np.median(predicted)))]
 
 
 def _predicted_speed(one: StepPrediction) -> float:
