@@ -21,6 +21,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.simulate import step
 from meshwright.planner.simulate.events import LinkPort, LinkTransfer, SimClock, SimTask
 from meshwright.planner.simulate.fleet import RecoveryPolicy
@@ -219,6 +220,38 @@ def test_each_zero_stage_gathers_and_reduces_where_it_does() -> None:
     assert reduced_by(counts[0], "reduce") == reduced_by(counts[1], "reduce") > 1
     assert reduced_by(counts[2], "reduce") == 4 * reduced_by(counts[1], "reduce")
     assert reduced_by(counts[3], "reduce") == 4 * 10
+
+
+@pytest.mark.parametrize("plan", ["dp16", "dp16.z1", "dp16.z2.mb4", "dp16.z3.mb4", "dp8.pp2.z1.mb4"])
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_frozen_weights_are_neither_reduced_nor_gathered_after_the_update(plan: str, base: str | None) -> None:
+    def played(**changes: Any) -> tuple[SimulationResult, float, float]:
+        given = {"model.name": "llama-7b", "cluster.name": "2x8:h100", "workload.batch": 64, "workload.sequence": 512}
+        result = simulate(resolve_job(read_job(None, (), {**given, **changes})), plan)
+        kinds = ("reduce", "gather new weights")
+        spans = result.cells[0].collectives
+        return result, *(sum(span.end - span.start for span in spans if span.name.startswith(kind)) for kind in kinds)
+
+    _, reduced, gathered = played()
+    lora, of_adapters, new_adapters = played(**{"workload.lora": {"rank": 8, "base": base}})
+    assert 0 < of_adapters < 0.1 * reduced and (0 < new_adapters < 0.02 * gathered or not gathered)
+    assert lora.seconds == pytest.approx(lora.estimate.time.step, rel=0.03)
+
+
+def test_stages_do_not_sum_the_gradients_of_a_frozen_tied_vocabulary() -> None:
+    model = decoder(tied=True)
+    frozen = model.but(
+        layers=tuple(
+            layer.but(parameters=tuple(each.but(frozen=layer.name != "block") for each in layer.parameters))
+            for layer in model.layers
+        )
+    )
+    plan = Plan(pp=2)
+    ties = [
+        compute_op_times(CostModel(small_job(each, cluster(1, 2))), plan, grid_of_plan(plan, 8, 4)).tie
+        for each in (model, frozen)
+    ]
+    assert ties[0] > 0 == ties[1]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

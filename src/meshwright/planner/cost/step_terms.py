@@ -19,8 +19,9 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 def tied_vocab_seconds(setting: CostContext, box: PlanGrid) -> Array:
-    """Returns the seconds per step in which the first and the last stage sum the gradients of a tied vocabulary (z)."""
-    copies = [entry for entry in setting.entries if entry.copy]
+    """Returns the seconds per step in which the first and the last stage sum the gradients of a tied vocabulary (z). A
+    frozen vocabulary has no gradients."""
+    copies = [entry for entry in setting.entries if entry.copy and not all(each.frozen for each in entry.own)]
     if box.pp == 1 or not copies:
         return broadcast_to_axis(0.0, "")
     ends = collective_rates(setting.fabric, 2, box.strides["pp"] * box.pp // 2)

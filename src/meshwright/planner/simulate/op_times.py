@@ -125,12 +125,12 @@ class GroupCommCost(NamedTuple):
     replicate: CollectiveRates
     holders: int
 
-    def scatter(self, elements: int, size: int) -> float:
+    def scatter(self, elements: int, size: float) -> float:
         """Returns the seconds of a reduce-scatter or an all-gather over the shard group. `size` is the bytes per
         element."""
         return float(self.shard.gather(align_numel(elements, self.holders * ALIGN_NUMEL) * size)) if elements else 0.0
 
-    def reduce(self, elements: int, size: int) -> float:
+    def reduce(self, elements: int, size: float) -> float:
         """Returns the seconds of an all-reduce over the replicas. Each rank reduces its shard of a buffer of `elements`
         elements."""
         return (
@@ -144,15 +144,17 @@ class DataParallelCost(NamedTuple):
     """The communication cost of data ranks, for dense weights and for experts.
 
     A weight element has `size` bytes in memory and `fetched` bytes in a gather; `fetched` is 0 if the ranks of a host
-    share one replica of the weights. A gradient element has `sent` bytes in a reduction.
+    share one replica of the weights. A gradient element has `sent` bytes in a reduction: frozen weights have no
+    gradients, so `sent` is the mean over all elements. `trained` is the trained fraction of the weights.
     """
 
     dense: GroupCommCost
     experts: GroupCommCost
     size: int
-    sent: int
+    sent: float
     zero: int
     fetched: int
+    trained: float
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
         """Returns the total seconds to reduce dense buckets and the gradients of experts one after another. `dense` has
@@ -209,9 +211,9 @@ def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
     experts = GroupCommCost(shard, replicate, int(box.expert_holders.item()))
     size = setting.recipe.size
     fetched = 0 if shared_on_host(setting, box).any() else size
-    return DataParallelCost(
-        dense, experts, size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero, fetched
-    )
+    trained = setting.job.model.trained(box.tp, size)
+    sent = (setting.practice.reduced or setting.recipe.gradient_size) * trained
+    return DataParallelCost(dense, experts, size, sent, box.shards[0].zero, fetched, trained)
 
 
 def _as_scalars(group: CollectiveRates) -> CollectiveRates:
@@ -433,7 +435,7 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
             replicas=sum_collectives(data.replicas, dense, own_experts) if data.zero else 0.0,
             update=update[rank.rank],
             on_host=on_host[rank.rank],
-            weights=sum_collectives(data.gather, dense, own_experts) if data.zero in (1, 2) else 0.0,
+            weights=data.trained * sum_collectives(data.gather, dense, own_experts) if data.zero in (1, 2) else 0.0,
         )
 
 
