@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
+from meshwright.planner.cost.constants import CPU_HEAP_OVERHEAD, CPU_RUN_BYTES
 from meshwright.report.faults import faults_text
 from meshwright.report.page.run_page import MAX_CURVE_POINTS, MEMORY_COLUMNS
 from meshwright.report.run import RunFolder, read_run, summarize_run
@@ -304,6 +305,15 @@ def test_the_held_out_loss_before_the_first_step_is_no_step(tmp_path: Path) -> N
     assert "6.0000 at step 0, 3.0000 at step 2, best 3.0000 at step 2 (50.0% of the first)" in run_text(
         read_run(folder)
     )
+
+
+def test_the_memory_of_a_cpu_process_is_predicted_from_its_parts(tmp_path: Path) -> None:
+    measured = {"process": 300.0 * MIB, "copies": 48.0 * MIB, "resident": 450.0 * MIB}
+    run = read_run(write_run(tmp_path / "a", [record(1, 5.0, memory=measured)]))
+    rows = {pair.name: pair for pair in summarize_run(run).memory}
+    assert rows["resident"].predicted == 300 * MIB + 48 * MIB + 25 * MIB + CPU_RUN_BYTES + CPU_HEAP_OVERHEAD * 9 * MIB
+    assert "reserved" not in rows and rows["copies"].predicted is None
+    assert "in-memory checkpoints" in run_text(run)
 
 
 def test_a_run_of_live_code_which_has_no_job_is_named_by_its_launch(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ def library_modules(launch: LaunchSpec) -> tuple[str, ...]:
     that neither a start nor a recovery waits for them."""
     reads_tokens = launch.data.tokenizer != "bytes" and importlib.util.find_spec("tokenizers") is not None
     hugging_face = ("transformers.modeling_utils",) if launch.model.folder else ()
-    return (*hugging_face, *(("tokenizers",) if reads_tokens else ()))
+    # bitsandbytes, which peft imports if it is installed, may initialize CUDA; a process with CUDA must not fork.
+    adapts = launch.workload.lora is not None and importlib.util.find_spec("bitsandbytes") is None
+    lora = ("peft",) if adapts and importlib.util.find_spec("peft") is not None else ()
+    return (*hugging_face, *lora, *(("tokenizers",) if reads_tokens else ()))
 
 
 @dataclass

@@ -29,6 +29,7 @@ from meshwright.core.codec import StrictModel, TranslatableText, read_run_file, 
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_count
+from meshwright.planner.cost.constants import CPU_HEAP_OVERHEAD, CPU_RUN_BYTES
 from meshwright.report.faults import Goodput, compute_goodput, read_events
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job, LaunchSpec
@@ -471,12 +472,17 @@ def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
 
 def _memory_pairs(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
     """Returns rows by kind, each with the maximum bytes over all steps. `total` is the allocated memory at the peak,
-    `resident` is the resident memory (RSS) of the process on the host."""
+    `resident` is the resident memory (RSS) of the process on the host. On a CPU, its prediction is the sum of the
+    process itself, its in-memory checkpoints, the allocated total, and the memory that the heap loses."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():
             measured[kind] = max(size, measured.get(kind, 0.0))
     names = [*MemoryBreakdown.model_fields, *(kind for kind in measured if kind not in MemoryBreakdown.model_fields)]
     said = {} if predicted is None else {**_predicted_peaks(predicted), "offloaded": predicted.offloaded}
+    if predicted is not None and (process := measured.get("process")):
+        lost = CPU_HEAP_OVERHEAD * (said["activations"] + said["buffers"])
+        resident = process + measured.get("copies", 0.0) + CPU_RUN_BYTES + said["total"] + lost
+        said |= {"resident": resident, "reserved": resident if "reserved" in measured else 0.0}
     rows = [PredictedMeasured(name=name, predicted=said.get(name), measured=measured.get(name)) for name in names]
     return tuple(row for row in rows if row.predicted or row.measured)

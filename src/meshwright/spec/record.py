@@ -97,7 +97,8 @@ class StepRecord(StrictModel):
         default_factory=dict,
         description=(
             "bytes by kind (parameters, ...); total: peak allocated; reserved: peak reserved on "
-            "the device (CPU, one rank per host: peak RSS); resident: RSS after the step"
+            "the device (CPU, one rank per host: peak RSS); resident: RSS after the step; on a CPU also its parts "
+            "process (Python and its libraries) and copies (in-memory checkpoints)"
         ),
     )
     loss_scale: float = 1.0

@@ -30,7 +30,7 @@ from meshwright.runtime.profiler.links import find_slow_links
 from meshwright.spec.grid import micro_batch_rows
 from meshwright.spec.job import LaunchSpec
 from meshwright.spec.record import StepRecord
-from meshwright.train.memory import MemoryRecorder, trace_memory
+from meshwright.train.memory import MemoryRecorder, resident_bytes, trace_memory
 from meshwright.train.metrics import (
     RecordWriter,
     account_batches,
@@ -74,7 +74,7 @@ class TrainLoop:
     ) -> None:
         """`began`: when this rank started, by time.perf_counter()."""
         self.launch, self.channel, self.connection = launch, channel, connection
-        joined = time.perf_counter()
+        joined, process = time.perf_counter(), resident_bytes()
         self.spent = {"join": joined - (joined if began is None else began)}
         self.pulse = Heartbeat(*channel.row)
         self.pulse.at(RankPhase.build)
@@ -91,7 +91,7 @@ class TrainLoop:
         self.trainer = parallelize(
             model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **extra
         )
-        self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder)
+        self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder, process)
         self.control = (
             self.trainer.mesh.world
             if backend_of(self.device).memory_is_host
@@ -212,10 +212,10 @@ class TrainLoop:
                 watched = watched and self.recovery.source != "memory"
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
-                memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)
-                took = {"data_seconds": batches.wait_seconds, "seconds": time.perf_counter() - start}
-                took["between_seconds"] = self.recovery.gap.before(start)
-                record = record.model_copy(update={"memory": memory, "batch": number, **took})
+                number = batch_index(step, self.loader.skipped_batches)
+                took = {"memory": self.memories.of(record, watch, self.recovery.copies), "batch": number}
+                took |= {"data_seconds": batches.wait_seconds, "seconds": time.perf_counter() - start}
+                record = record.model_copy(update={**took, "between_seconds": self.recovery.gap.before(start)})
                 if self.trainer.mesh.world is not None and every and self._due(step + 1, every):
                     self.pulse.at(RankPhase.compare)
                     self.trainer.mend()

@@ -40,6 +40,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
 
 if TYPE_CHECKING:
+    from meshwright.train.memory_checkpointer import MemoryCheckpointer
     from meshwright.train.trainer import Trainer
 
 MAX_TIMELINE_POINTS = 240
@@ -211,8 +212,9 @@ class MemoryRecorder:
     (N: the rank). A step record has only the maximum of each category over all ranks, while every rank has its own
     file. A row is written to the file only after a change, so it is valid until the step of the next row."""
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self.trainer, self.folder = trainer, folder
+    def __init__(self, trainer: Trainer, folder: Path, process: float = 0.0) -> None:
+        """`process`: the RSS before the model was built, that is, of Python and its libraries."""
+        self.trainer, self.folder, self.process = trainer, folder, process
         self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_rank_per_host = len(set(hosts)) == len(hosts)
         """Whether each rank runs on a different host. Only then does the RSS of a rank exclude memory of other ranks.
@@ -221,13 +223,19 @@ class MemoryRecorder:
         self._disk = BackgroundCall[None]("write memory")
         peak_resident_bytes()
 
-    def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
+    def of(
+        self, record: StepRecord, watch: StepMemoryTrace | None, copies: MemoryCheckpointer | None = None
+    ) -> dict[str, float]:
         """Returns this rank's bytes by category after the step of `record`, and its RSS. The bytes at the peak are
         included if the step was traced (`watch` is not None) or the device records its peak. If the device records no
-        peak and each rank has its own host, the peak RSS is included as `reserved`."""
+        peak and each rank has its own host, the peak RSS is included as `reserved`. `copies`: the rank's in-memory
+        checkpoints. On a CPU, they and the process itself are parts of the RSS."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder, self._disk) if watch is not None else {}
-        if peak := backend_of(self.device).peak_memory(self.device):
+        backend = backend_of(self.device)
+        if backend.memory_is_host:
+            found |= {"process": self.process, "copies": 0.0 if copies is None else float(copies.allocated)}
+        if peak := backend.peak_memory(self.device):
             found |= peak
         elif self.is_rank_per_host:
             found["reserved"] = peak_resident_bytes()

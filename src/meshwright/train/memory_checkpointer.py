@@ -128,6 +128,11 @@ class MemoryCheckpointer:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
+    @property
+    def allocated(self) -> int:
+        """Returns the bytes of this rank's in-memory checkpoints."""
+        return self.memory.head.whole if self.memory.head.is_laid else 0
+
     def go_back(self) -> None:
         """Discards all checkpoints after a rollback, since the run repeats their steps. Later checkpoints belong to the
         next history."""

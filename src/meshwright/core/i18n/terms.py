@@ -199,6 +199,8 @@ TERMS: dict[str, dict[str, str]] = {
         "total": "total",
         "reserved": "reserved",
         "resident": "RSS",
+        "process": "process",
+        "copies": "in-memory checkpoints",
         "offloaded": "offloaded",
         "passing": "transient",
     },

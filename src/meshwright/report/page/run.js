@@ -157,13 +157,14 @@ function drawTimeline() {
 // --- tables -----------------------------------------------------------------------------------------------------------------------
 
 function drawPairs(id, group, rows, show) {
-  const most = Math.max(...rows.filter(row => row.name !== "resident").flatMap(row => [row.predicted || 0, row.measured || 0]), 1e-12)
+  const ofProcess = new Set(["resident", "process", "copies"])  // much larger than the rest on a CPU
+  const most = Math.max(...rows.filter(row => !ofProcess.has(row.name)).flatMap(row => [row.predicted || 0, row.measured || 0]), 1e-12)
   const colour = name => name.replace(/ .*/, "")
   const head = ["kind", "predicted", "measured", "ratio"].map(name => make("th", { scope: "col" }, say[name]))
   head.splice(1, 0, make("th", { class: "bars" }))
   const cell = (...inside) => make("td", {}, ...inside)
   table(id, head, rows.map(row => make("tr", {},
-    cell(called(group, row.name)), make("td", { class: "bars" }, row.name === "resident" ? "" : bar([[colour(row.name), row.measured || 0, say.measured]], most, row.predicted ? row.predicted : undefined)),
+    cell(called(group, row.name)), make("td", { class: "bars" }, ofProcess.has(row.name) ? "" : bar([[colour(row.name), row.measured || 0, say.measured]], most, row.predicted ? row.predicted : undefined)),
     cell(row.predicted === null ? "\u2013" : show(row.predicted)), cell(row.within ? say.inside(called(group, row.within)) : row.measured === null ? "\u2013" : show(row.measured)),
     cell(row.ratio === null ? "" : row.ratio.toFixed(2)))))
   document.getElementById(group).hidden = !rows.length
