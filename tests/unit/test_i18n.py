@@ -9,7 +9,7 @@ import re
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from meshwright.spec.workload import Workload
 from meshwright.train.console import RunConsole
 from meshwright.train.straggler import ALL_HEALTHY_TEXT, SlowPhase, Straggler
 
+MAX_WORDS = 35
 CHANGES = [
     RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause=Straggler(3, SlowPhase.computing, 2.1).words),
     RunEvent(kind="rebalanced", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
@@ -107,6 +108,19 @@ def test_every_message_has_a_chinese_entry_and_no_entry_is_unused() -> None:
     found, entries = source_msgids(), read_catalogue("zh").entries
     assert {each for each in found if has_words(each[1])} - entries.keys() == set()
     assert {each for each in entries if each[1]} - found == set()
+
+
+def long_sentences(texts: Iterable[str]) -> list[str]:
+    """The sentences with more than 35 words; what follows a colon or a semicolon is one of its own, as in the docs."""
+    parts = (each for text in texts for each in re.split(r"(?<=[.!?:;])\s+", text))
+    return [each for each in parts if len(each.split()) > MAX_WORDS]
+
+
+def test_no_sentence_of_a_message_or_of_a_help_text_has_more_than_35_words() -> None:
+    helps = {text for _, text in read_catalogue("zh help").entries}
+    assert len(helps) > 100
+    assert long_sentences({template for _, template in source_msgids()} | helps) == []
+    assert len(long_sentences(["Short. " + "word " * 36, "word " * 34 + "word: " + "word " * 3])) == 1
 
 
 def test_every_chinese_entry_has_the_fields_of_its_message() -> None:

@@ -246,9 +246,9 @@ def _probe_foreign_rule(
     raise InputError(
         Message(
             "the optimizer's update of one tensor depends on other tensors, on the number of tensors in a step, or "
-            "on their values when the optimizer is created, but a rank stores only some of the tensors: {steps} "
-            "steps with one tensor at a time differ from {steps} steps with all tensors at once: use an optimizer that "
-            "updates each element (AdamW, SGD) or each tensor (Muon, Adafactor) separately",
+            "on their values at its creation. But a rank stores only some of the tensors: {steps} steps with one "
+            "tensor at a time differ from {steps} steps with all tensors at once: use an optimizer that updates each "
+            "element (AdamW, SGD) or each tensor (Muon, Adafactor) separately",
             steps=steps,
         )
     )

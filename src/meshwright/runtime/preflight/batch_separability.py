@@ -254,9 +254,9 @@ def _repeated_loss(engine: Engine, batch: Batch) -> tuple[float, float]:
         raise PlanRefused(
             Message(
                 "plan {plan}: two forwards of the same rows have the losses {first:.6g} and {second:.6g} (relative "
-                "difference {difference:.1e}), because the model or its loss has a state that cannot be restored (an "
-                "iterator, a variable of a closure, a file, a clock, random numbers that no seed determines): keep it "
-                "in an attribute of a module, or give it in the batch",
+                "difference {difference:.1e}). The model or its loss has a state that cannot be restored (an iterator, "
+                "a variable of a closure, a file, a clock, random numbers that no seed determines): keep it in an "
+                "attribute of a module, or give it in the batch",
                 plan=engine.mesh.plan.name,
                 first=first,
                 second=second,
