@@ -11,6 +11,7 @@
 #   make bench-cluster  regret on emulated clusters (Linux, root)
 #   make docs        write the command pages   make gpu-check   a CUDA device in six parts: speed, memory, NCCL, faults
 #   make site        the documentation as a site in build/site, in English and Chinese, with search, without a network
+#                    SITE_URL=https://...: the public address, for canonical links and the site map
 #   make lock        renew the lock file       make clean   remove what was built, .venv too
 #   make release     build sdist and wheel in dist/, check and try them with both ends of the range of torch; publishes nothing
 #
@@ -108,7 +109,7 @@ docs: $(READY)
 
 # In an environment of its own: the site is built from the pages as they are, so it needs neither torch nor this package.
 site: $(SITE_READY)
-	.venv/site/bin/python docs/build_site.py build/site
+	SITE_URL=$(SITE_URL) .venv/site/bin/python docs/build_site.py build/site
 	echo "to read it: $(PYTHON) -m http.server -d build/site"
 
 $(SITE_READY):

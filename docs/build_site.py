@@ -1,6 +1,7 @@
 """Builds the site of the documentation from the pages in `en/` and `zh/`, with settings and navigation of `mkdocs.yml`:
 
     make site                    # into build/site, strict: a warning is an error
+    make site SITE_URL=https://docs.example.org/meshwright    # for this public address
     python -m http.server -d build/site
 
 MkDocs runs once for each language, so that menus, search and page language agree. The pages are those that are read
@@ -187,6 +188,14 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     return re.sub(r'<p><img [^>]*src="([^"]+\.svg)"[^>]*></p>', drawn, html)
 
 
+def language_settings(site: Path, language: str, address: str) -> dict[str, str]:
+    """Returns the settings of the site of one language. `address` is the public address of the whole site. If it is not
+    empty, every page has its canonical address, and the site map and the page for missing addresses have absolute
+    links. Links between pages are relative in any case, so the same site can be read from a folder."""
+    own = {"docs_dir": str(DOCS / language), "site_dir": str(site / language), "site_name": TITLES[language]}
+    return own | ({"site_url": f"{address.rstrip('/')}/{language}/"} if address else {})
+
+
 class Page(HTMLParser):
     """The anchors and addresses of a page of the site."""
 
@@ -227,8 +236,8 @@ def faults_of(site: Path) -> list[str]:
     return faults
 
 
-def build(site: Path) -> int:
-    """Builds both languages into `site`. Returns the number of pages."""
+def build(site: Path, address: str = "") -> int:
+    """Builds both languages into `site` for the public address `address`. Returns the number of pages."""
     import jieba
     from mkdocs.commands.build import build as build_pages
     from mkdocs.config import load_config
@@ -236,7 +245,7 @@ def build(site: Path) -> int:
     jieba.setLogLevel(logging.WARNING)
     shutil.rmtree(site, ignore_errors=True)
     for language in LANGUAGES:
-        own = {"docs_dir": str(DOCS / language), "site_dir": str(site / language), "site_name": TITLES[language]}
+        own = language_settings(site, language, address)
         config = load_config(str(DOCS / "mkdocs.yml"), hooks=[str(Path(__file__).resolve())], **own)
         config.theme["language"] = language
         if language == "zh":  # English words between Chinese ones are found as they are written
@@ -255,7 +264,7 @@ def build(site: Path) -> int:
 
 def main(site: Path) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    pages = build(site)
+    pages = build(site, os.environ.get("SITE_URL", ""))
     faults = faults_of(site)
     print("\n".join(faults) or f"{pages} pages in {site}, every link leads somewhere, nothing is loaded from elsewhere")
     return int(bool(faults))

@@ -112,6 +112,13 @@ def test_every_diagram_is_on_a_page(language: str) -> None:
     assert not [name for name in pictures if f"pictures/{name}" not in shown]
 
 
+def test_a_public_address_makes_an_address_for_each_language_and_none_invents_none(tmp_path: Path) -> None:
+    for address in ("https://docs.example.org/m", "https://docs.example.org/m/"):
+        found = [build_site.language_settings(tmp_path, each, address)["site_url"] for each in LANGUAGES]
+        assert found == ["https://docs.example.org/m/en/", "https://docs.example.org/m/zh/"]
+    assert "site_url" not in build_site.language_settings(tmp_path, "en", "") and "site_url" not in SETTINGS
+
+
 def test_links_of_a_page_lead_to_where_the_files_are_in_the_site() -> None:
     folder = DOCS / "en"
     found = build_site.linked_files(folder)
