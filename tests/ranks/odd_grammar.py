@@ -257,6 +257,12 @@ ROWS: dict[str, Trick] = {
     "many-rows": Trick(lambda owner, x, index: x + 0.5 * x.mean(0, keepdim=True) if len(x) > 4 else x, against="rows"),
     "few-rows": Trick(lambda owner, x, index: 1.2 * x if len(x) < 3 else x, against="rows"),
     "row-factor": Trick(lambda owner, x, index: x * (1 + 0.2 / max(len(x), 3)), against="rows"),
+    "rows-halves": Trick(
+        lambda owner, x, index: torch.cat([half - 0.2 * half.mean(0, keepdim=True) for half in x.chunk(2)]),
+        against="rows",
+    ),
+    "first-rows": Trick(lambda owner, x, index: torch.cat([1.2 * x[:3], x[3:]]), against="rows"),
+    "split-rows": Trick(lambda owner, x, index: torch.cat([1.2 * part for part in x.chunk(2)])),
     "rows-attention": Trick(
         lambda owner, x, index: x + torch.einsum("blc,alc->bal", x, x).softmax(1).transpose(0, 1).mean(0)[..., None],
         against="rows",

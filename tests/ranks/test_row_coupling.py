@@ -68,6 +68,18 @@ class Net(nn.Module):
             x = Normed.apply(x)
         if self.kind == "hook" and x.requires_grad:
             x.register_hook(lambda gradient: gradient / gradient.norm())
+        if self.kind == "halves":
+            x = torch.cat([half - 0.1 * half.mean(0, keepdim=True) for half in x.chunk(2)])
+        if self.kind == "first rows":
+            x = torch.cat([1.1 * x[:3], x[3:]])
+        if self.kind == "parts":
+            x = torch.cat([1.1 * half for half in x.chunk(2)])
+        if self.kind == "mixup" and self.training:
+            x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        if self.kind == "noise" and self.training:
+            x = x + 0.01 * torch.randn_like(x)
+        if self.kind == "four rows" and self.training:
+            x = x - 0.1 * x.view(-1, 4, *x.shape[1:]).mean(1).repeat_interleave(4, 0)
         if self.kind == "clamp" and x.requires_grad:
             x.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
         logits: torch.Tensor = self.head(x * (1 + self.gate))
@@ -138,6 +150,33 @@ def test_row_coupling_in_backward_only_is_refused_before_the_first_step(ranks: A
     refused_at(ranks.run(2, under, kind, plan), 1)
 
 
+def refused_with(said: list[list[Any]], words: str) -> None:
+    """All ranks refuse the first step with one line that has these words."""
+    assert said[0] == said[1] and len(said[0]) == 1, said
+    assert words in said[0][0] and "\n" not in said[0][0]
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", "pp2.mb2", "dp2.z3.mb1"])
+@pytest.mark.parametrize("kind", ["halves", "first rows"])
+@pytest.mark.covering(2)
+def test_parts_of_the_rows_that_a_micro_batch_divides_otherwise_are_refused(ranks: Any, kind: str, plan: str) -> None:
+    refused_with(ranks.run(2, under, kind, plan, 8), "depends on the number of rows at test_row_coupling.py:")
+
+
+@pytest.mark.parametrize("plan", ["dp2.mb2", pytest.param("pp2.mb2", marks=pytest.mark.soak)])
+def test_rows_that_random_numbers_mix_are_refused(ranks: Any, plan: str) -> None:
+    refused_with(ranks.run(2, under, "mixup", plan, 8), "mixes the rows of a batch in training, by random numbers")
+
+
+def test_random_numbers_that_leave_rows_independent_are_not_refused(ranks: Any) -> None:
+    for losses in ranks.run(2, under, "noise", "dp2.mb2", 8):
+        assert all(isinstance(each, float) for each in losses), losses
+
+
+def test_code_that_fails_with_few_rows_is_refused_in_one_line(ranks: Any) -> None:
+    refused_with(ranks.run(2, under, "four rows", "dp2.mb2", 8), "the model or its loss fails with some rows")
+
+
 @pytest.mark.parametrize("kind", ["gate", "hook"])
 def test_one_row_for_each_rank_is_compared_too(ranks: Any, kind: str) -> None:
     refused_at(ranks.run(2, under, kind, "dp2.mb1", 2), 1)
@@ -148,7 +187,7 @@ def test_a_new_loss_term_is_refused_at_the_step_where_it_appears(ranks: Any) -> 
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-full"])
-@pytest.mark.parametrize("kind", ["plain", "clamp"])
+@pytest.mark.parametrize("kind", ["plain", "clamp", "parts"])
 @pytest.mark.covering(1)
 def test_a_model_with_independent_rows_trains_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
     for losses in ranks.run(2, under, kind, plan):

@@ -23,8 +23,8 @@ parallelism is then also refused if the state depends on the rows.
 
 The check runs in training mode without dropout. If Python code of the model reads values (`if x.mean() > 0`), one
 forward of several micro-batches is also compared with separate forwards, because the halves of one micro-batch may take
-the same branch. A model that draws other random numbers is compared in evaluation mode. If it also draws random numbers
-in evaluation mode, the comparison is skipped. In two cases only losses are compared: with a balance loss of experts,
+the same branch. A model that draws other random numbers is compared in evaluation mode, and in training mode by
+random_mixing.py. If it also draws random numbers in evaluation mode, the first comparison is skipped. In two cases only losses are compared: with a balance loss of experts,
 which is defined for each micro-batch; and with experts in 16 bits, where rounding decides which expert a token goes to.
 If the plan runs the whole batch in one pass, rows are not compared. If such a plan also does not use recompute `full`,
 only the repetition of a forward is checked. If the check finds no difference, it costs six forwards and two forward-
@@ -250,7 +250,7 @@ def _repeated_loss(engine: Engine, batch: Batch) -> tuple[float, float]:
     """
     first, second = (_total_loss(engine, [batch], True, every=True) for _ in range(2))
     multiple = REPEAT_TOLERANCE_64 if engine.recipe.compute == "float64" else REPEAT_TOLERANCE
-    if abs(second - first) > multiple * _loss_tolerance(engine) * abs(first):
+    if abs(second - first) > multiple * loss_tolerance(engine) * abs(first):
         raise PlanRefused(
             Message(
                 "plan {plan}: two forwards of the same rows have the losses {first:.6g} and {second:.6g} (relative "
@@ -278,7 +278,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
     first, noise = _repeated_loss(engine, whole)
     after = _total_loss(engine, [whole], True, preceding=whole)
     # The same kernel may return a different last bit in a second run, so losses are compared with the tolerance `near`.
-    near = max(abs(first) * 1e-2 * _loss_tolerance(engine), 10 * noise)
+    near = max(abs(first) * 1e-2 * loss_tolerance(engine), 10 * noise)
     if not abs(after - first) > near:
         return
     by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, preceding=split_in_half(whole)[0]) - after) > near
@@ -298,7 +298,7 @@ def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
         )
 
 
-def _loss_tolerance(engine: Engine) -> float:
+def loss_tolerance(engine: Engine) -> float:
     """Returns the relative tolerance of the loss. It is larger in 16 bits, because rounding depends on the number of
     rows in a pass."""
     return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
@@ -345,8 +345,8 @@ def _compare_passes(
         once, separate = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
         loss = abs(once.loss - separate.loss) / max(abs(once.loss), abs(separate.loss), 1e-300)
         gradient = _largest_difference(engine, once.gradients.difference(separate.gradients))
-        by_loss = not loss <= _loss_tolerance(engine) and math.isfinite(loss)
-        if not by_loss and gradient.size <= _loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR:
+        by_loss = not loss <= loss_tolerance(engine) and math.isfinite(loss)
+        if not by_loss and gradient.size <= loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR:
             return None
         again = _run_batches(engine, [whole], train, backward, seed=1)
         drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - separate.loss) if by_loss else False
@@ -374,7 +374,7 @@ def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDiff
     all_reduce(sizes, engine.mesh.world).wait()
     at = int(sizes.argmax())
     names = [own.name]
-    if float(sizes[at]) > _loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR and dist.is_initialized():
+    if float(sizes[at]) > loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR and dist.is_initialized():
         names = [own.name] if at == engine.mesh.rank else [""]
         with interruptible_wait():
             dist.broadcast_object_list(names, src=at)

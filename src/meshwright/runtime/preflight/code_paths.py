@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS
@@ -158,12 +159,15 @@ gradient mode, whose argument depends on whether the pass has a backward."""
 
 
 class Recorder(TorchFunctionMode):
-    """Records the call sites of one pass. `codes` caches the owner of each code object."""
+    """Records the call sites of one pass. `codes` caches the owner of each code object. `shapes`: for each call site,
+    the shapes of all its results in order."""
 
-    def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
+    def __init__(self, codes: dict[int, tuple[CodeType, int]], records_shapes: bool = False) -> None:
         super().__init__()
+        self.records_shapes = records_shapes
         self.codes, self.places, self.asks = codes, set[CallSite](), False
         self.numbers = set[tuple[int, int, tuple[float, ...]]]()
+        self.shapes: dict[tuple[int, int], list[torch.Size]] = {}
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -179,7 +183,12 @@ class Recorder(TorchFunctionMode):
             if numbers and name.strip("_") in ARITHMETIC:
                 self.numbers.add((id(frame.f_code), frame.f_lasti, numbers))
             self.asks |= name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        if self.records_shapes and owner == USERS:
+            results = result if isinstance(result, tuple | list) else (result,)
+            shapes = [each.shape for each in results if isinstance(each, torch.Tensor)]
+            self.shapes.setdefault((id(frame.f_code), frame.f_lasti), []).extend(shapes)
+        return result
 
     def _owner(self, frame: Any) -> int:
         code = frame.f_code

@@ -22,10 +22,7 @@ def joint_rows(batches: Sequence[Batch]) -> Batch:
     )
     if second is None:
         return dict(first)
-    return {
-        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in first.items()
-    }
+    return join_rows(first, second)
 
 
 MIN_SHORTENED_LENGTH = 1024
@@ -147,6 +144,14 @@ def split_in_half(whole: Batch) -> list[Batch]:
         }
         for rows in (slice(half), slice(half, None))
     ]
+
+
+def join_rows(first: Batch, second: Batch) -> Batch:
+    """Returns the rows of `first`, then those of `second`."""
+    return {
+        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in first.items()
+    }
 
 
 def join_and_split(batches: Sequence[Batch], rows: int) -> list[Batch]:

@@ -43,7 +43,7 @@ from torch import nn
 
 from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.own_generators import UsedGenerators
-from meshwright.core.errors import InputError, PlanRefused
+from meshwright.core.errors import InputError, MeshwrightError, PlanRefused
 from meshwright.core.messages import Message
 from meshwright.core.printable_text import reason_of
 from meshwright.runtime.backend import backend_of
@@ -62,6 +62,7 @@ from meshwright.runtime.preflight.batch_separability import (
 )
 from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
+from meshwright.runtime.preflight.random_mixing import check_random_mixing
 from meshwright.runtime.preflight.row_batches import shorten_rows
 from meshwright.runtime.preflight.user_writes import (
     check_pass_writes,
@@ -164,6 +165,34 @@ def _try_stage(
         return line, []
 
 
+@contextmanager
+def _refused_if_code_fails(plan: Plan, rows: int, pieces: int) -> Iterator[None]:
+    """Refuses `plan` if the user's code fails inside the context, with the `rows` rows of a micro-batch or with fewer.
+    One device does not run it with so few rows. If the batch has only one of `pieces`, errors are raised as they are.
+
+    Raises:
+        PlanRefused: the model or its loss fails.
+    """
+    try:
+        yield
+    except (MeshwrightError, MemoryError, torch.OutOfMemoryError, ConnectionError):
+        raise
+    except Exception as error:
+        if pieces == 1:
+            raise
+        raise PlanRefused(
+            Message(
+                "plan {plan}: the model or its loss fails with some rows of a batch ({reason}), and this plan divides "
+                "the batch into {pieces} parts of {rows} rows: use dp1 with the batch as one micro-batch, or code that "
+                "runs with any number of rows",
+                plan=plan.name,
+                reason=reason_of(error),
+                pieces=pieces,
+                rows=rows,
+            )
+        ) from error
+
+
 CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
 """Training steps before which checks run. The first step is 1."""
 LAST_EARLY_STEP = 3
@@ -239,7 +268,8 @@ class Preflight:
             self._check_evaluation_analysis(engine.mesh.plan)
         stages = engine.mesh.plan.stages > 1 and not self.stages_run
         due = self.steps + 1 in CHECKED_STEPS and self.steps + 1 != self.checked
-        is_divided = count_pieces(engine.mesh.plan, batches) > 1
+        pieces = count_pieces(engine.mesh.plan, batches)
+        is_divided = pieces > 1
         rows = due or (is_divided and not self.divided) if trains else not self.evaluated
         if stages or rows:
             engine.open_ungated()
@@ -249,10 +279,12 @@ class Preflight:
                 self.evaluated = check_evaluation_separable(engine, batches)
             elif rows:
                 parts = self._shortened(engine, batches)
-                with self.paths.learning():
+                with self.paths.learning(), _refused_if_code_fails(engine.mesh.plan, num_rows(batches[0]), pieces):
                     self.once.names = check_pass_writes(engine, parts)
                     check_own_generators(engine.mesh.plan, self.generators.alive(), engine.run.keeping.generators)
                     check_batch_separable(engine, parts)
+                    if is_divided:
+                        check_random_mixing(engine, parts, pieces)
                 self.checked, self.divided = self.steps + 1, self.divided or is_divided
             engine.zero.reshard_all()
             engine.forget()
@@ -291,7 +323,8 @@ class Preflight:
         engine.open_ungated()
         if engine.mesh.plan.stages > 1 and not self.stages_run:
             self._run_stages(engine, batches[0])
-        found = find_row_count_difference(engine, batches, rows)
+        with _refused_if_code_fails(engine.mesh.plan, num_rows(batches[0]), count_pieces(engine.mesh.plan, batches)):
+            found = find_row_count_difference(engine, batches, rows)
         engine.zero.reshard_all()
         engine.forget()
         return found
@@ -300,7 +333,7 @@ class Preflight:
         """Compares a forward of all rows of `batches` with separate forwards, and raises PlanRefused if they differ.
         `pieces`: the number of micro-batches of the step on all ranks. Every rank calls it, after a step's passes."""
         engine.open_ungated()
-        with self.paths.learning():
+        with self.paths.learning(), _refused_if_code_fails(engine.mesh.plan, num_rows(batches[0]), pieces):
             check_joined_separable(engine, batches, sum(map(num_rows, batches)), pieces)
         engine.zero.reshard_all()
         engine.forget()

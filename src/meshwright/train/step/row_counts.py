@@ -3,24 +3,28 @@ few rows, one device runs all rows at once, and the other checks run at most a f
 
 A copy of the model on the meta device runs forwards with as many rows as a micro-batch and as many as the whole batch,
 which costs no memory. If both call the same torch functions at the same places of the user's code, the number of rows
-counts as harmless, and so does every number between them. Otherwise a bisection finds the smallest number of rows with
-other call sites, and a forward of so many rows is compared with forwards of micro-batches on the plan's ranks. The plan
-is refused if their losses differ. If they do not, the search goes on above this number, MAX_CHANGES times. A call site
-includes the plain numbers of arithmetic functions, such as `x / max(len(x), 8)`. A forward of more than
-MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the memory of a rank, so a line reports the code instead.
+counts as harmless, and so does every number between them. The sizes of the results must be c * rows + d with integers
+c >= 0 and d: half of the rows (`x.chunk(2)`) or the first four (`x[:4]`) of a micro-batch are others than of the batch.
+Otherwise a bisection finds the smallest number of rows with another forward, and a forward of so many rows is compared
+with forwards of micro-batches on the plan's ranks. The plan is refused if their losses differ. If they do not, the
+search goes on above this number, MAX_CHANGES times. A call site includes the plain numbers of arithmetic functions,
+such as `x / max(len(x), 8)`. A forward of more than MAX_COMPARED_MICRO_BATCHES micro-batches might not fit in the
+memory of a rank, so a line reports the code instead.
 
 The same copy shows whether the model runs the same code for shorter rows (`Preflight.shortens`).
 
-For a model that does not run on the meta device, a forward of all rows, but of no more than
-MAX_COMPARED_MICRO_BATCHES micro-batches, is compared. Code of the user's loss is not searched.
+Of the user's loss, only call sites and sizes are compared, as far as it runs on the meta device. For a model that does
+not run on the meta device, a forward of all rows, but of no more than MAX_COMPARED_MICRO_BATCHES micro-batches, is
+compared.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +45,30 @@ MAX_CHANGES = 4
 """The number of changes of the code with the number of rows that are compared, before that of the whole batch."""
 UNKNOWN = -1
 """Returned instead of a number of rows if the copy does not run, or the user's code calls no torch function."""
+
+
+class Forward(NamedTuple):
+    """A forward with `rows` rows: its call sites with their numbers, and by call site the shapes of the results."""
+
+    rows: int
+    path: Path
+    shapes: Mapping[tuple[int, int], Sequence[torch.Size]]
+
+    def other_sizes(self, other: Forward) -> Path:
+        """Returns the call sites with a size that is not c * rows + d in the two forwards. A call site that runs a
+        different number of times is left out."""
+        return frozenset(
+            CallSite(code, at, ())
+            for (code, at), shapes in self.shapes.items()
+            if len(found := other.shapes.get((code, at), ())) == len(shapes)
+            and not all(self._grows_by_rows(other, *pair) for pair in zip(shapes, found, strict=True))
+        )
+
+    def _grows_by_rows(self, other: Forward, shape: torch.Size, found: torch.Size) -> bool:
+        rows = other.rows - self.rows
+        return len(shape) == len(found) and all(
+            (new - old) % rows == 0 and (new - old) // rows >= 0 for old, new in zip(shape, found, strict=True)
+        )
 
 
 class RowCounts:
@@ -91,22 +119,23 @@ class RowCounts:
         Returns False if the copy does not run, or if `short` is `batch`. All ranks call it."""
         accepts = False
         if self.copy is not None and short is not batch:
-            path = self._path(engine, batch, 1)
-            accepts = bool(path) and self._path(engine, short, 1) == path
+            found = self._forward(engine, batch, 1)
+            accepts = bool(found.path) and self._forward(engine, short, 1).path == found.path
         return all(gather_objects(accepts))
 
     def _compare(self, state: TrainState, batches: Sequence[Batch], fewest: int, low: int, first: int) -> bool:
         """Compares a forward of `first` rows, whose call sites differ from those of `low` rows, with forwards of
         micro-batches of `fewest` rows. Returns False if they are too many rows; then a line says so."""
-        here, other = (self._path(state.engine, batches[0], rows) for rows in (low, first))
-        place = describe_path(self._codes, here ^ other)
+        here, other = (self._forward(state.engine, batches[0], rows) for rows in (low, first))
+        sites = (here.path ^ other.path) or here.other_sizes(other)
+        where = describe_path(self._codes, sites)
         if first > MAX_COMPARED_MICRO_BATCHES * fewest:
             self._say(
                 Message(
                     "the model runs other code for batches of {rows} rows or more ({place}), which is not compared "
                     "with one device",
                     rows=first,
-                    place=place,
+                    place=where,
                 )
             )
             return False
@@ -114,13 +143,13 @@ class RowCounts:
         if found is not None:
             raise PlanRefused(
                 Message(
-                    "plan {plan}: the model runs other code for a batch of {rows} rows than for a micro-batch of "
-                    "{fewer} ({place}), with a loss of {together:.6g} instead of {separate:.6g}: use dp1 with the "
-                    "batch as one micro-batch, or code that does not depend on the number of rows",
+                    "plan {plan}: {rows} rows have a loss of {together:.6g} in one pass but {separate:.6g} in "
+                    "micro-batches of {fewer}{place}: use dp1 with the batch as one micro-batch, or code that does not "
+                    "depend on the number of rows",
                     plan=state.plan.name,
                     rows=first,
                     fewer=fewest,
-                    place=place,
+                    place=Message("; the code depends on the number of rows at {place}", place=where) if sites else "",
                     together=found[0],
                     separate=found[1],
                 )
@@ -130,43 +159,52 @@ class RowCounts:
     def _next_other(self, state: TrainState, example: Batch, low: int, bounds: Sequence[int]) -> int:
         """Returns the smallest number of rows above `low` with other call sites than `low`, if one of `bounds` above
         `low` has other call sites, otherwise 0. Returns UNKNOWN if the copy does not run."""
-        path = self._path(state.engine, example, low)
-        if not path:
+        found = self._forward(state.engine, example, low)
+        if not found.path:
             return UNKNOWN
-        other = next((each for each in bounds if each > low and self._path(state.engine, example, each) != path), 0)
-        return self._first_other(state, example, low, other) if other else 0
+        other = next((each for each in bounds if each > low and self._is_other(state, example, found, each)), 0)
+        return self._first_other(state, example, found, other) if other else 0
 
-    def _first_other(self, state: TrainState, example: Batch, low: int, high: int) -> int:
-        """Returns the smallest number of rows above `low` with other call sites than `low`, which `high` has, by
+    def _first_other(self, state: TrainState, example: Batch, found: Forward, high: int) -> int:
+        """Returns the smallest number of rows above those of `found` with another forward, which `high` has, by
         bisection."""
-        path = self._path(state.engine, example, low)
+        low = found.rows
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._path(state.engine, example, middle) == path else (low, middle)
+            low, high = (low, middle) if self._is_other(state, example, found, middle) else (middle, high)
         return high
 
-    def _path(self, engine: Engine, example: Batch, rows: int) -> Path:
-        """Returns the call sites of a forward with `rows` rows. They are empty if the copy does not run."""
+    def _is_other(self, state: TrainState, example: Batch, found: Forward, rows: int) -> bool:
+        other = self._forward(state.engine, example, rows)
+        return other.path != found.path or bool(found.other_sizes(other))
+
+    def _forward(self, engine: Engine, example: Batch, rows: int) -> Forward:
+        """Returns a forward with `rows` rows. Its path is empty if the copy does not run."""
         assert self.copy is not None
         model = self.copy.model
         modes = dict(engine.model.named_modules())
         for path, module in model.named_modules():
             module.training = modes[path].training if path in modes else module.training
-        recorder = Recorder(self._codes)
+        recorder, loss = Recorder(self._codes, records_shapes=True), engine.objective.loss
         twins = MetaTwins(model, None)
-        inputs = engine.objective.inputs({name: _of_rows(value, rows) for name, value in example.items()})
+        batch = {name: _of_rows(value, rows) for name, value in example.items()}
+        inputs = engine.objective.inputs(batch)
         try:
             with (
-                dry_run(model, {}, as_it_trains=True),
+                dry_run(model, {}, as_it_trains=True, loss=loss),
                 isolated_run(engine.model),
                 torch.device("meta"),
                 MetaRunMode(),
                 recorder,
             ):
-                call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
+                output = call_with_tensors(model, {**twins.parameters, **twins.buffers}, (), inputs)
+                numbers = {CallSite(code, at, numbers) for code, at, numbers in recorder.numbers}
+                if loss is not None and engine.batch_loss is None:
+                    with suppress(Exception):  # a loss that reads values does not run on the meta device
+                        loss(output, batch)
         except Exception:  # the first step says what does not run
-            return frozenset()
-        return frozenset({*recorder.places, *(CallSite(code, at, numbers) for code, at, numbers in recorder.numbers)})
+            return Forward(rows, frozenset(), {})
+        return Forward(rows, frozenset({*recorder.places, *numbers}), recorder.shapes)
 
 
 def _of_rows(value: Any, rows: int) -> Any:
