@@ -86,6 +86,24 @@ class Net(nn.Module):
         return logits
 
 
+def weighted_by_counts(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """A loss with a weight that depends on the counts of even and odd labels of all rows."""
+    odd = batch["labels"] % 2
+    weight = (1 - odd).sum() / odd.sum()
+    return F.binary_cross_entropy_with_logits(output[..., 0], odd.to(output), pos_weight=weight)
+
+
+def with_counts(plan: str) -> str:
+    """Of a batch whose first two rows have equal counts, and its other rows not."""
+    batch = batch_of(0, 8)
+    batch["labels"] = torch.tensor([[0, 1] * (LENGTH // 2)] * 2 + [[0, 0, 1] * (LENGTH // 3), [1] * LENGTH] * 3)
+    try:
+        trainer = parallelize(Net("plain").double(), adamw, plan, precision="fp64", loss=weighted_by_counts)
+        return str(trainer.step(batch).loss)
+    except InputError as error:
+        return str(error)
+
+
 class Contrast:
     """A mean over the rows and, from the second step on, a contrast of them."""
 
@@ -175,6 +193,11 @@ def test_random_numbers_that_leave_rows_independent_are_not_refused(ranks: Any) 
 
 def test_code_that_fails_with_few_rows_is_refused_in_one_line(ranks: Any) -> None:
     refused_with(ranks.run(2, under, "four rows", "dp2.mb2", 8), "the model or its loss fails with some rows")
+
+
+def test_rows_of_other_micro_batches_are_compared_too(ranks: Any) -> None:
+    for line in ranks.run(2, with_counts, "tp2.mb2"):
+        assert "rows of a batch depend on each other" in line
 
 
 @pytest.mark.parametrize("kind", ["gate", "hook"])

@@ -24,11 +24,12 @@ parallelism is then also refused if the state depends on the rows.
 The check runs in training mode without dropout. If Python code of the model reads values (`if x.mean() > 0`), one
 forward of several micro-batches is also compared with separate forwards, because the halves of one micro-batch may take
 the same branch. A model that draws other random numbers is compared in evaluation mode, and in training mode by
-random_mixing.py. If it also draws random numbers in evaluation mode, the first comparison is skipped. In two cases only losses are compared: with a balance loss of experts,
-which is defined for each micro-batch; and with experts in 16 bits, where rounding decides which expert a token goes to.
-If the plan runs the whole batch in one pass, rows are not compared. If such a plan also does not use recompute `full`,
-only the repetition of a forward is checked. If the check finds no difference, it costs six forwards and two forward-
-backward passes of one micro-batch, and two forward-backward passes of two rows.
+random_mixing.py. If it also draws random numbers in evaluation mode, the first comparison is skipped. In two cases only
+losses are compared: with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits,
+where rounding decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not
+compared. If such a plan also does not use recompute `full`, only the repetition of a forward is checked. If the check
+finds no difference, it costs six to ten forwards and two forward-backward passes of one micro-batch, and two
+forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ REPEAT_TOLERANCE, REPEAT_TOLERANCE_64 = 0.1, 1e-3
 """Tolerances of the loss of a repeated forward, as multiples of the tolerance of losses. The second is for float64."""
 MAX_COMPARED_MICRO_BATCHES = 8
 """A forward of at most as many rows as this number of micro-batches have is compared. It stores no activations."""
+ROW_SAMPLES = 3
+"""The number of micro-batches whose rows are compared by their loss."""
 MAX_JOINED_ELEMENTS = 1 << 14
 """If the model reads values, micro-batches with this number of elements (tokens) in all are compared in one forward, at
 least two of them."""
@@ -124,8 +127,16 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
     if any(gather_objects(engine.preflight.paths.asks)):
         check_joined_separable(engine, batches, rows, pieces)
-    contents = _whole_batches(batches, rows) if counts else [whole]
+    contents = _whole_batches(batches, rows) if counts else _row_samples(engine, batches)
     _check_rows_independent(engine, contents, pieces, counts, backward=False)
+
+
+def _row_samples(engine: Engine, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yields the rows of up to ROW_SAMPLES micro-batches, because a loss that divides by a count over all rows does not
+    differ if the compared rows happen to have equal counts. All ranks yield the same number of batches."""
+    for index in range(0, min(max(gather_objects(len(batches))), 2 * ROW_SAMPLES), 2):
+        rows = joint_rows(batches[index % len(batches) :])
+        yield rows if engine.objective.loss is None else mask_first_row_labels(rows)
 
 
 def _whole_batches(batches: Sequence[Batch], rows: int) -> Iterator[Batch]:

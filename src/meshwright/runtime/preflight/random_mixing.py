@@ -58,18 +58,18 @@ def _compare_exchanged(engine: Engine, rows: Batch, pieces: int) -> None:
             continue
         total = torch.stack(losses) / engine.mesh.plan.tp
         all_reduce(total, engine.mesh.world).wait()
-        together, apart = float(total[:2].sum()), float(total[2:].sum())
-        if relative_difference(together, apart) > loss_tolerance(engine):
+        together, separate = float(total[:2].sum()), float(total[2:].sum())
+        if relative_difference(together, separate) > loss_tolerance(engine):
             raise PlanRefused(
                 Message(
                     "plan {plan}: the model mixes the rows of a batch in training, by random numbers (as mixup does): "
-                    "exchanging two rows changes the loss from {apart:.6g} to {together:.6g} (relative difference "
+                    "exchanging two rows changes the loss from {separate:.6g} to {together:.6g} (relative difference "
                     "{difference:.1e}), and this plan divides the batch into {pieces} parts: use dp1 with the batch as "
                     "one micro-batch, or mix the rows before the step",
                     plan=engine.mesh.plan.name,
-                    apart=apart,
+                    separate=separate,
                     together=together,
-                    difference=relative_difference(together, apart),
+                    difference=relative_difference(together, separate),
                     pieces=pieces,
                 )
             )
