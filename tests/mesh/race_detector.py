@@ -182,12 +182,18 @@ class RaceDetector(RecordingBackend):
 Backend.by_type["cpu"] = CpuBackend()  # defining a subclass registers it
 
 
+PASS_ON = ("async_collectives.py", "copy_streams.py", "timers.py")
+
+
 def site() -> str:
-    """The function that asks for a wait, outside of the two modules that pass it on."""
+    """The function that asks for a wait, outside of the modules that pass it on."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        passes_on = path.endswith(("copy_streams.py", "timers.py")) or frame.f_code.co_name == "timed_wait"
+        passes_on = (
+            path.endswith(("async_collectives.py", "copy_streams.py", "timers.py"))
+            or frame.f_code.co_name == "timed_wait"
+        )
         if "/meshwright/" in path and not passes_on:
             return f"{path.rpartition('/')[2]}:{frame.f_code.co_qualname}"
         frame = frame.f_back
@@ -198,6 +204,12 @@ class TimedStream(RecordedStream):
     def __init__(self, backend: RaceDetector, actor: Actor) -> None:
         super().__init__(backend)
         self.detector, self.actor = backend, actor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TimedStream) and other.actor is self.actor
+
+    def __hash__(self) -> int:
+        return hash(self.actor)
 
     def wait_stream(self, stream: Any) -> None:
         self.detector.order("wait_stream", self.actor, stream.actor.clock)

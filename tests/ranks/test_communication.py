@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
+from equality import alone, anatomy_of, check, made, make_batch, make_model, make_optimizer, train
 from hosts import hosts
 from pool import Pool
 from world_group import between_hosts
@@ -18,6 +19,7 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.comm.topology import HierarchicalGroup
+from meshwright.runtime.zero.group_weights import GroupWeights
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -155,3 +157,30 @@ def test_every_wait_of_a_stream_is_timed_by_its_events(ranks: Pool, plan: str, k
     for exposed, seconds in ranks.run(parse_plan(plan).world, by_events, plan):
         assert {kind for kind, waited in exposed.items() if waited} == kinds and seconds < 1000.0
         assert all(waited % 1000.0 == 0.0 for waited in exposed.values())
+
+
+def steps_between_hosts(name: str, plan: str, waits: bool) -> tuple[list[float], list[int], dict[str, torch.Tensor]]:
+    """The losses of four steps and of an evaluation, how many groups are being gathered when each step returns, and the
+    weights. `waits`: whether the update waits for them."""
+    start = GroupWeights.all_gather_async
+    at_once = lambda weights: (start(weights), weights.finish_gather())[0]
+    with between_hosts(), mock.patch.object(GroupWeights, "all_gather_async", at_once if waits else start):
+        trainer = parallelize(
+            made(name, "fp32"), make_optimizer, parse_plan(plan).but(bucket=1), clip=1.0, anatomy=anatomy_of(name)
+        )
+        losses, pending = [], []
+        for step in range(4):
+            losses.append(trainer.step(make_batch(name, step)).loss)
+            pending.append(sum(unit.weights.is_gathering for unit in trainer.engine.zero.units))
+        losses.append(trainer.evaluate(make_batch(name, 99)))
+        return losses, pending, trainer.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [("llama", "dp2.z1"), pytest.param("llama-tied", "dp2.z2.mb1", marks=pytest.mark.soak)]
+)
+def test_weights_that_the_next_forward_gathers_train_to_equal_bits(ranks: Any, name: str, plan: str) -> None:
+    overlapped, waiting = (ranks.run(2, steps_between_hosts, name, plan, waits) for waits in (False, True))
+    for one, other in zip(overlapped, waiting, strict=True):
+        assert one[0] == other[0] and min(one[1]) > 2 and not any(other[1])
+        assert all(torch.equal(value, other[2][key]) for key, value in (one[2] or {}).items())

@@ -18,7 +18,7 @@ import pytest
 from meshwright.catalog import read as catalog
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
-from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME
+from meshwright.planner.cost.cost_context import RuntimeModel
 from meshwright.planner.validation import score
 from meshwright.planner.validation.benchmark_cases import benchmark_case, nanotron_stage_split
 from meshwright.planner.validation.intervals import accuracy_data, interval_coverage
@@ -204,7 +204,7 @@ def test_what_a_source_leaves_out_is_the_fastest_plan_that_fits() -> None:
 
 def test_an_unknown_framework_is_taken_for_plain_modules_of_torch() -> None:
     case = benchmark_case(row(system="Someone's trainer"))
-    assert not isinstance(case, str) and case.practice == MESHWRIGHT_RUNTIME._replace(fleeting=True, once_per_step=True)
+    assert not isinstance(case, str) and case.practice == RuntimeModel(fleeting=True, once_per_step=True)
 
 
 @pytest.mark.parametrize(

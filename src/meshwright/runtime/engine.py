@@ -270,6 +270,7 @@ class StageExecutor:
             if self.context is not None:
                 self.context.forget()
         self._check_blocks_run()
+        self.reducer.finish_gathers()  # the loss may read parameters that no forward uses
         with recorded():
             total = self.objective.sum(output, batch)
         if balance is not None:

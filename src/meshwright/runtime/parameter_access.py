@@ -250,7 +250,7 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
             )
     for leaf, tensor in own.items():
         name, value = f"{prefix}{leaf}", given.get(f"{prefix}{leaf}")
-        if isinstance(tensor, InaccessibleTensor):
+        if isinstance(tensor, InaccessibleTensor) and not tensor.opens:
             raise InputError(
                 Message(
                     "plan {plan}: load_state_dict: this rank holds only a shard of {name} {shape}: {way}",

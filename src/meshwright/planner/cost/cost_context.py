@@ -92,7 +92,7 @@ class RuntimeModel(NamedTuple):
     """Fraction of the dispatch to experts that overlaps with the compute of another micro-batch."""
 
 
-MESHWRIGHT_RUNTIME = RuntimeModel()
+MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True)
 
 
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"

@@ -5,8 +5,8 @@ The communication of the runtime, and the compute with which it overlaps:
 
 - ZeRO 0: all-reduce of each bucket during the backward of the last micro-batch.
 - Frozen weights (LoRA) have no gradients, so they are only gathered at ZeRO 3.
-- ZeRO 1: reduce-scatter during the backward of the last micro-batch, then all-reduce over the replicas. After the
-  update, an exposed all-gather of the weights.
+- ZeRO 1: reduce-scatter during the backward of the last micro-batch, then all-reduce over the replicas. All-gather of
+  the weights during the first forward after the update.
 - ZeRO 2: as ZeRO 1, but with a reduce-scatter during every backward.
 - ZeRO 3: all-gather of the weights in forward and in backward, prefetched by one block. (If the ranks of a host share
   their memory, they synchronise and move no data.) Reduce-scatter during every backward. All-reduce over the replicas
@@ -17,7 +17,7 @@ seconds that overlaps with compute of K seconds adds max(C - K, 0) seconds. Comp
 other down (Galvatron's two-stream model). No compute overlaps with the reduction of the last bucket. Expert gradients
 are reduced among the data ranks that have the same experts. With S bytes of gradients, each rank moves 2 S bytes per
 step below ZeRO 3 and 3 S bytes at ZeRO 3 (Rajbhandari et al., ZeRO, section 7). Other runtimes differ:
-`RuntimeModel.replicas_hidden`, `once_per_step` and `messages` (cost_context.py).
+`RuntimeModel.replicas_hidden`, `gather_hidden`, `once_per_step` and `messages` (cost_context.py).
 """
 
 from __future__ import annotations

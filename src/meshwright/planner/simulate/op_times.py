@@ -78,7 +78,8 @@ class StageOpTimes(NamedTuple):
 
 class EndOfStepTimes(NamedTuple):
     """The seconds of a pipeline rank after its last backward: the gradient reduction over replicas, the update on the
-    device (`update`) and on the host (`on_host`), and the gather of the updated weights."""
+    device (`update`) and on the host (`on_host`), and the gather of the updated weights (`weights`), which overlaps
+    with the next forward."""
 
     replicas: float
     update: float

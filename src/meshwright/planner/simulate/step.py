@@ -11,6 +11,7 @@ The following rules apply in addition to the order of the schedule:
   communicate, so compute stops during a collective.
 - Transfers on one port share the bandwidth of the port.
 - At ZeRO 2 and 3, at most MAX_INFLIGHT_REDUCE reductions are in flight while backward fills the next parameter group.
+- The gather of new weights overlaps with the first forward of the next step, so the step ends with its exposed rest.
 - If gradients are clipped, no rank updates before all ranks have reduced their gradients.
 """
 
@@ -21,7 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE, OVERLAP_SLOWDOWN
+from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.simulate.events import (
     LinkPort,
     LinkTransfer,
@@ -295,7 +299,15 @@ class StepSimulator:
         if ending.on_host:
             yield from self._wait(cell, self._compute(cell, ending.on_host), WAIT_HOST)
         if ending.weights:
-            yield from self._wait(cell, self._post(cell, "gather new weights", "data", ending.weights), WAIT_GATHER)
+            seconds = float(overlapped(np.array(ending.weights), np.array(self._forward_seconds(cell))))
+            yield from self._wait(cell, self._post(cell, "gather new weights", "data", seconds), WAIT_GATHER)
+
+    def _forward_seconds(self, cell: SimulatedRank) -> float:
+        """Returns the seconds of the first forward of the next step, with which the gather of new weights overlaps: 0
+        on a CPU."""
+        times = self.play.durations
+        own = [stage for at, stage in enumerate(times.stages) if self.owner[at] == cell.pp and not times.on_host]
+        return sum(piece.compute + piece.exchange for stage in own for piece in stage.forward)
 
     def _wait(self, cell: SimulatedRank, signal: SimEvent, reason: str) -> SimProcess:
         if not signal.fired:

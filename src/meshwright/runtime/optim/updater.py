@@ -17,6 +17,8 @@ their memory. So with torch's own optimizers, which count steps per parameter, t
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
@@ -24,6 +26,7 @@ import torch
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.runtime.comm.async_collectives import CollectiveWork
 from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.optim.full_tensor import FullTensorStep
@@ -47,6 +50,8 @@ class Updater:
         """Names of the parameters that all updates so far have skipped. The optimizer has no states for these
         parameters."""
         self._has_updated = False
+        self._gathers: list[CollectiveWork] = []
+        weakref.finalize(self, _await_gathers, self._gathers)
 
     def full_tensor_step(self, unit: FlatParamGroup) -> FullTensorStep | None:
         """Returns the full-tensor update of `unit`, or None if the optimizer updates flat segments of `unit`."""
@@ -102,11 +107,14 @@ class Updater:
         else:
             self._update_resident(optimizer, scale, step)
         self._has_updated, self.stateless = True, self.stateless & skipped
-        for pending in [unit.weights.all_gather() for unit in reducer.trainable]:
-            pending.wait()
-        # When the step returns, user code may write to the weights, so no rank may still be reading them.
+        self._gathers[:] = [unit.weights.all_gather_async() for unit in reducer.trainable]
+        for unit, pending in zip(reducer.trainable, self._gathers, strict=True):
+            if not unit.weights.is_gathering:
+                pending.wait()
+        # When the step returns, user code may write to the weights, so no rank may still be reading them. A write waits
+        # for an overlapped all-gather.
         if reducer.mesh.plan.zero in (1, 2):
-            reducer.quiesce()
+            reducer.quiesce(finish_gathers=False)
 
     def _skip_params(self, unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
         """Makes the next update of `unit` skip those of its tensors that are in `names`."""
@@ -141,6 +149,18 @@ class Updater:
                 unit.copy_to_params()
                 if creates_states:
                     malloc_trim()
+
+
+MAX_EXIT_SECONDS = 10.0
+"""The longest time that an ending process waits for other ranks to receive its weights."""
+
+
+def _await_gathers(works: Sequence[CollectiveWork]) -> None:
+    """Waits at the end of a process, or of its use of a model, until no other rank receives weights of the last update
+    from it. If an error ends the process, other ranks may have ended too; then the works are complete or time out."""
+    end = time.monotonic() + MAX_EXIT_SECONDS
+    while time.monotonic() < end and not all(work.is_done for work in works):
+        time.sleep(0.001)
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:

@@ -36,6 +36,7 @@ So in backward the gradients from all stages that use the tensor add up.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.runtime.activation_recompute import MutatedBuffers, RecomputePolicy
 from meshwright.runtime.stage_placeholder import skipped_block_output
+from meshwright.runtime.zero.group_weights import GroupWeights
 from meshwright.runtime.zero.param_group import FlatParamGroup
 
 
@@ -328,7 +330,7 @@ class StageCursor:
 
 @dataclass(frozen=True)
 class GatheredGroups:
-    """The parameter groups that a wrapper gathers for its module (ZeRO 3)."""
+    """The parameter groups that a wrapper gathers for its module (ZeRO 3), or waits for (`pending`, ZeRO 1 and 2)."""
 
     units: Sequence[FlatParamGroup] = ()
     previous: Sequence[FlatParamGroup] = ()
@@ -340,6 +342,9 @@ class GatheredGroups:
     is_tied: bool = False
     """Whether another wrapper gathers these weights too. If so, their gradients are complete only long after the
     backward of this module. So this module's wrapper reshards the weights without waiting for the gradients."""
+    pending: Sequence[weakref.ref[GroupWeights]] = ()
+    """The weights whose all-gather may still run when the module is called ([Note: overlapped all-gather] in
+    zero/group_weights.py). The references are weak, so that a copy of the model does not copy process groups."""
 
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -402,6 +407,10 @@ class BlockWrapper:
         if self.index is not None:
             self.run.entered.add(self.index)
         gathered, units = self.gathered, self.gathered.units
+        for reference in gathered.pending:
+            weights = reference()
+            if weights is not None:
+                weights.finish_gather()
         _unshard(units, gathered.following)
         entering = hidden_of(args, kwargs)
         if units and isinstance(entering, torch.Tensor) and entering.requires_grad:

@@ -1,18 +1,19 @@
-"""Makes parameters inaccessible while a rank does not store their full values. ZeRO 3 (zero/group_weights.py) and
+"""Makes parameters inaccessible while a rank does not store their full values. ZeRO 1 to 3 (zero/group_weights.py) and
 parameter_access.py use the guards.
 
 Without a guard, a read would return garbage or crash the process, and a write would be lost. An inaccessible parameter
 still returns its metadata (shape, dtype, device) and its `repr`. Every other operation raises an InputError with a
-one-line message. To deny access, the guard replaces the class of the parameter object, as torch's
-`UninitializedParameter.materialize` does. So references to the parameter in modules and user code stay valid. To allow
-access, the guard restores the original class. Gradient hooks may run while a parameter is inaccessible, so `grad` is
-part of the metadata.
+one-line message, or waits until the values have arrived. To deny access, the guard replaces the class of the parameter
+object, as torch's `UninitializedParameter.materialize` does. So references to the parameter in modules and user code
+stay valid. To allow access, the guard restores the original class. Gradient hooks may run while a parameter is
+inaccessible, so `grad` is part of the metadata.
 
 Cost: 0.13 us per parameter to deny access, and 0.13 us to allow access.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -94,6 +95,13 @@ class InaccessibleTensor:
     used: ClassVar[Callable[[str, torch.Size], None]]
     """Function that is called at an access with the name and the shape of the tensor. It raises InputError, or makes
     the tensor accessible."""
+    opens: ClassVar[bool]
+    """Whether `used` makes the tensor accessible."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copies the tensor as one of its original class, where torch would copy the class of this object."""
+        type(self).used(type(self).tensor_names.get(id(self), "a parameter"), self.shape)  # type: ignore[attr-defined]
+        return copy.deepcopy(self, memo)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,21 +113,21 @@ class InaccessibleTensor:
             if name in METADATA_ATTRIBUTES:
                 return function(*args, **(kwargs or {}))
             own_name, shape = type(used).tensor_names.get(id(used), "a parameter"), used.shape  # type: ignore[attr-defined]
-            if name == "__repr__":
+            if name == "__repr__" and not type(used).opens:  # type: ignore[attr-defined]
                 return f"{own_name} {tuple(shape)} {used.dtype}, closed"  # type: ignore[attr-defined]
         type(used).used(own_name, shape)  # type: ignore[attr-defined]
         return function(*args, **(kwargs or {}))
 
 
 def make_inaccessible_class(
-    tensor_class: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]
+    tensor_class: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None], opens: bool
 ) -> Any:
-    """Returns the class that tensors of class `tensor_class` have while they are inaccessible. `names` and `used`
-    become the attributes `tensor_names` and `used` of `InaccessibleTensor`."""
+    """Returns the class that tensors of class `tensor_class` have while they are inaccessible. `names`, `used` and
+    `opens` become the attributes of `InaccessibleTensor`."""
     return type(tensor_class)(
         f"Closed{tensor_class.__name__}",
         (InaccessibleTensor, tensor_class),
-        {"tensor_names": names, "used": staticmethod(used)},
+        {"tensor_names": names, "used": staticmethod(used), "opens": opens},
     )
 
 
@@ -128,12 +136,19 @@ def _raise_access_error(message: AccessErrorMessage, name: str, shape: torch.Siz
 
 
 class AccessGuard:
-    """Denies and allows access to a set of tensors. `message` returns the error message of an access."""
+    """Denies and allows access to a set of tensors. `message` returns the error message of an access. If `wait` is
+    given, an access calls `wait` instead, which must call `allow`."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        message: AccessErrorMessage,
+        wait: Callable[[], None] | None = None,
+    ) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
+        used = partial(_raise_access_error, message) if wait is None else lambda name, shape: wait()
         classes = {
-            tensor_class: make_inaccessible_class(tensor_class, names, partial(_raise_access_error, message))
+            tensor_class: make_inaccessible_class(tensor_class, names, used, wait is not None)
             for tensor_class in set(map(type, tensors.values()))
         }
         self._classes = [(tensor, type(tensor), classes[type(tensor)]) for tensor in tensors.values()]
@@ -176,7 +191,9 @@ class ForwardAccessGuard:
             if issubclass(tensor_class, InaccessibleTensor):
                 continue
             if tensor_class not in self._classes:
-                self._classes[tensor_class] = make_inaccessible_class(tensor_class, self._names, self._used)
+                self._classes[tensor_class] = make_inaccessible_class(
+                    tensor_class, self._names, self._used, self._message is None
+                )
             self._replaced.append((tensor, tensor_class))
             tensor.__class__ = self._classes[tensor_class]
 

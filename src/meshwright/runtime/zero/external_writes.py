@@ -101,11 +101,11 @@ class ExternalWrites:
             if parameter._version != before:
                 self.names[name] = None
         for unit in self._unsharded:
-            full = unit.weights.full
-            first = full.data_ptr()
-            end = first + full.numel() * full.element_size()
+            first, end = unit.weights.address_range
+            with torch._C.DisableTorchFunctionSubclass():  # an address needs no values
+                places = {name: parameter.data_ptr() for name, parameter in unit.parameters.items()}
             for name, parameter in unit.parameters.items():
-                if not first <= parameter.data_ptr() < end and parameter.numel():
+                if not first <= places[name] < end and parameter.numel():
                     raise InputError(
                         Message(
                             "{name} was replaced after parallelize (model.to, .cuda, .half, or an assignment to "

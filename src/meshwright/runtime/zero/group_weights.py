@@ -11,12 +11,18 @@ update (`GradReducer.quiesce`).
 parameters of the group raises InputError. If the ranks share the full weights, the weights stay in memory, and only the
 parameters become views of a buffer without storage.
 
+[Note: overlapped all-gather] At ZeRO 1 and 2, an update ends when the all-gathers of the updated weights have started
+(`all_gather_async`). The next forward overlaps with them: it waits for the weights of a block before the block runs,
+and for other weights at their first use. Every other access to a parameter waits too, whoever makes it
+(shard/access_guard.py). Ranks that share memory wait in the update, since their processors move the data.
+
 `FlatLayout` describes a flat parameter group: the position of each tensor in the flat buffer, and the range of the
 buffer that is this rank's shard.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -25,7 +31,8 @@ import torch
 from torch import nn
 
 from meshwright.analysis.dry_run import without_write_recording
-from meshwright.runtime.comm.async_collectives import COMPLETED_WORK, CollectiveWork, all_gather
+from meshwright.runtime.backend import DeviceStream, backend_of
+from meshwright.runtime.comm.async_collectives import COMPLETED_WORK, CollectiveWork, all_gather, uses_shared_memory
 from meshwright.runtime.comm.compression import FlatSlice
 from meshwright.runtime.comm.group import CommGroup, ShardPlacement
 from meshwright.runtime.comm.shm.memory import SharedMemory
@@ -220,7 +227,17 @@ class GroupWeights:
         context = layout.context
         self.layout, self.dtype = layout, dtype
         self._all_gather_work: CollectiveWork | None = None
-        self.access_guard = AccessGuard(layout.parameters, sharded_weight_message(context.plan.name))
+        self._pending_gather: CollectiveWork | None = None
+        self._update_stream: DeviceStream | None = None
+        self._gather_guard: AccessGuard | None = None
+        """The guard of an overlapped all-gather. None if updates wait for their all-gathers."""
+        message, group = sharded_weight_message(context.plan.name), layout.shard_group
+        if layout.zero_stage in (1, 2) and group is not None and not uses_shared_memory(group, layout.shard_sizes):
+            finish = weakref.WeakMethod(self.finish_gather)
+            self._gather_guard = AccessGuard(
+                layout.parameters, message, lambda: bound() if (bound := finish()) else None
+            )
+        self.access_guard = AccessGuard(layout.parameters, message)
         offloads = {Offload.parameters, Offload.parameters_disk} & set(context.plan.offload)
         self.shared = (
             make_shared_weights(context.shared_memory, layout.shard_group, layout.numel, dtype)
@@ -228,9 +245,9 @@ class GroupWeights:
             else None
         )
         if self.shared is not None:
-            self.full = self.shared.full
+            self._full = self.shared.full
         else:
-            self.full = layout.allocate(layout.numel, layout.zero_stage in (1, 2), dtype)
+            self._full = layout.allocate(layout.numel, layout.zero_stage in (1, 2), dtype)
         for name, parameter in layout.parameters.items():
             view = layout.view(self.full, name)
             view.copy_(materialize(parameter))
@@ -258,6 +275,19 @@ class GroupWeights:
             self.reshard()
         else:
             self._shard = shard
+
+    @property
+    def full(self) -> torch.Tensor:
+        """Returns the flat buffer of all weights, after an overlapped all-gather has ended. At ZeRO 3 the buffer may
+        have no storage."""
+        self.finish_gather()
+        return self._full
+
+    @property
+    def address_range(self) -> tuple[int, int]:
+        """Returns the first address of `full`, and the address after its end."""
+        first = self._full.data_ptr()
+        return first, first + self._full.nbytes
 
     @property
     def storages(self) -> list[torch.Tensor | NvmeShard]:
@@ -324,6 +354,7 @@ class GroupWeights:
     def write(self, main_params: Sequence[torch.Tensor]) -> None:
         """Copies the updated main weights into this rank's shard, in the dtype of the shard. `main_params` is one
         tensor for the whole shard, or one for each part."""
+        self.finish_gather()
         sizes = [part.stop - part.start for part in self.parts]
         values = main_params[0].split(sizes) if len(main_params) == 1 else main_params
         for storage, part in zip(self.storages, values, strict=True):
@@ -339,12 +370,44 @@ class GroupWeights:
             else COMPLETED_WORK
         )
 
+    def all_gather_async(self) -> CollectiveWork:
+        """Starts `all_gather`. If the ranks do not share memory, the first access to a parameter waits for it ([Note:
+        overlapped all-gather]). Returns the handle, which the caller must wait for if `is_gathering` is False."""
+        work, device = self.all_gather(), self.layout.context.device
+        if self._gather_guard is not None:
+            self._pending_gather, self._update_stream = work, backend_of(device).current_stream(device)
+            self._gather_guard.deny()
+        return work
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether an overlapped all-gather has started and nothing has waited for it yet."""
+        return self._pending_gather is not None
+
+    def finish_gather(self) -> None:
+        """Waits for an overlapped all-gather, if there is one."""
+        work, self._pending_gather = self._pending_gather, None
+        if work is not None:
+            self._finish_gather(work)
+
+    @without_write_recording
+    def _finish_gather(self, work: CollectiveWork) -> None:
+        """Makes the stream of the update, in which the next forward runs, and the stream of the caller wait."""
+        backend, device = backend_of(self.layout.context.device), self.layout.context.device
+        assert self._gather_guard is not None
+        self._gather_guard.allow()
+        with backend.use_stream(self._update_stream):
+            work.wait()
+        here = backend.current_stream(device)
+        if here is not None and self._update_stream is not None and here != self._update_stream:
+            here.wait_stream(self._update_stream)
+
     def device_bytes(self) -> int:
         """Returns the number of bytes of weights that are permanently on the device: the resident part of the shard at
         ZeRO 3, and all weights of the group at ZeRO 0 to 2."""
         shard = self._shard if self.offloaded is None else self.offloaded.resident
         numel = self.layout.numel if self.layout.zero_stage < 3 else len(shard)
-        return numel * self.full.element_size()
+        return numel * self._full.element_size()
 
     def _start_all_gather(self, parts: list[torch.Tensor]) -> None:
         """Allocates the buffer of the full weights, and starts the all-gather into it. `parts` are the parts of this

@@ -185,7 +185,7 @@ class GradReducer:
 
     def begin_step(self, passes: int) -> None:
         """Prepares for a step of `passes` backward passes of each stage."""
-        self.quiesce()
+        self.quiesce(finish_gathers=False)
         for stage in self.stages.values():
             stage.begin_step(passes)
 
@@ -250,10 +250,17 @@ class GradReducer:
         finally:
             self.unused = unused
 
-    def quiesce(self) -> None:
-        """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them. Every rank
-        must call this method. Weights that were gathered ahead of a block that did not run are freed: they would be
-        stale after the write."""
+    def finish_gathers(self) -> None:
+        """Waits for the all-gathers of the last update that no forward has waited for."""
+        for unit in self.trainable:
+            unit.weights.finish_gather()
+
+    def quiesce(self, finish_gathers: bool = True) -> None:
+        """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them: to all
+        buffers, or to all but the weights if `finish_gathers` is False. Every rank must call this method. Weights that
+        were gathered ahead of a block that did not run are freed: they would be stale after the write."""
+        if finish_gathers:
+            self.finish_gathers()
         for unit in self.units:
             unit.weights.cancel_prefetch()
         placements = {id(unit.placement): unit.placement for unit in self.units}.values()
@@ -270,6 +277,7 @@ class GradReducer:
 
     def shutdown(self) -> None:
         """Waits until no other rank still communicates with this rank, so that its process may end."""
+        self.finish_gathers()
         shutdown_groups(tuple(self.mesh.groups.values()))
 
     # --- between backward and update

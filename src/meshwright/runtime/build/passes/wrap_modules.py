@@ -3,6 +3,7 @@ blocks whose weights are all-gathered."""
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ def wrap_modules(
     paths = [graph.block(index) for index in range(graph.count)] if graph.blocks is not None else []
     blocks = [model.get_submodule(path) for path in paths]
     gathered, outer = [GatheredGroups()] * len(paths), list[tuple[nn.Module, GatheredGroups]]()
+    if plan.zero in (1, 2):
+        gathered = _pending_groups(plan, len(paths), by_layer)
     if plan.zero == 3:
         others = _outer_modules(plan, model, graph, by_layer, table, reads)
         of_blocks = _groups_of_blocks(model, paths, by_layer, reads)
@@ -102,6 +105,20 @@ def _groups_of_blocks(
     return [
         GatheredGroups(here, before, after, is_sole)
         for here, before, after, is_sole in zip(own, [[], *own], [*own[1:], []], sole_users)
+    ]
+
+
+def _pending_groups(plan: Plan, blocks: int, by_layer: Mapping[str, Sequence[FlatParamGroup]]) -> list[GatheredGroups]:
+    """Returns for each block the parameter groups whose overlapped all-gather its wrapper waits for. If blocks are
+    compiled, each also waits for all groups outside of the blocks, because compiled code must not wait."""
+    names = [(f"block.{index}", f"block.{index}.experts") for index in range(blocks)]
+    of_blocks = {name for pair in names for name in pair}
+    outside = [name for name in by_layer if plan.compile and name not in of_blocks]
+    return [
+        GatheredGroups(
+            pending=[weakref.ref(unit.weights) for name in (*outside, *pair) for unit in by_layer.get(name, ())]
+        )
+        for pair in names
     ]
 
 
