@@ -77,6 +77,9 @@ OF_GPT2 = (
 )
 """A tied vocabulary, learned positions, norms with biases."""
 
+OF_IMAGES = ("dp2", "dp2.mb4", "tp2", "tp2.mb4", "dp2.z3", "dp2.z3.mb4")
+"""Of a convolutional network. Of one small image, torch unfolds the maps."""
+
 TIED = tuple(f"dp2{size}.z{zero}" for zero in (2, 3) for size in ("", ".mb2", ".mb4", ".mb8"))
 """Of it all numbers of micro-batches where gradients are reduced in units of unlike lengths: 8, 4, 2 and 1."""
 
@@ -165,6 +168,37 @@ def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: st
     world = parse_plan(plan).world
     measured, buffer = map(max, zip(*ranks.run(world, most_and_buffer, model, plan, "fp32"), strict=True))
     assert 0.95 * measured <= expected(model, plan, "fp32") <= 1.05 * (measured + buffer)
+
+
+def most_of_images(plan: str) -> float:
+    """Of the fourth step: checks run passes of their own in the first three."""
+    torch.manual_seed(0)
+    sizes = {"kind": "convnet", "layers": 4, "hidden": 32, "classes": 10}
+    trainer = parallelize(build_reference_model(sizes), functools.partial(torch.optim.AdamW, fused=True), plan)
+    random = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(BATCH, 3, 32, 32, generator=random), torch.randint(10, (BATCH,), generator=random)
+    for _ in range(3):
+        trainer.step({"images": images, "labels": labels})
+    with trace_memory() as watch:
+        trainer.step({"images": images, "labels": labels})
+    trainer.close()
+    held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
+    return float(held + trainer.passing + watch.peak - watch.remaining)
+
+
+@pytest.mark.parametrize("plan", OF_IMAGES)
+def test_ranks_of_a_convolutional_network_allocate_what_the_estimate_says(ranks: Any, plan: str) -> None:
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.cluster_parser import read_cluster
+    from meshwright.planner.inputs.model_parser import read_model
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import parse_plan
+    from meshwright.spec.workload import Workload
+
+    workload = Workload(batch=BATCH, sequence=1, precision="fp32")
+    job = Job(model=read_model("convnet-tiny"), cluster=read_cluster("1x2:cpu"), workload=workload)
+    measured = max(ranks.run(2, most_of_images, plan))
+    assert measured == pytest.approx(estimate(job, parse_plan(plan)).memory.total, rel=0.08)
 
 
 @pytest.mark.parametrize("plan", TIED)

@@ -231,16 +231,18 @@ def test_zero_1_in_one_message_saves_the_hops_of_each_layer_and_owners_add_hops(
         for each in UpdateMessages
     )
     copies = (32 * 9 + 2 * 9) * 64 * constants.SLICE_COPY_SECONDS  # of nine weights a layer, for each rank
-    assert whole["dp64.tp8.z1"].time.data - copies < 0.5 * by_layer["dp64.tp8.z1"].time.data
+    # Although one message for all weights also means an all-reduce of gradients, which takes half as much again.
+    assert whole["dp64.tp8.z1"].time.data - copies < 0.55 * by_layer["dp64.tp8.z1"].time.data
     assert owners["dp512.z1"].time.data > 2 * by_layer["dp512.z1"].time.data
 
 
-def test_zero_1_with_owners_all_reduces_gradients() -> None:
-    scattered, owned = (
+@pytest.mark.parametrize("messages", [UpdateMessages.owners, UpdateMessages.whole])
+def test_zero_1_with_owners_or_one_message_all_reduces_gradients(messages: UpdateMessages) -> None:
+    scattered, summed = (
         of_runtime("16x1:h100@1x100Gb", parse_plan("dp16.z1"), 16, RuntimeModel(reduce_hidden=False, messages=each))
-        for each in (UpdateMessages.layers, UpdateMessages.owners)
+        for each in (UpdateMessages.layers, messages)
     )
-    assert owned.time.data == pytest.approx(1.5 * scattered.time.data, rel=0.05)
+    assert summed.time.data == pytest.approx(1.5 * scattered.time.data, rel=0.05)
 
 
 @pytest.mark.parametrize(("plan", "hidden_calls", "calls"), [("tp2.mb4", 2, 4), ("tp2.sp.mb4", 4, 10)])

@@ -45,8 +45,8 @@ def read_timelines(folder: Path) -> list[MemoryTimeline]:
     if not found:
         raise InputError(
             Message(
-                "run {folder!r} has no memory timeline: ranks write one in the third step after each start; train it "
-                "for three steps",
+                "run {folder!r} has no memory timeline: ranks write one in the fourth step after each start; train it "
+                "for four steps",
                 folder=str(folder),
             )
         )

@@ -51,7 +51,7 @@ from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import parallelize
 
-MEMORY_TRACE_STEP = 2  # number of steps before the traced step; if fewer steps are left, the last one is traced
+MEMORY_TRACE_STEP = 3  # steps before the traced one (checks run extra passes in them); if fewer are left: the last one
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:

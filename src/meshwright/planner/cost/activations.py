@@ -19,6 +19,7 @@ Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -110,6 +111,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
     # When attention runs backward, the activations of the feed-forward (`2.0 * own`) are already freed.
     passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)
+    passing = passing + unfolded_map_bytes(setting, layer, tokens)
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
@@ -200,6 +202,16 @@ def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Ar
     of SOFTMAX_PARTS parts is copied at a time. Returns 0 on other devices and for float32 logits."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp / constants.SOFTMAX_PARTS if copied else 0.0))[:, None]
+
+
+def unfolded_map_bytes(setting: CostContext, layer: LayerSpec, tokens: Array) -> Array:
+    """Returns the bytes of the unfolded input of a convolution on a CPU, over axes (b, s) of GRID_AXES: each element is
+    copied once for each element of the kernel. torch unfolds a single small image in float32 and uses oneDNN otherwise
+    (pytorch/pytorch aten/src/ATen/native/Convolution.cpp, `use_mkldnn`)."""
+    kernel = max((prod(parameter.shape[2:]) for parameter in layer.parameters if len(parameter.shape) == 4), default=0)
+    small = setting.on_host and setting.recipe.size == 4 and layer.output <= constants.ONEDNN_MIN_MAP
+    rows = tokens / setting.job.workload.sequence
+    return ((rows == 1) * (kernel * layer.output * setting.recipe.size * small))[:, None]
 
 
 ABSENT_MOMENT_BYTES = -1e30

@@ -30,6 +30,9 @@ USABLE_MEMORY_FRACTION = 0.98
 """Fraction of a device's memory that a process can use. BigScience's nvidia-smi logs show between 79.15 and 79.35 of 80
 GiB in use. The constant is slightly lower, as a reserve."""
 
+ONEDNN_MIN_MAP = 20480
+"""Elements of the input of a convolution above which torch uses oneDNN on a CPU, even for a single image."""
+
 P2P_BUFFERS = 4
 """Number of buffers for pipeline messages on a rank, each with the size of a hidden state: a hidden state that is
 received in advance, a gradient of a hidden state, and one message that is sent in each direction."""
@@ -175,9 +178,9 @@ SHARED_UNSHARD_SECONDS = 5e-4
 synchronise (90 us of processor time with 4 ranks) and read weights that other ranks have just written. With 20 unshards
 of 7 MiB, a step took 12 ms longer than a step of ZeRO 2 without its all-gather."""
 
-CP_SHARED_BUFFERS = 2
-"""Number of attention messages that a rank stores if ranks share memory: one message that other ranks still read, and
-the next message."""
+SHARED_BUFFERS = 2
+"""Number of messages of attention or of tensor parallelism that a rank stores if ranks share memory: one message that
+other ranks still read, and the next message."""
 
 CPU_UPDATE_PARAMS_PER_SECOND = 4e9
 """Number of parameters that the processors of one node update per second. CPU-Adam takes 1.03 s for 4e9 parameters and

@@ -92,15 +92,18 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
     return np.where(rings > 1, ring, 0.0) + np.where(box.ulysses_ranks > 1, whole, 0.0)
 
 
-def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Returns the bytes of a rank's shared-memory buffers for attention, over axes (b) of GRID_AXES. Rings store the
-    partial gradients of all chunks for two layers. Ulysses stores two messages of heads. The result is 0 if ranks do
-    not share memory."""
+def shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
+    """Returns the bytes of a rank's shared-memory buffers for attention and tensor-parallel sums, over axes (b) of
+    GRID_AXES. Rings store the partial gradients of all chunks for two layers. Ulysses stores two messages of heads,
+    tensor parallelism two hidden states. The result is 0 if ranks do not share memory."""
     rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
     heads = max((layer.query_width for layer in blocks), default=0.0)
     elements = np.where(rings > 1, rings * width, 0.0) + np.where(box.ulysses_ranks > 1, heads, 0.0)
-    return constants.CP_SHARED_BUFFERS * tokens * elements * (setting.recipe.size / box.tp) * setting.shares_memory
+    summed = max((layer.output for layer in blocks), default=0.0) * (box.tp > 1)
+    return (
+        constants.SHARED_BUFFERS * tokens * (elements / box.tp + summed) * setting.recipe.size * setting.shares_memory
+    )
 
 
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:

@@ -27,7 +27,7 @@ from meshwright.planner.cost import constants
 from meshwright.planner.cost import optimizer as asked
 from meshwright.planner.cost.activations import ActivationPeak
 from meshwright.planner.cost.cost_context import CostContext
-from meshwright.planner.cost.cp_ep_comm import cp_shared_buffer_bytes
+from meshwright.planner.cost.cp_ep_comm import shared_buffer_bytes
 from meshwright.planner.cost.offload import offload_fractions, swap_buffer_bytes
 from meshwright.planner.cost.optimizer import (
     full_tensor_bytes,
@@ -256,7 +256,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     )
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * shared_full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1)) + borrowed * wide * size
-    stays = stays + broadcast_to_axis(cp_shared_buffer_bytes(setting, box, tokens), "b")
+    stays = stays + broadcast_to_axis(shared_buffer_bytes(setting, box, tokens), "b")
     return TransientBuffers(at_head * size + stays, other_backward * size + stays, at_end + stays)
 
 
