@@ -18,7 +18,7 @@ from equality import make_batch, make_optimizer
 from recording_backend import recording_device
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_mesh import trace, traced_rank
+from traced_mesh import SEQUENCE, constant_model, graph_of, still, trace, traced_rank
 
 from meshwright.core.ipc import Heartbeat, RankPhase, open_heartbeats
 from meshwright.models.registry import build_reference_model
@@ -38,20 +38,47 @@ VIEWS = {
 }  # fmt: skip
 
 
+class HostTensors(TorchDispatchMode):
+    """Tracks which tensors are in host memory: results of `cpu`, and what is computed from them alone. Counts in
+    `found` operations whose result has a size that only the device knows."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found, self.host = found, dict[int, torch.UntypedStorage]()
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.host[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self.host
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = function.overloadpacket.__name__, [each for each in args if isinstance(each, torch.Tensor)]
+        on_host = bool(given) and all(map(self.has, given))
+        result = function(*args, **(kwargs or {}))
+        if on_host and isinstance(result, torch.Tensor):
+            self.add(result)
+        if not on_host and (name in ("nonzero", "masked_select") or name == "repeat_interleave"):
+            self.found[f"size of {name}"] += (kwargs or {}).get("output_size") is None
+        return result
+
+
 @contextmanager
 def host_reads(found: Counter[str]) -> Iterator[None]:
     """Counts by place where Python code reads values of tensors: on a device, each read waits for it."""
     before = {name: getattr(torch.Tensor, name) for name in READS}
-    depth = [0]
+    depth, tracked = [0], HostTensors(found)
 
     def counted(name: str) -> Any:
         def read(tensor: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-            if not depth[0]:
+            if not depth[0] and not tracked.has(tensor):
                 frame = sys._getframe(1)
                 found[f"{frame.f_code.co_filename.rpartition('/meshwright/')[2]}:{frame.f_code.co_name}"] += 1
             depth[0] += 1
             try:
-                return before[name](tensor, *arguments, **more)
+                result = before[name](tensor, *arguments, **more)
+                return tracked.add(result.clone()) if name == "cpu" else result
             finally:
                 depth[0] -= 1
 
@@ -60,7 +87,8 @@ def host_reads(found: Counter[str]) -> Iterator[None]:
     try:
         for name in READS:
             setattr(torch.Tensor, name, counted(name))
-        yield
+        with tracked:
+            yield
     finally:
         for name, method in before.items():
             setattr(torch.Tensor, name, method)
@@ -99,6 +127,40 @@ def reads_of_a_step(plan: str) -> Counter[str]:
             made.step(make_batch("llama", 3))
         made.close()
     return found
+
+
+WAITS_OF_A_LAYER = {"runtime/expert_parallel/token_dispatcher.py:_gather_counts": 1}
+"""Waits of the host in one forward of a layer with experts, under expert parallelism."""
+OF_HOST_MEMORY = (
+    "runtime/loss.py:count", "train/step/inputs.py:_position_checksum", "train/step/inputs.py:check_batch_across_ranks",
+    "runtime/expert_parallel/token_dispatcher.py:expert_loads", "runtime/expert_parallel/token_dispatcher.py:<listcomp>",
+)  # fmt: skip
+"""Reads of the batch and of the sums of a step, which are in host memory, in each step."""
+
+
+@pytest.mark.parametrize(("plan", "waits"), [("dp1.mb1", {}), ("dp2.ep2.z1.mb1", WAITS_OF_A_LAYER)])
+def test_the_host_waits_at_most_once_in_a_layer_with_experts(plan: str, waits: dict[str, int]) -> None:
+    """Beside the waits of a dense step. On one rank, grouped products need no counts on the host."""
+    layers, micro_batches, found = 2, 2, Counter[str]()
+    with traced_rank(0, parse_plan(plan).world) as rank:
+        made = parallelize(
+            constant_model("mixture", layers), still, plan, precision="bf16", anatomy=graph_of("mixture", layers),
+            prove="never",
+        )  # fmt: skip
+        rank.trains = True
+        made.engine.preflight.skip()
+        made.engine.preflight.analysed = None
+        rows = micro_batches * parse_plan(plan).dp
+        batch = {name: torch.arange(SEQUENCE).repeat(rows, 1) for name in ("input_ids", "labels")}
+        for _ in range(2):
+            made.step(batch)
+        with host_reads(found):
+            made.step(batch)
+        made.close()
+    assert found.pop("train/step/passes.py:backward") == 1
+    for place in OF_HOST_MEMORY:
+        found.pop(place, None)
+    assert found == {place: count * layers * micro_batches for place, count in waits.items()}
 
 
 @pytest.mark.parametrize("plan", ["dp1.mb8", "dp1.mb2", "dp1.z3.rc-full.mb4"])

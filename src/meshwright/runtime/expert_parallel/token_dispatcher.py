@@ -388,7 +388,8 @@ class ExpertDispatcher:
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
-        local = torch.arange(self.each, device=index.device).repeat(group.size).repeat_interleave(mine.to(index.device))
+        # The indices are computed on the host and copied, since the device would report the size of the result.
+        local = torch.arange(self.each).repeat(group.size).repeat_interleave(mine).to(index.device, non_blocking=True)
         if len(local):
             ones = weights.new_ones(len(local), 1)
             computed = self._compute([received, local.unsqueeze(1), ones], {}).reshape(received.shape)
@@ -403,8 +404,8 @@ class ExpertDispatcher:
 
 
 def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Returns the counts of all ranks, (ranks, experts), on the CPU. `counts`: this rank's number of pairs for each
-    expert."""
+    """Returns the counts of all ranks, (ranks, experts), on the CPU: the only wait of the host for the device in a
+    layer. `counts`: this rank's number of pairs for each expert."""
     table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
     async_collectives.all_gather(table.view(-1), counts, group).wait()
     return table.cpu()
