@@ -129,11 +129,12 @@ def reads_of_a_step(plan: str) -> Counter[str]:
     return found
 
 
-WAITS_OF_A_LAYER = {"runtime/expert_parallel/token_dispatcher.py:_gather_counts": 1}
+DISPATCHER = "runtime/expert_parallel/token_dispatcher.py"
+WAITS_OF_A_LAYER = {f"{DISPATCHER}:_gather_counts": 1}
 """Waits of the host in one forward of a layer with experts, under expert parallelism."""
 OF_HOST_MEMORY = (
     "runtime/loss.py:count", "train/step/inputs.py:_position_checksum", "train/step/inputs.py:check_batch_across_ranks",
-    "runtime/expert_parallel/token_dispatcher.py:expert_loads", "runtime/expert_parallel/token_dispatcher.py:<listcomp>",
+    f"{DISPATCHER}:expert_loads", f"{DISPATCHER}:<listcomp>",
 )  # fmt: skip
 """Reads of the batch and of the sums of a step, which are in host memory, in each step."""
 
