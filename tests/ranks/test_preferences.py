@@ -206,6 +206,19 @@ def test_a_dpo_run_goes_on_after_kill_9_and_has_the_losses_of_another_plan(place
         assert len(wanted) == (17, 3)[values] and found == pytest.approx(wanted, rel=1e-9)
 
 
+def test_orpo_from_the_command_line_has_the_losses_of_another_plan(place: Path) -> None:
+    more = ("--preference", "orpo,beta=0.25", "--steps", "6")
+    for run, plan in (("orpo", "dp2.z3.mb1"), ("orpo-tp", "tp2.mb2")):
+        ended(start(place, run, *more, "--plan", plan))
+        assert json.loads((place / "runs" / run / "job.json").read_text())["workload"]["preference"]["loss"] == "orpo"
+    one, other = curve(place, "orpo"), curve(place, "orpo-tp")
+    assert len(one) == 7 and one[-1][0] < one[1][0]
+    for values in (0, 1):
+        found, wanted = ([record[values] for record in run if record[values] is not None] for run in (one, other))
+        assert found == pytest.approx(wanted, rel=1e-9)
+    assert not (place / "runs" / "orpo" / "reference_log_probs.json").exists()
+
+
 def test_plans_that_divide_the_answers_and_unknown_references_are_refused(
     ranks: Any, place: Path, source: Path
 ) -> None:
