@@ -210,6 +210,19 @@ def test_a_bad_tokenizer_folder_is_one_line(tmp_path: Path) -> None:
     text = json.dumps(whole).replace("<|endoftext|>", "<|unknown|>")
     (tmp_path / "tokenizer.json").write_text(text)
     assert "has no end-of-text token" in refusal(open_tokenizer, str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|gone|>"}')
+    assert "has no end-of-text token" in refusal(open_tokenizer, str(tmp_path))
+
+
+@pytest.mark.parametrize("declared", ["<|unknown|>", {"content": "<|unknown|>", "lstrip": False}])
+def test_the_end_of_text_is_the_token_that_the_settings_of_transformers_declare(
+    tmp_path: Path, declared: object
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(BPE.replace("<|endoftext|>", "<|unknown|>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+    assert open_tokenizer(str(tmp_path)).end_of_text == LibraryTokenizer(BPE, "bpe").end_of_text
+    (tmp_path / "tokenizer.json").write_text(BPE)
+    assert open_tokenizer(str(tmp_path)).digest == LibraryTokenizer(BPE, "bpe").digest
 
 
 def test_a_sentencepiece_model_gives_the_ids_of_its_own_library(tmp_path: Path) -> None:

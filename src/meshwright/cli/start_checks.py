@@ -39,7 +39,7 @@ def check_before_ranks(launch: LaunchSpec, question: Job | None, allow_cpu: bool
             )
         )
     if IMAGES_SOURCE not in launch.data.sources:
-        _check_data(launch.data.sources)
+        _check_data(launch)
 
 
 def _has_only_cpus(question: Job) -> bool:
@@ -109,10 +109,18 @@ def _check_tokenizer(launch: LaunchSpec) -> None:
     )
 
 
-def _check_data(sources: tuple[str, ...]) -> None:
-    from meshwright.data.corpus import find_files
+def _check_data(launch: LaunchSpec) -> None:
+    """Raises InputError if a file does not exist, or if the records are pairs and the job is no preference training, or
+    the reverse. Tables are not read, because their library would have to be imported."""
+    from meshwright.data.corpus import ARRAY_SUFFIXES, STDLIB_SOURCE, find_files
+    from meshwright.data.record_form import form_of_records
+    from meshwright.data.records import first_record
 
-    find_files(tuple(str(Path(source).expanduser()) for source in sources if source != "stdlib"))
+    for source in launch.data.sources:
+        files = find_files((str(Path(source).expanduser()),)) if source != STDLIB_SOURCE else []
+        if not any(path.suffix.lower() in (*TABLE_SUFFIXES, *ARRAY_SUFFIXES) for path in files):
+            fields = first_record(files) or {}
+            form_of_records(fields, launch.data.field, source, launch.workload.preference is not None)
 
 
 def cluster_mismatches(question: Job) -> list[str]:

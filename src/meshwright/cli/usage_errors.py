@@ -54,7 +54,7 @@ _OPTION_NAMES = {
     "--set workload.optimizer.weight_decay=0.1": "weight-decay wd",
     "--set workload.optimizer.warmup=100": "warmup warmup-steps num-warmup-steps lr-warmup-iters",
     "--set workload.optimizer.schedule=cosine": "scheduler lr-scheduler lr-scheduler-type lr-decay-style lr-schedule",
-    "--set workload.optimizer.clip=1.0": "clip grad-clip clip-grad max-grad-norm gradient-clipping",
+    "--set workload.optimizer.clip=1.0": "clip grad-clip clip-grad max-grad-norm gradient-clipping gradient-clip-val",
     "--set data.tokenizer=FOLDER": "tokenizer tokenizer-name tokenizer-path tokenizer-model",
     "--set data.field=NAME": "text-column text-field dataset-text-field text-key",
     "--set run.checkpoint_every=100": "checkpoint-every save-every save-steps save-interval checkpoint-interval "
@@ -62,12 +62,14 @@ _OPTION_NAMES = {
     "--set run.evaluate_every=50": "eval-every eval-steps eval-interval evaluate-every",
     "--set run.keep=3": "save-total-limit keep",
     "--set run.track=tensorboard": "tensorboard tb",
-    "--set run.track=wandb": "wandb use-wandb report-to logger tracker trackers track",
+    "--set run.track=wandb": "wandb use-wandb wandb-project wandb-name wandb-entity report-to logger tracker trackers "
+    "track",
     "--set run.track=mlflow": "mlflow",
     "--set run.track=swanlab": "swanlab trackio",
     "--set run.track=prometheus": "prometheus",
     "--resume-from CHECKPOINT": "checkpoint load load-checkpoint ckpt ckpt-path checkpoint-path from-checkpoint",
-    "--preference dpo": "dpo rl rlhf loss-type rl-beta dpo-beta",
+    "--preference dpo": "dpo rl rlhf loss-type ref-model",
+    "--preference dpo,beta=0.1": "beta rl-beta dpo-beta",
     "--preference orpo": "orpo orpo-alpha",
     "--lora rank=8": "lora-r lora-rank use-peft peft",
     "--lang zh": "language locale",
@@ -78,7 +80,7 @@ OPTIONS_BY_NAME = {name: instead for instead, names in _OPTION_NAMES.items() for
 
 REMARKS_BY_NAME = {
     **dict.fromkeys(
-        ("epochs", "num-epochs", "num-train-epochs", "epoch"),
+        ("epochs", "num-epochs", "num-train-epochs", "max-epochs", "epoch"),
         Message("a run has a number of steps: one epoch has rows / batch of them, so write --steps N"),
     ),
     **dict.fromkeys(
@@ -86,7 +88,14 @@ REMARKS_BY_NAME = {
         Message("the same command resumes the run in its folder; --resume-from CHECKPOINT begins a new run"),
     ),
     **dict.fromkeys(
-        ("gradient-accumulation-steps", "grad-accum", "accumulate", "accumulation-steps", "grad-accumulation"),
+        (
+            "gradient-accumulation-steps",
+            "grad-accum",
+            "accumulate",
+            "accumulation-steps",
+            "grad-accumulation",
+            "accumulate-grad-batches",
+        ),
         Message("--batch N is the batch of one update; the plan divides it into micro-batches, which --pin mb=N sets"),
     ),
     **dict.fromkeys(
@@ -102,8 +111,16 @@ REMARKS_BY_NAME = {
         Message("no option is needed: batches are read in the background"),
     ),
     **dict.fromkeys(
-        ("load-in-4bit", "load-in-8bit", "qlora", "quantize", "quantization"),
+        ("load-in-4bit", "load-in-8bit", "qlora", "quantize", "quantization", "bits", "bnb-4bit-quant-type"),
         Message("--lora rank=8,base=nf4 trains adapters of a base in 4 bits"),
+    ),
+    **dict.fromkeys(
+        ("kto", "grpo", "ppo", "ipo", "simpo", "reward-model"),
+        Message("preference training is dpo or orpo: write --preference dpo"),
+    ),
+    **dict.fromkeys(
+        ("strategy", "accelerator", "trainer"),
+        Message("--plan NAME sets the strategy and --cluster the devices; without them the planner chooses"),
     ),
     **dict.fromkeys(
         ("push-to-hub", "hub-model-id"),

@@ -39,11 +39,11 @@ from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import (
     CONVERSATION_FORMS,
     IGNORED_LABEL,
-    PREFERENCE_FORMS,
     InstructionDataset,
     open_instructions,
 )
-from meshwright.data.preferences import ANSWER_FIELDS, PreferenceDataset, encode_pair, form_of_records
+from meshwright.data.preferences import ANSWER_FIELDS, PreferenceDataset, encode_pair
+from meshwright.data.record_form import PREFERENCE_FORMS, form_of_records
 from meshwright.data.records import first_record
 from meshwright.data.sampler import derive_key, random_uniform, random_words
 from meshwright.data.token_arrays import (

@@ -35,13 +35,12 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.data.cache import cached_folder
 from meshwright.data.packing import count_validation_rows
+from meshwright.data.record_form import PREFERENCE_FORMS
 from meshwright.data.records import SourceRecord, iter_records
 from meshwright.data.tokens import Tokenizer
 
 CONVERSATION_FORMS = ("messages", "conversations")
 """Forms of records that a chat template renders."""
-PREFERENCE_FORMS = ("preference", "preference messages")
-"""Forms of records with a chosen and a rejected answer (preferences.py), as text and as messages."""
 GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -62,23 +61,6 @@ ALPACA_PROMPTS = {
     "\n\n### Instruction:\n{instruction}\n\n### Response:",
 }
 """The prompts of Alpaca with and without an input. Source: train.py of tatsu-lab/stanford_alpaca, PROMPT_DICT."""
-
-
-def record_format(fields: dict[str, Any], field: str) -> str:
-    """Returns the form of a record of instructions by its first field: 'messages', 'conversations' (ShareGPT),
-    'instruction' (Alpaca), 'prompt', or one of PREFERENCE_FORMS. Returns '' for text in `field`.
-
-    >>> record_format({"instruction": "Add.", "input": "", "output": "3"}, "text")
-    'instruction'
-    """
-    if field not in fields and ("chosen" in fields or "rejected" in fields):
-        return PREFERENCE_FORMS[isinstance(fields.get("chosen", fields.get("rejected")), list)]
-    for name in ("messages", "conversations"):
-        if isinstance(fields.get(name), list) and (field == name or field not in fields):
-            return name
-    if field not in fields and fields.keys() >= {"instruction", "output"}:
-        return "instruction"
-    return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
 
 
 def usual_record(record: SourceRecord, form: str) -> SourceRecord:

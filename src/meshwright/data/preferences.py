@@ -30,12 +30,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.data.instructions import (
     IGNORED_LABEL,
-    PREFERENCE_FORMS,
     ChatTemplate,
     Int64Array,
     TokenizedConversation,
     encode_completion,
-    record_format,
     split_by_digest,
 )
 from meshwright.data.records import SourceRecord
@@ -45,28 +43,6 @@ ANSWERS = ("chosen", "rejected")
 _DIGEST_VERSION = 1
 ANSWER_FIELDS = {"instruction": "output", "preference": "chosen"}
 """The field that trains a BPE tokenizer, for forms of records with another field than `completion`."""
-
-
-def form_of_records(fields: dict[str, Any], field: str, source: str, is_preference: bool) -> str:
-    """Returns `record_format` of the first record. Raises InputError if the records are pairs and the job has no
-    preference objective, or the reverse. `is_preference`: whether the job has one."""
-    form = record_format(fields, field)
-    if form in PREFERENCE_FORMS and not is_preference:
-        raise InputError(
-            Message(
-                "data source {source}: its records are preference pairs: add --preference dpo or --preference orpo",
-                source=source,
-            )
-        )
-    if is_preference and form not in PREFERENCE_FORMS:
-        raise InputError(
-            Message(
-                "data source {source}: preference training needs records with 'prompt', 'chosen' and 'rejected': name "
-                "such data, or leave --preference out",
-                source=source,
-            )
-        )
-    return form
 
 
 def encode_pair(

@@ -13,6 +13,7 @@ Neural machine translation of rare words with subword units, ACL 2016. The alpha
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,9 +78,10 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library, read from its JSON."""
+    """A tokenizer of the `tokenizers` library, read from its JSON. `declared_end` is the end-of-text token if the
+    tokenizer has none of the usual ones."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, declared_end: str = "") -> None:
         library = _tokenizers_library(name)
         try:
             self._tokenizer = library.Tokenizer.from_str(text)
@@ -97,6 +99,8 @@ class LibraryTokenizer:
         self.vocabulary: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.digest: str = xxhash.xxh3_128_hexdigest(text.encode())
         end = self._first_known(_END_OF_TEXT_TOKENS)
+        if end is None and (end := self._first_known((declared_end,))) is not None:
+            self.digest = xxhash.xxh3_128_hexdigest(f"{self.digest} {end}".encode())
         if end is None:
             raise InputError(
                 Message(
@@ -226,9 +230,21 @@ def tokenizer_file(folder: Path) -> Path | None:
     return next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
 
 
+def _declared_end(folder: Path) -> str:
+    """Returns the end-of-text token that the settings of transformers in `folder` declare, or ''."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    token = settings.get("eos_token") if isinstance(settings, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
 def open_tokenizer(path: str) -> LibraryTokenizer | SentencePieceTokenizer:
     """Opens the tokenizer in a folder, or in a file: a tokenizer.json, or a tokenizer.model of sentencepiece. A folder
-    with both has the same tokenizer twice, and the first is read.
+    with both has the same tokenizer twice, and the first is read. If a tokenizer.json has none of the usual end-of-text
+    tokens, that of the tokenizer_config.json in its folder is used.
 
     Raises:
         InputError: the file is missing, unreadable or not a tokenizer, the tokenizer has no end-of-text token, or
@@ -239,7 +255,7 @@ def open_tokenizer(path: str) -> LibraryTokenizer | SentencePieceTokenizer:
     try:
         if file.suffix == Path(TOKENIZER_FILES[1]).suffix:
             return SentencePieceTokenizer(file.read_bytes(), path)
-        return LibraryTokenizer(file.read_text(encoding="utf-8"), path)
+        return LibraryTokenizer(file.read_text(encoding="utf-8"), path, _declared_end(file.parent))
     except FileNotFoundError:
         raise InputError(
             Message(
