@@ -51,6 +51,10 @@ RUNS = {
     "a change in place of what ranks have gathered": ("back:in-place-input", "tp2.sp | tp2.pp2.sp.mb2.zbv"),
     "dropout of everything in a layer that the model checkpoints": ("flow:checkpoint inner:dropout-all", "dp1.mb2"),
     "blocks that run backwards, read by Python code between them": ("between:tolist stack:reversed", "dp2.z3.mb4"),
+    "a reentrant checkpoint, whose first forward has no gradients": (
+        "block:clipped-gradient flow:reentrant",
+        "dp2.z3.mb4 | dp2.z3.mb4.off-parameters",
+    ),
     "a dict that the blocks of two lists write to": ("flow:store stack:two", "dp1.mb8 | dp2.z3.mb4 dp1.mb4.rc-full"),
 }
 REFUSALS = {

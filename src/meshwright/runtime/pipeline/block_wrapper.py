@@ -413,7 +413,9 @@ class BlockWrapper:
                 weights.finish_gather()
         _unshard(units, gathered.following)
         entering = hidden_of(args, kwargs)
-        if units and isinstance(entering, torch.Tensor) and entering.requires_grad:
+        # A reentrant checkpoint of the user's runs the forward without gradients first, and hooks need the second one.
+        has_gradient = torch.is_grad_enabled()
+        if units and has_gradient and isinstance(entering, torch.Tensor) and entering.requires_grad:
             if gathered.is_sole_user and self.called != self.run.passes:
                 entering = entering.view_as(entering)
                 args, kwargs = with_hidden(args, kwargs, entering)
@@ -422,8 +424,8 @@ class BlockWrapper:
             # reductions need no weights, so the weights are resharded when the module's backward ends.
             if any(unit.wgrad_queue or unit.frozen or gathered.is_tied for unit in units):
                 entering.register_hook(self._close_behind_backward)
-        self.called = self.run.passes
-        if self.index is not None and torch.is_grad_enabled():
+        self.called = self.run.passes if has_gradient else self.called
+        if self.index is not None and has_gradient:
             output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.moving)
         else:
             output = self.inner(*args, **kwargs)

@@ -18,6 +18,7 @@ forward costs some microseconds. Passes of compiled blocks are not recorded.
 from __future__ import annotations
 
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -191,13 +192,25 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _owner(self, frame: Any) -> int:
-        code = frame.f_code
-        known = self.codes.get(id(code))
+        known = self.codes.get(id(frame.f_code))
         if known is None:
-            name = f"{frame.f_globals.get('__name__', '')}."
-            ours = name.startswith("meshwright.") and not name.startswith(MODELS)
-            known = self.codes[id(code)] = (code, LAYERS if name.startswith(LAYERS_OF) else OURS if ours else USERS)
+            known = self.codes[id(frame.f_code)] = (frame.f_code, owner_of(frame))
         return known[1]
+
+
+def owner_of(frame: Any) -> int:
+    """Returns the owner of the code of a frame: USERS, LAYERS or OURS."""
+    name = f"{frame.f_globals.get('__name__', '')}."
+    ours = name.startswith("meshwright.") and not name.startswith(MODELS)
+    return LAYERS if name.startswith(LAYERS_OF) else OURS if ours else USERS
+
+
+def in_users_code(error: BaseException) -> bool:
+    """Returns whether a call of the user's code raised `error`. Calls of torch functions pass through function modes of
+    this project, which do not count."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [owner_of(frame) for frame in frames if frame.f_code.co_name != "__torch_function__"]
+    return next((owner == USERS for owner in reversed(owners) if owner != LAYERS), False)
 
 
 def describe_path(codes: Mapping[int, tuple[CodeType, int]], places: Path) -> str:

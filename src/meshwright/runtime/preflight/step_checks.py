@@ -60,7 +60,7 @@ from meshwright.runtime.preflight.batch_separability import (
     count_pieces,
     find_row_count_difference,
 )
-from meshwright.runtime.preflight.code_paths import CodePaths
+from meshwright.runtime.preflight.code_paths import CodePaths, in_users_code
 from meshwright.runtime.preflight.evaluation_checks import EvaluationAnalysis, sequence_refusal
 from meshwright.runtime.preflight.random_mixing import check_random_mixing
 from meshwright.runtime.preflight.row_batches import shorten_rows
@@ -178,7 +178,7 @@ def _refused_if_code_fails(plan: Plan, rows: int, pieces: int) -> Iterator[None]
     except (MeshwrightError, MemoryError, torch.OutOfMemoryError, ConnectionError):
         raise
     except Exception as error:
-        if pieces == 1:
+        if pieces == 1 or not in_users_code(error):
             raise
         raise PlanRefused(
             Message(
