@@ -161,14 +161,14 @@ gradient mode, whose argument depends on whether the pass has a backward."""
 
 class Recorder(TorchFunctionMode):
     """Records the call sites of one pass. `codes` caches the owner of each code object. `shapes`: for each call site,
-    the shapes of all its results in order."""
+    the shapes of the results of each call."""
 
     def __init__(self, codes: dict[int, tuple[CodeType, int]], records_shapes: bool = False) -> None:
         super().__init__()
         self.records_shapes = records_shapes
         self.codes, self.places, self.asks = codes, set[CallSite](), False
         self.numbers = set[tuple[int, int, tuple[float, ...]]]()
-        self.shapes: dict[tuple[int, int], list[torch.Size]] = {}
+        self.shapes: dict[tuple[int, int], list[list[torch.Size]]] = {}
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
         if self.records_shapes and owner == USERS:
             results = result if isinstance(result, tuple | list) else (result,)
             shapes = [each.shape for each in results if isinstance(each, torch.Tensor)]
-            self.shapes.setdefault((id(frame.f_code), frame.f_lasti), []).extend(shapes)
+            self.shapes.setdefault((id(frame.f_code), frame.f_lasti), []).append(shapes)
         return result
 
     def _owner(self, frame: Any) -> int:

@@ -48,26 +48,31 @@ UNKNOWN = -1
 
 
 class Forward(NamedTuple):
-    """A forward with `rows` rows: its call sites with their numbers, and by call site the shapes of the results."""
+    """A forward with `rows` rows: its call sites with their numbers, and by call site the shapes of the results of each
+    call."""
 
     rows: int
     path: Path
-    shapes: Mapping[tuple[int, int], Sequence[torch.Size]]
+    shapes: Mapping[tuple[int, int], Sequence[Sequence[torch.Size]]]
 
     def other_sizes(self, other: Forward) -> Path:
-        """Returns the call sites with a size that is not c * rows + d in the two forwards. A call site that runs a
-        different number of times is left out."""
+        """Returns the call sites with a number of calls or results, or a size of a result, that is not c * rows + d in
+        the two forwards."""
         return frozenset(
             CallSite(code, at, ())
-            for (code, at), shapes in self.shapes.items()
-            if len(found := other.shapes.get((code, at), ())) == len(shapes)
-            and not all(self._grows_by_rows(other, *pair) for pair in zip(shapes, found, strict=True))
+            for (code, at), calls in self.shapes.items()
+            if not self._grows_by_rows(other, calls, other.shapes.get((code, at), ()))
         )
 
-    def _grows_by_rows(self, other: Forward, shape: torch.Size, found: torch.Size) -> bool:
-        rows = other.rows - self.rows
-        return len(shape) == len(found) and all(
-            (new - old) % rows == 0 and (new - old) // rows >= 0 for old, new in zip(shape, found, strict=True)
+    def _grows_by_rows(self, other: Forward, here: Any, there: Any) -> bool:
+        """Compares two sizes, or two sequences of sizes and what they contain."""
+        if isinstance(here, int):
+            more, remainder = divmod(there - here, other.rows - self.rows)
+            return more >= 0 and not remainder
+        if not self._grows_by_rows(other, len(here), len(there)):
+            return False
+        return len(here) != len(there) or all(
+            self._grows_by_rows(other, *pair) for pair in zip(here, there, strict=True)
         )
 
 
