@@ -261,6 +261,23 @@ def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no row of the published table has 'nobody' in its family" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("family,stp_time_s", "column 'stp_time_s' is not a column of the built-in table; did you mean 'step_time_s'?"),
+        ("when,what", "column 'when' is not a column of the built-in table"),
+        ("family,family,gpus,", "column '' is not a column of the built-in table"),
+    ],
+)
+def test_a_table_with_an_unknown_column_is_refused(
+    header: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(f"{header}\n1,2\n", encoding="utf-8")
+    assert main(["validate", "--table", str(table)]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_measurements(tmp_path / "none.csv")

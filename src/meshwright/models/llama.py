@@ -1,10 +1,12 @@
 """A decoder in the style of Llama. It has rotary positions, RMSNorm before attention and feed-forward, a SiLU-gated
 feed-forward, grouped key-value heads, and no biases unless `qkv_bias` is set. With `qk_norm`, an RMSNorm over the
-features of each head normalizes queries and keys before the rotation.
+features of each head normalizes queries and keys before the rotation. With `parallel`, attention and feed-forward read
+the same norm, and their outputs are added together.
 
 Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
-Hugging Face stores it); Ainslie et al., GQA (2023); Qwen Team, Qwen3 (2025), section 2 (QK-norm). Parameter names
-follow Hugging Face's LlamaForCausalLM. Shapes use B for batch, T for sequence and C for hidden features.
+Hugging Face stores it); Ainslie et al., GQA (2023); Qwen Team, Qwen3 (2025), section 2 (QK-norm); Chowdhery et al.,
+PaLM (2022), section 2 (parallel layers). Parameter names follow Hugging Face's LlamaForCausalLM. Shapes use B for
+batch, T for sequence and C for hidden features.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from meshwright.models.model_io import ModelOutput, document_mask, output_with_l
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes of the model. `head_dim` 0 means hidden / heads. `qkv_bias`: whether query, key and value have biases,
-    as in Qwen2. `qk_norm`: whether queries and keys are normalized, as in Qwen3.
+    as in Qwen2. `qk_norm`: whether queries and keys are normalized, as in Qwen3. `parallel`: whether a block has one
+    norm, which attention and feed-forward read, as in PaLM.
     """
 
     layers: int
@@ -36,6 +39,7 @@ class LlamaConfig:
     qkv_bias: bool = False
     rope_base: float = 10_000.0
     qk_norm: bool = False
+    parallel: bool = False
     eps: float = 1e-5
     init_std: float = 0.02
 
@@ -125,19 +129,22 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One decoder block: RMSNorm before attention and before the feed-forward, with residual sums."""
+    """One decoder block: RMSNorm before attention and before the feed-forward, or one for both, with residual sums."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
         self.self_attn = LlamaAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = None if config.parallel else RMSNorm(config.hidden, config.eps)
         self.mlp = LlamaFeedForward(config)
 
     def forward(
         self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, mask)
+        normed = self.input_layernorm(x)
+        if self.post_attention_layernorm is None:
+            return x + self.self_attn(normed, positions, mask) + self.mlp(normed)
+        x = x + self.self_attn(normed, positions, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

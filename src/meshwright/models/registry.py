@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ from meshwright.models.moe import MoeConfig, MoeLlama
 MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 MISSING_PARTS = {
     "bloom": Message("ALiBi positions"),
-    "neox": Message("parallel attention and feed-forward, and no rotation of a part of a head"),
+    "neox": Message("parallel attention and feed-forward with LayerNorm, and no rotation of a part of a head"),
 }
 """What kinds of the catalog have that no reference model has."""
 
@@ -70,9 +71,10 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         )
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
-    qk_norm = bool(int(given.get("qk_norm", 0)))
+    qk_norm, parallel = bool(int(given.get("qk_norm", 0))), _optional_count(given, "norms") == 1
     if not _optional_count(given, "experts"):
-        return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base, qk_norm))
+        config = LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base, qk_norm)
+        return Llama(replace(config, parallel=parallel))
     inner = LlamaConfig(
         layers,
         hidden,
@@ -159,14 +161,14 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
             )
         )
     if kind == "decoder" and not (
-        _optional_count(given, "experts")
+        bool(_optional_count(given, "experts")) != (_optional_count(given, "norms") == 1)
         and given.get("norm", "rms") == "rms"
         and given.get("mlp", "swiglu") == "swiglu"
     ):
         raise InputError(
             Message(
-                "kind 'decoder': the reference model needs experts, norm rms and mlp swiglu; set them, or name a "
-                "Hugging Face folder or a module instead"
+                "kind 'decoder': the reference model needs experts or one norm per block (norms: 1), norm rms and mlp "
+                "swiglu; set them, or name a Hugging Face folder or a module instead"
             )
         )
     _check_layers(given)

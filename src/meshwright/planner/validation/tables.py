@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 
 _TABLES_FOLDER = Path(__file__).parent / "tables"
@@ -63,8 +63,23 @@ class MeasurementRow:
 
 def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
     """Returns the rows of the table at `path`, by default the measurements of the package. Raises InputError if the
-    file cannot be read."""
-    return list(_read_rows(path or _TABLES_FOLDER / "measurements.csv.gz"))
+    file cannot be read, or if it has a column that the package's table does not have."""
+    built_in = _TABLES_FOLDER / "measurements.csv.gz"
+    rows = list(_read_rows(path or built_in))
+    if path is not None and rows:
+        known = next(_read_rows(built_in)).cells
+        for column in rows[0].cells:
+            if column not in known:
+                raise InputError(
+                    Message(
+                        "table {path!r}: column {column!r} is not a column of the built-in table{hint}; rename or "
+                        "remove it",
+                        path=str(path),
+                        column=column,
+                        hint=did_you_mean(column, known),
+                    )
+                )
+    return rows
 
 
 def read_famous_runs() -> list[MeasurementRow]:
