@@ -3,9 +3,11 @@ commands lead back to it."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tomllib
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,16 @@ from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.best_plans import PlanFamily, SearchObjective
-from meshwright.planner.search.branch_and_bound import search_top_plans
-from meshwright.planner.search.ranking import rank_plans, search_plans
+from meshwright.planner.search.best_plans import SearchObjective
+from meshwright.planner.search.ranking import search_plans
 from meshwright.report.page.page_grid import (
-    MAX_PLANS_PER_POINT,
+    PLANS_PER_ANCHOR,
     GridShape,
     PageGrid,
-    PricedPlan,
-    grid_result,
+    grid_shape_for,
     page_axes,
     resize_cluster,
     search_page_grid,
-    with_memory_limit,
 )
 from meshwright.report.page.plan_page import (
     CHART_UNITS,
@@ -43,13 +42,13 @@ from meshwright.report.page.plan_page import (
     read_asset,
     simulate_pipeline,
 )
-from meshwright.spec.estimate import FitStatus, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.estimate import MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.plan import parse_plan
 from meshwright.spec.plan_name import _EXAMPLE_TOKENS
 from meshwright.spec.schedules.schedule import offered_schedules
 
-SMALL: GridShape = (1, 2, 1, 3)
+SMALL: GridShape = (1, 2, 1)
 PAGES = ("plans", "run", "recording")
 
 
@@ -68,40 +67,31 @@ def page_of(job: Job, shape: GridShape = SMALL) -> tuple[PageGrid, dict[str, Any
     return found, embedded(plan_page_text(found, ["meshwright", "plan"], job.cluster.name))
 
 
-def settings_of(found: PageGrid, data: dict[str, Any]) -> list[tuple[Job, dict[str, Any], dict[str, Any]]]:
-    """The job of every setting of the sliders, with its point and its standing in the data."""
-    return [
-        (known.job.but(cluster=with_memory_limit(known.job.cluster, memory)), shown, standing)
-        for known, shown in zip(found.points, data["points"], strict=True)
-        for memory, standing in zip(data["axes"]["memory"], shown["standings"], strict=False)
-    ]
-
-
 EVEN = decoder(((1, 8),), hidden=32, heads=2, vocabulary=108)
 EVEN = EVEN.but(layers=tuple(map(attending(32, 0, 0.0), EVEN.layers)))
 """On four devices with one sequence, two of its plans take the same time but for a rounding."""
 
 
-def check_settings(job: Job) -> None:
+def check_anchors(job: Job) -> None:
+    """The plans of every anchor are on the page, with the memory of their estimates."""
     found, data = page_of(job)
-    memory, time = data["keys"]["memory"], data["keys"]["time"]
-    for asked, shown, standing in settings_of(found, data):
-        try:
-            expected = [entry.plan.name for entry in search_plans(asked, MAX_PLANS_PER_POINT).plans]
-        except MeshwrightError:
-            expected = []
-        assert [shown["plans"][at]["name"] for at, _ in standing["ranked"]] == expected
-        for at, verdict in [*standing["ranked"], *(row[1:] for row in standing["families"])]:
-            entry = shown["plans"][at]
-            priced = estimate(asked, parse_plan(entry["name"]))
-            assert verdict == priced.verdict
-            assert standing["limit"] == pytest.approx(priced.limit, rel=1e-9)
-            assert entry["time"] == pytest.approx([getattr(priced.time, kind) for kind in time], rel=1e-9)
-            assert (entry["speed"], entry["mfu"]) == pytest.approx((priced.tokens_per_second, priced.mfu), rel=1e-9)
+    memory = data["keys"]["memory"]
+    for point, shown in zip(found.points, data["points"], strict=True):
+        assert [entry["name"] for entry in shown["plans"]] == [priced.plan.name for priced in point.plans]
+        assert point.error or len(point.anchors) == len({anchor.cluster.to_json() for anchor in point.anchors})
+        for anchor in point.anchors:
+            try:
+                expected = {entry.name for entry in search_plans(point.job.but(cluster=anchor.cluster), 3).plans}
+            except MeshwrightError:
+                expected = set()
+            assert expected <= {entry["name"] for entry in shown["plans"]}
+            assert isfinite(anchor.score) == bool(expected)
+        for entry in shown["plans"][::4]:
+            priced = estimate(point.job, parse_plan(entry["name"]))
             assert entry["of"] == len(priced.per_stage)
             for rank, sizes in zip(entry["ranks"], entry["memory"], strict=True):
                 assert sizes == pytest.approx([getattr(priced.per_stage[rank], kind) for kind in memory], rel=1e-9)
-            assert entry["memory"][entry["fullest"]] == pytest.approx(
+            assert entry["memory"][entry["peak"]] == pytest.approx(
                 [getattr(priced.memory, kind) for kind in memory], rel=1e-9
             )
 
@@ -109,39 +99,30 @@ def check_settings(job: Job) -> None:
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @example(small_job(EVEN, cluster(1, 4, 2e6), 1, precision="fp32", sequence=32))
 @given(small_jobs())
-def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estimate(job: Job) -> None:
-    check_settings(job)
+def test_every_point_has_the_plans_of_its_searches_and_the_memory_of_their_estimates(job: Job) -> None:
+    check_anchors(job)
 
 
 @pytest.mark.soak
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(small_jobs())
-def test_every_setting_of_20_random_jobs_shows_the_plans_of_a_search(job: Job) -> None:
-    check_settings(job)
+def test_every_point_of_20_random_jobs_has_the_plans_of_its_searches(job: Job) -> None:
+    check_anchors(job)
 
 
-def test_with_a_budget_the_values_of_memory_are_budgets_up_to_the_memory_of_a_device() -> None:
+def test_the_grid_of_points_depends_on_the_plan_space_and_on_nothing_else() -> None:
+    assert inspect.signature(grid_shape_for).parameters.keys() == {"considered"}
+    sizes = [prod(grid_shape_for(considered)) for considered in (10**5, 10**7, 5 * 10**7, 10**9)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 18 and sizes[-1] == 1
+
+
+def test_with_a_budget_the_range_of_memory_is_one_of_budgets_up_to_the_memory_of_a_device() -> None:
     job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
-    axes = page_axes(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
-    assert axes.memories == tuple(size * 2**30 for size in (24, 32, 36, 40))
+    axes = page_axes(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1))
+    assert axes.memory == tuple(size * 2**30 for size in (24, 36, 40))
     assert [on.devices for on in axes.clusters] == [4, 8]
-    budgets = [with_memory_limit(on, memory).budget for on in axes.clusters for memory in axes.memories]
-    assert budgets == [*axes.memories] * 2
-
-
-@pytest.mark.soak
-def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() -> None:
-    job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
-    found, data = page_of(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
-    assert data["budget"] and data["axes"]["memory"] == [size * 2**30 for size in (24, 32, 36, 40)], (
-        "no more than the device has"
-    )
-    assert data["axes"]["devices"] == [4, 8]
-    settings = settings_of(found, data)
-    assert [asked.cluster.budget for asked, _, _ in settings] == data["axes"]["memory"] * 2
-    for asked, shown, standing in settings[::3]:
-        wanted = [(entry.plan.name, entry.estimate.verdict) for entry in search_plans(asked, MAX_PLANS_PER_POINT).plans]
-        assert [(shown["plans"][at]["name"], verdict) for at, verdict in standing["ranked"]] == wanted
+    budgets = [anchor.budget for on in axes.clusters for anchor in axes.anchors(on)][:3]
+    assert budgets == [size * 2**30 for size in (36, 24, 40)]
 
 
 @pytest.mark.parametrize(
@@ -152,15 +133,14 @@ def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() 
     ],
 )
 def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(job: Job) -> None:
-    found, data = page_of(job, (1, 1, 1, 3))
-    answer = search_plans(job, MAX_PLANS_PER_POINT)
+    found, data = page_of(job, (1, 1, 1))
+    answer = search_plans(job, PLANS_PER_ANCHOR)
     shown = data["points"][0]
-    standing = shown["standings"][data["here"][3]]
-    assert [(data["families"][family], shown["plans"][at]["name"]) for family, at, _ in standing["families"]] == [
-        (family.name, family.plan.name) for family in answer.families
-    ]
+    on_page = {(data["families"][entry["family"]], entry["name"]) for entry in shown["plans"]}
+    assert on_page >= {(family.name, family.plan.name) for family in answer.families}
     assert [
-        (data["reasons"][reason], count, shown["examples"][example]) for reason, count, example in standing["rejected"]
+        (data["reasons"][reason], count, shown["examples"][example])
+        for reason, count, example in shown["anchors"][0]["rejected"]
     ] == [(entry.reason, entry.count, entry.example) for entry in answer.rejected]
     assert shown["considered"] == answer.considered
     assert data["lines"]["en"] == {} and set(shown["examples"]) <= data["lines"]["zh"].keys()
@@ -169,7 +149,7 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
 
 def test_nothing_of_the_page_leads_out_of_it() -> None:
     job = small_job()
-    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1))), ["meshwright", "plan"], None)
     assert "default-src 'none'" in text and "connect-src" not in text
     addresses = set(re.findall(r"[a-z]+://[^\s\"'<]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a vocabulary, nothing else"
@@ -182,14 +162,14 @@ def test_nothing_of_the_page_leads_out_of_it() -> None:
 
 def test_what_a_person_wrote_takes_no_place_of_the_frame() -> None:
     job = small_job().but(model=decoder().but(name="{{DATA}}{{STYLE}}"))
-    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1))), ["meshwright", "plan"], None)
     assert "<title>{{DATA}}{{STYLE}}, " in text and embedded(text)["model"]["name"] == "{{DATA}}{{STYLE}}"
 
 
 def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
     job = small_job().but(model=decoder().but(name="</script><b>x"))
     text = plan_page_text(
-        search_page_grid(job, page_axes(job, (1, 1, 1, 1))),
+        search_page_grid(job, page_axes(job, (1, 1, 1))),
         ["meshwright", "plan", "--set", "model.name=</script>"],
         None,
     )
@@ -200,7 +180,7 @@ def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
 @pytest.mark.soak
 def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     job = small_job(decoder(((48, 128),)), cluster(2, 8), 64)
-    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 3, 1))), ["meshwright", "plan"], job.cluster.name)
     once = (
         len(text.encode())
         - sum(len(read_asset(name).encode()) for name in (STYLE_FILE, page_body("plans"), *page_scripts("plans")))
@@ -208,7 +188,7 @@ def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     )
     settings = len(embedded(text)["points"])
     assert settings == 3
-    assert once * 27 / settings + 300_000 + 60_000 < 1e6
+    assert once * 18 / settings + 250_000 + 70_000 < 1e6
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -297,33 +277,19 @@ def job_of_two_groups() -> Job:
 
 def test_the_page_shows_placement_and_memory_limit_of_heterogeneous_ranks() -> None:
     job = job_of_two_groups()
-    found, data = page_of(job, (1, 1, 1, 1))
-    answer, shown = search_plans(job, MAX_PLANS_PER_POINT), data["points"][0]
-    ranked = shown["standings"][0]["ranked"]
-    assert [shown["plans"][at]["name"] for at, _ in ranked] == [entry.name for entry in answer.plans]
-    assert [verdict for _, verdict in ranked] == [entry.estimate.verdict for entry in answer.plans]
+    _, data = page_of(job, (1, 1, 1))
+    answer, shown = search_plans(job, PLANS_PER_ANCHOR), {entry["name"]: entry for entry in data["points"][0]["plans"]}
+    assert {entry.name for entry in answer.plans} <= shown.keys() and data["inputs"].keys() == {"memory"}
     placed = [entry for entry in answer.plans if entry.plan.placement]
-    assert placed
-    for at, _ in ranked:
-        entry = shown["plans"][at]
-        plan = parse_plan(entry["name"])
-        memories = [job.cluster.groups[group].device.memory for group in plan.placement]
-        assert entry.get("limits", []) == pytest.approx([0.98 * memory for memory in memories]) or not plan.placement
-    kin = found.base.standings[0].families
-    assert [(name, priced.plan) for name, priced in kin] == [(family.name, family.plan) for family in answer.families]
-
-
-def test_each_memory_value_has_its_own_fit_status_of_plans_with_unequal_ranks() -> None:
-    job = job_of_two_groups()
-    found = search_top_plans(job, MAX_PLANS_PER_POINT)
-    entries, _ = rank_plans(job, found, MAX_PLANS_PER_POINT)
-    placed = [entry for entry in entries if entry.plan.placement]
-    prices: dict[Plan, PricedPlan] = {}
-    for budget, status in ((0.0, FitStatus.tight), (1e6, FitStatus.no)):
-        limited = job.but(cluster=job.cluster.but(budget=budget))
-        family = PlanFamily(name="pipeline", plan=placed[0].plan, fits=True, seconds=1.0, reserved=1.0)
-        result = grid_result(limited, found, (), (family,), prices)
-        assert result.verdict(result.families[0][1]) == status
+    assert placed and data["inputs"]["memory"][0] == data["inputs"]["memory"][2]
+    for known in answer.plans:
+        entry = shown[known.name]
+        assert entry["verdict"] == known.estimate.verdict
+        seconds = [data["program"]["constants"][-1 - operand] for operand in entry["time"]]
+        assert seconds == pytest.approx([seconds for _, seconds in known.estimate.time], rel=1e-9)
+        memories = [job.cluster.groups[group].device.memory for group in known.plan.placement]
+        assert entry["limits"] == pytest.approx([0.98 * memory for memory in memories]) or not known.plan.placement
+    assert {family.plan.name for family in answer.families} <= shown.keys()
 
 
 def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
@@ -347,16 +313,16 @@ def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
 
 def test_plans_can_be_ranked_by_what_they_leave_free_among_those_that_run() -> None:
     job = small_job(on=cluster(1, 4, 2.0**25))
-    found = search_page_grid(job, page_axes(job, (1, 1, 1, 1)), SearchObjective.headroom, runnable=True)
-    answer = search_plans(job, MAX_PLANS_PER_POINT, SearchObjective.headroom, runnable=True)
-    assert [priced.plan for priced in found.base.standings[0].ranked] == [entry.plan for entry in answer.plans]
+    found = search_page_grid(job, page_axes(job, (1, 1, 1)), SearchObjective.headroom, runnable=True)
+    answer = search_plans(job, PLANS_PER_ANCHOR, SearchObjective.headroom, runnable=True)
+    assert {entry.plan for entry in answer.plans} <= {priced.plan for priced in found.base.plans}
     assert embedded(plan_page_text(found, [], None))["objective"] == "headroom"
 
 
 def test_sequences_end_where_the_positions_of_the_model_do() -> None:
     job = small_job(decoder().but(context=256), batch=7)
-    axes = page_axes(job, (3, 3, 3, 5))
-    assert axes.sequences == (64, 128, 256) and axes.batches == (7, 14) and axes.here == (0, 0, 1, 2)
+    axes = page_axes(job, (3, 3, 3))
+    assert axes.sequences == (64, 128, 256) and axes.batches == (7, 14) and axes.here == (0, 0, 1)
 
 
 def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings(
@@ -388,32 +354,21 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
         "--pin",
         "tp=1,pp=1",
     ]
-    axes = data["axes"]
+    axes, inputs = data["axes"], data["inputs"]
     last = [len(stops) - 1 for stops in axes.values()]
-    places = [(0, 0, 0, 0), (last[0], last[1], 0, last[3])]
-    for devices, batch, sequence, memory in places:
-        cluster = [
-            "--set",
-            f"cluster.name={data['clusters'][devices]}",
-            "--set",
-            f"cluster.memory={axes['memory'][memory]}",
-        ]
+    for devices, batch, memory in ((0, 0, inputs["memory"][0]), (last[0], last[1], inputs["memory"][2])):
         words = [
             *data["command"][1:],
-            *cluster,
-            "--batch",
-            str(axes["batch"][batch]),
-            "--seq",
-            str(axes["sequence"][sequence]),
+            "--cluster",
+            data["clusters"][devices],
+            "--set",
+            f"cluster.memory={memory / 2**30:.0f}GiB",
+            *("--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][0])),
         ]
-        code = main([*words, "--json", "--top", str(MAX_PLANS_PER_POINT)])
+        code = main([*words, "--json", "--top", "3"])
         answer = json.loads(capsys.readouterr().out) if code == 0 else {"plans": []}
-        shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"]) + sequence]
-        ranked = shown["standings"][memory]["ranked"]
-        assert [shown["plans"][at]["name"] for at, _ in ranked] == [entry["name"] for entry in answer["plans"]]
-        assert [shown["plans"][at]["time"][-1] for at, _ in ranked] == pytest.approx(
-            [entry["estimate"]["time"]["step"] for entry in answer["plans"]], rel=1e-9
-        )
+        shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"])]
+        assert {entry["name"] for entry in answer["plans"]} <= {entry["name"] for entry in shown["plans"]}
 
 
 def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

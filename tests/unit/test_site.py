@@ -104,6 +104,12 @@ def test_the_page_of_keys_has_a_row_for_every_key(language: str) -> None:
         assert key_tables.table(section, language) in page, section.path
 
 
+def test_the_pictures_of_the_documentation_show_the_page_and_the_plans_of_today() -> None:
+    page_check = script("page_check")
+    known = json.loads(page_check.PICTURED_FILE.read_text(encoding="utf-8"))
+    assert page_check.pictured() == known, "run make docs where a browser is installed, and look at docs/pictures"
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_diagram_is_on_a_page(language: str) -> None:
     shown = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / language).rglob("*.md"))

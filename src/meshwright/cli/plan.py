@@ -332,19 +332,16 @@ def _report_page(
     from meshwright.report.page.plan_page import plan_page_text
 
     workers = min(os.cpu_count() or 1, 8)
-    axes = page_axes(question, grid_shape_for(answer.seconds / workers))
+    axes = page_axes(question, grid_shape_for(answer.considered))
     print_note(
-        Message(
-            "page: searching a plan for each of {size} settings of devices, batch, sequence and memory", size=axes.size
-        ),
-        language,
+        Message("page: searching plans for {size} settings of devices, batch and sequence", size=axes.size), language
     )
     found = search_page_grid(
         question,
         axes,
         SearchObjective(wanted.objective),
         wanted.runnable,
-        workers if axes.size * answer.seconds > 2.0 else 1,
+        workers if axes.size * answer.seconds > 0.3 else 1,
     )
     cluster = (
         choice.name

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from meshwright.core.codec import OneLine, StrictModel
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
@@ -131,6 +132,18 @@ class NodeGroup(StrictModel):
     )
 
 
+class ClusterRates(StrictModel):
+    """Rates of a cluster that a job file may change, if all nodes are equal."""
+
+    network: BytesPerSecond | None = Field(
+        default=None, ge=1, description="bytes/s per device of the network between nodes"
+    )
+    link: BytesPerSecond | None = Field(default=None, ge=1, description="bytes/s per device of the link inside a node")
+    efficiency: float | None = Field(
+        default=None, ge=1e-3, le=1, description="fraction of peak that large matrix products reach"
+    )
+
+
 class Cluster(StrictModel):
     """Groups of nodes and the network between nodes."""
 
@@ -164,6 +177,38 @@ class Cluster(StrictModel):
     def with_memory(self, memory: float) -> Cluster:
         """Returns the cluster with `memory` bytes on every device."""
         return self.but(groups=tuple(group.but(device=group.device.but(memory=memory)) for group in self.groups))
+
+    @property
+    def rates(self) -> ClusterRates | None:
+        """Returns the rates of the cluster, or None if it has several groups of nodes or several tiers of networks."""
+        if len(self.groups) > 1 or self.tiers:
+            return None
+        (group,) = self.groups
+        return ClusterRates(
+            network=self.network.bandwidth, link=group.link.bandwidth, efficiency=group.device.efficiency
+        )
+
+    def with_rates(self, rates: ClusterRates) -> Cluster:
+        """Returns the cluster with the rates that are set in `rates`.
+
+        Raises: InputError if a rate is set and the cluster has several groups of nodes or several tiers of networks.
+        """
+        changes = rates.model_dump(exclude_none=True)
+        if not changes:
+            return self
+        if self.rates is None:
+            raise InputError(
+                Message(
+                    "cluster.rates is for clusters of equal nodes without tiers; change the rates of {name} in a "
+                    "cluster file",
+                    name=self.name,
+                )
+            )
+        (group,), changed = self.groups, self.rates.but(**changes)
+        group = group.but(
+            link=group.link.but(bandwidth=changed.link), device=group.device.but(efficiency=changed.efficiency)
+        )
+        return self.but(groups=(group,), network=self.network.but(bandwidth=changed.network))
 
     @property
     def host_bandwidth(self) -> float:

@@ -223,7 +223,7 @@ class CostModel:
                 broadcast_to_axis(ranks.numbers, "ro"),
                 broadcast_to_axis([order.virtual_stages for order in box.orders], "o"),
             )
-        return np.asarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
+        return np.asanyarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
     def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
         """Returns the bytes on each class of `ranks`."""
@@ -427,7 +427,7 @@ class CostModel:
         wire = passed - p2p_seconds(self.setting.fabric, 0.0 * size, *group)
         stages = broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
         loaded = 2.0 * broadcast_to_axis(box.counts, "b") * stages * wire
-        return np.maximum(exposed, loaded - busy) if (loaded > busy).any() else exposed
+        return np.maximum(exposed, loaded - busy)
 
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
         """Returns the seconds of the longest backward of a block. `recompute` is 1 where all of the block is

@@ -109,20 +109,21 @@ def shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> A
 def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
     """Returns the seconds of dispatch and combine for one layer of each layer run, over (layer run, b). Forward and
     backward each take this time."""
-    found = np.zeros((len(setting.entries), len(tokens)))
+    none = np.zeros(len(tokens))
     if box.layout.ep == 1:
-        return found
+        return np.stack([none] * len(setting.entries))
     size, group = setting.recipe.size / box.tp, (setting.fabric, box.layout.ep, expert_stride(box))
     exposed = 2.0 * (1.0 - setting.practice.dispatch_hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
-    for at, entry in enumerate(setting.entries):
-        if entry.layer.routed and not entry.copy:
-            sent = tokens * (entry.layer.routed * size)
-            found[at] = exposed * (
-                dispatch_seconds(*group, sent, entry.layer.routed / setting.job.model.hidden)
-                if setting.practice.node_copies
-                else all_to_all_seconds(*group, sent)
-            )
-    return found
+    found = []
+    for entry in setting.entries:
+        sent = tokens * (entry.layer.routed * size)
+        if not entry.layer.routed or entry.copy:
+            found.append(none)
+        elif setting.practice.node_copies:
+            found.append(exposed * dispatch_seconds(*group, sent, entry.layer.routed / setting.job.model.hidden))
+        else:
+            found.append(exposed * all_to_all_seconds(*group, sent))
+    return np.stack(found)
 
 
 def expert_stride(box: PlanGrid) -> int:

@@ -178,9 +178,9 @@ def _zero_one_reduce_seconds(
     element divided by those of a weight element, `scatter` the seconds of one reduce-scatter for each parameter
     group."""
     if setting.practice.messages == UpdateMessages.owners:
-        return np.asarray(sum(each.scatter.reduce(each.whole * sent, each.units) for each in volumes))
+        return np.asanyarray(sum(each.scatter.reduce(each.whole * sent, each.units) for each in volumes))
     if setting.practice.messages == UpdateMessages.whole and not setting.practice.reduce_hidden:
-        return np.asarray(sum(each.scatter.reduce(each.whole * sent) for each in volumes))
+        return np.asanyarray(sum(each.scatter.reduce(each.whole * sent) for each in volumes))
     return scatter
 
 
@@ -258,7 +258,7 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
         * setting.recipe.gradient_size
         * np.where(box.zero >= 1, shard_fraction(box), 1.0)
     )
-    return np.asarray(collective_rates(setting.fabric, box.tp, box.strides["tp"]).reduce(size))
+    return np.asanyarray(collective_rates(setting.fabric, box.tp, box.strides["tp"]).reduce(size))
 
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:

@@ -50,6 +50,7 @@ is the minimum over these tiers. Over gloo, the data of all other blocks passes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import pairwise
 from math import ceil, log2
 from typing import Any, NamedTuple
@@ -240,8 +241,8 @@ def collective_rates(
     concurrent, blocks = counts[0], [ceil(ranks / count) for count in counts]
     hops = [(before - after, link) for (before, after), link in zip(pairwise(blocks), links.links[1:], strict=False)]
     levels = [(before / after, link) for (before, after), link in zip(pairwise(blocks), links.links[1:], strict=False)]
-    bandwidth = min(outer * count for outer, count in zip(links.rates[1:], counts[:-1], strict=False))
-    bandwidth = min(bandwidth, rate) if concurrent > 1 else bandwidth
+    rings = [outer * count for outer, count in zip(links.rates[1:], counts[:-1], strict=False)]
+    bandwidth = reduce(np.minimum, [*rings, rate] if concurrent > 1 else rings)
     turn = COLLECTIVE_START_SECONDS + (ranks - blocks[0]) * near.latency + sum(hop * link.latency for hop, link in hops)
     walk = turn if links.handed else turn + sum((RING_HOP_FACTOR - 1.0) * hop * link.latency for hop, link in hops)
     nodes = blocks[0]
@@ -273,16 +274,19 @@ def _hierarchical_bandwidth(links: LinkModel, counts: tuple[int, ...], times: fl
     [30.0, 120.0]
     """
     near, ranks, concurrent = links.links[0], counts[-1], counts[0]
-    across = max(
-        times * (ranks // concurrent - count // concurrent) / ranks / outer
-        for outer, count in zip(links.rates[1:], counts[:-1], strict=False)
+    across = reduce(
+        np.maximum,
+        [
+            times * (ranks // concurrent - count // concurrent) / ranks / outer
+            for outer, count in zip(links.rates[1:], counts[:-1], strict=False)
+        ],
     )
     return (ranks - 1) / ranks / (across + (concurrent - 1) / concurrent / (near.bandwidth * near.efficiency))
 
 
 def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
     """Returns one `CollectiveRates` whose fields are arrays over `groups`."""
-    return CollectiveRates(*(np.array(values, dtype=float) for values in zip(*groups, strict=True)))
+    return CollectiveRates(*(np.stack(values) for values in zip(*groups, strict=True)))
 
 
 def _ranks_in_blocks(links: LinkModel, ranks: Any, stride: int) -> list[Any]:
@@ -305,7 +309,7 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
         wire = np.maximum(wire, (ranks - inside) / ranks * size / rate)
         hops = hops + (here - inside) * link.latency
         meeting = meeting + np.log2(here / inside) * link.meeting
-    return np.asarray(_pipelined_seconds(wire, calls * hops) + calls * meeting)
+    return np.asanyarray(_pipelined_seconds(wire, calls * hops) + calls * meeting)
 
 
 def dispatch_seconds(links: LinkModel, ranks: int, stride: int, size: Array, top_k: float) -> Array:
@@ -329,7 +333,7 @@ def dispatch_seconds(links: LinkModel, ranks: int, stride: int, size: Array, top
         others = nodes - -(-nodes // inside)
         wire = np.maximum(wire, size / top_k * (others * reached) / rate)
         latency = max(latency, (inside > here) * link.latency)
-    return np.asarray(wire + (COLLECTIVE_START_SECONDS + links.links[0].latency + latency))
+    return np.asanyarray(wire + (COLLECTIVE_START_SECONDS + links.links[0].latency + latency))
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any, stride: int) -> Array:
@@ -339,4 +343,4 @@ def p2p_seconds(links: LinkModel, size: Array, ranks: Any, stride: int) -> Array
     found = each[-1]
     for span, seconds in reversed([*zip(links.spans, each, strict=False)]):
         found = np.where(span % (ranks * stride) == 0, seconds, found)
-    return np.asarray(found)
+    return np.asanyarray(found)

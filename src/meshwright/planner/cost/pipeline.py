@@ -118,7 +118,9 @@ def min_bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, cou
     """Returns a lower bound of the bubble. The bound stays valid if additional work makes backward longer on some
     ranks."""
     g = ramp_seconds(orders, seconds)
-    return np.asarray((g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True))
+    return np.asanyarray(
+        (g * counts).sum(axis=0, keepdims=True) - np.where(counts > 0, g, 0.0).max(axis=0, keepdims=True)
+    )
 
 
 def any_split_backward(orders: Sequence[ScheduleChoice]) -> bool:
@@ -127,7 +129,7 @@ def any_split_backward(orders: Sequence[ScheduleChoice]) -> bool:
 
 
 def _sum_except_slowest(each: Array, counts: Array, at: Array) -> Array:
-    return np.asarray((each * counts).sum(axis=0, keepdims=True) - _value_of_slowest(each, at))
+    return np.asanyarray((each * counts).sum(axis=0, keepdims=True) - _value_of_slowest(each, at))
 
 
 def _value_of_slowest(each: Array, at: Array) -> Array:

@@ -59,7 +59,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def broadcast_to_axis(array: Any, axes: str) -> Array:
     """Returns `array` with all axes of GRID_AXES. `axes` has one letter for each dimension of `array`, in the order of
     GRID_AXES. The result has length 1 along the other axes."""
-    values = np.asarray(array)
+    values = np.asanyarray(array)
     return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
 
 

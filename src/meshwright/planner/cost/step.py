@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -309,24 +309,32 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
 
 def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
     """Returns the seconds of a step by kind, on the slowest pipeline rank."""
+    return TimeBreakdown(**time_by_kind(box, seconds))
+
+
+def time_by_kind(box: PlanGrid, seconds: StepTime) -> dict[str, Any]:
+    """Returns the fields of `TimeBreakdown` of the only plan in `box`: the seconds on the slowest pipeline rank. The
+    values are symbols if `seconds` is (symbolic.py)."""
     micro_batches = box.micro_batches[0].number
-    parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
-    slowest = int(seconds.each.reshape(-1).argmax())
-    compute, again, tensor, context, expert, data, offload = (float(part[slowest]) * micro_batches for part in parts)
-    time = TimeBreakdown(
-        compute=compute + seconds.update.item(),
-        recompute=again,
-        bubble=seconds.bubble.item(),
-        tensor=tensor,
-        data=data + seconds.once.item(),
-        pipeline=seconds.messages.item(),
-        context=context,
-        expert=expert,
-        offload=offload + seconds.on_host.item(),
-        step=seconds.step.item(),
+    slowest = np.expand_dims(np.argmax(seconds.each.reshape(-1)), 0)
+    compute, again, tensor, context, expert, data, offload = (
+        np.take_along_axis(np.broadcast_to(part, seconds.each.shape).reshape(-1), slowest, 0).item() * micro_batches
+        for part in seconds[:PER_MICRO_BATCH_FIELDS]
     )
+    time = {
+        "compute": compute + seconds.update.item(),
+        "recompute": again,
+        "bubble": seconds.bubble.item(),
+        "tensor": tensor,
+        "data": data + seconds.once.item(),
+        "pipeline": seconds.messages.item(),
+        "context": context,
+        "expert": expert,
+        "offload": offload + seconds.on_host.item(),
+        "step": seconds.step.item(),
+    }
     for (name, _), value in zip(STEP_TERMS, seconds.terms, strict=True):
-        time = time.but(**{name: getattr(time, name) + value.item()})
+        time[name] = time[name] + value.item()
     return time
 
 

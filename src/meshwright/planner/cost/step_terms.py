@@ -38,7 +38,7 @@ def loss_gather_seconds(setting: CostContext, box: PlanGrid) -> Array:
     inner, outer = dp_group_rates(setting, box)
     size = elements * setting.job.workload.batch * setting.recipe.size
     groups = broadcast_to_axis([shards.replicas for shards in box.shards], "z")
-    return np.asarray(inner.gather(size / groups) + outer.gather(size))
+    return np.asanyarray(inner.gather(size / groups) + outer.gather(size))
 
 
 STEP_TERMS: tuple[tuple[str, Callable[[CostContext, PlanGrid], Array]], ...] = (

@@ -32,7 +32,7 @@ from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.inputs.cluster_parser import cluster_from_data, read_cluster
 from meshwright.planner.inputs.model_parser import model_title, read_sizes
 from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.job import Job, RunConfig
 from meshwright.spec.layout import NF4_BITS, NF4_BLOCK_NUMEL
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec, TpRule
@@ -103,6 +103,7 @@ class ClusterChoice(StrictModel):
     budget: Bytes | None = Field(
         default=None, gt=0, description="bytes of device memory that a rank may use; null: nearly all"
     )
+    rates: ClusterRates = Field(default=ClusterRates(), description="rates that replace those of equal nodes")
     failures_per_device_hour: float = Field(
         default=0.0, ge=0, description="failures of a device per hour, for simulate --days; 0: that of the cluster"
     )
@@ -246,14 +247,13 @@ def known_sizes(file: JobFile) -> ArchitectureSizes | None:
 
 
 def resolve_cluster(choice: ClusterChoice) -> Cluster:
-    """Returns the cluster of a job file. Memory size, memory budget and failure rate of the job file replace those of
-    the cluster."""
+    """Returns the cluster of a job file. Memory, budget, rates and failure rate of the job file replace its own."""
     if choice.groups:
-        cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
+        cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget", "rates"}), "$.cluster")
     else:
         cluster = read_cluster(choice.path or (f"local:{choice.local_ranks}" if choice.local_ranks else choice.name))
         cluster = cluster.but(name=choice.name) if choice.local_ranks else cluster
-    cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
+    cluster = (cluster.with_memory(choice.memory) if choice.memory else cluster).with_rates(choice.rates)
     cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
     rate = choice.failures_per_device_hour
     return cluster.but(failures_per_device_hour=rate) if rate else cluster

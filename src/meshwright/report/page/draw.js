@@ -71,7 +71,8 @@ function logTicks(low, high) {
 }
 
 // Draws the axes of a chart with round ticks. Returns functions from values to coordinates. `show` and `unit` format the values of the two axes.
-function axes(low, high, last, show, unit, { log = false, base = 10 } = {}) {
+// `marks` are the ticks of the horizontal axis as [position, value] instead of round ones; marks that would overlap are omitted.
+function axes(low, high, last, show, unit, { log = false, base = 10, marks } = {}) {
   const svg = make("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HIGH + BELOW}`, role: "img" })
   const on = log ? Math.log : value => value
   const x = value => LEFT + (WIDTH - LEFT) * (last[1] > last[0] ? (value - last[0]) / (last[1] - last[0]) : 0.5)
@@ -79,8 +80,11 @@ function axes(low, high, last, show, unit, { log = false, base = 10 } = {}) {
   for (const value of log ? logTicks(low, high) : ticks(low, high, base)) {
     svg.append(make("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value) }), make("text", { class: "right", x: LEFT - 8, y: y(value) + 4 }, show(value)))
   }
-  for (const value of ticks(last[0], last[1])) {
-    const at = x(value)
+  let free = 0
+  for (const [place, value] of marks || ticks(last[0], last[1]).map(value => [value, value])) {
+    const at = x(place)
+    if (marks && at < free) continue
+    free = at + 100
     svg.append(make("line", { class: "grid", x1: at, x2: at, y1: HIGH, y2: HIGH + 4 }), make("text", { class: at > WIDTH - 30 ? "right" : "middle", x: at, y: HIGH + 17 }, unit(value)))
   }
   return { svg, x, y }

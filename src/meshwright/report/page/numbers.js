@@ -7,6 +7,11 @@ function shown(value, step, units) {
 }
 
 const bytes = value => shown(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
+// Formats a rate with three significant digits.
+function rate(value, unit) {
+  const power = Math.min(Math.max(Math.floor(Math.log10(value * 1.0005) / 3), 0), 5)
+  return `${Number((value / 1000 ** power).toPrecision(3))} ${["", "k", "M", "G", "T", "P"][power]}${unit}`
+}
 const parameters = value => shown(value, 1000, ["", "k", "M", "B", "T"])
 const grouped = value => value.toFixed(0).replace(/\B(?=(\d{3})+$)/g, ",")
 const round = value => Number.isInteger(value / 2 ** 30) ? `${value / 2 ** 30} GiB` : bytes(value)

@@ -1,12 +1,17 @@
-"""Searches plans for all settings that the page of `plan --page` can show. A setting combines a number of devices, a
-batch size, a sequence length and a memory size per device. Each of these takes a few values around the job's own value.
-If the cluster has a budget, the page varies the budget instead of the memory size.
+"""Searches the plans that the page of `plan --page` can show.
 
-Neighbouring values of devices, batch and sequence differ by a factor of 2. The memory sizes are those of common
-devices. A value is omitted if it is not an integer, or if the sequence is longer than the number of positions of the
-model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`.
+Devices, batch size and sequence length take a few values around the job's own value; neighbouring values differ by a
+factor of 2. A value is omitted if it is not an integer, or if the sequence is longer than the number of positions of
+the model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`. Each combination of
+them is a point.
 
-Each setting is a separate search, so that the page shows the plans that `plan` prints for this setting.
+Device memory (or the budget, if the cluster has one) and the rates of the cluster are continuous. At each point, plans
+are searched at several anchors: the job's own values, the ends of the range of memory, and the ends of the ranges of
+all links together. The
+page ranks all plans of a point by formulas of the cost model, so it shows the plans that are best among those that any
+anchor has found. At the job's own values, the best plans for each value of tp, pp and ZeRO are also searched.
+
+The number of points depends on the size of the plan space, so it is equal on all machines.
 """
 
 from __future__ import annotations
@@ -18,20 +23,29 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from math import inf
 from multiprocessing import active_children, get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.signals import blocked_stop_signals
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
-from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
+from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.memory import reserved_bytes
+from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.cluster_parser import read_cluster
-from meshwright.planner.search.best_plans import PlanFamily, RankedPlan, SearchObjective
-from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.best_plans import (
+    RISK_MARGIN,
+    RankedPlan,
+    SearchObjective,
+    count_risks,
+    risk_adjusted_seconds,
+    simplicity_key,
+)
+from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.ranking import rank_plans
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -40,42 +54,98 @@ GIB = 2.0**30
 DEVICE_MEMORY_SIZES = tuple(GIB * size for size in (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 192, 256))
 """The memory sizes of devices that the slider offers, in bytes."""
 
-GRID_SHAPES = ((3, 3, 3, 5), (3, 3, 2, 5), (3, 3, 2, 3), (3, 2, 2, 3), (2, 2, 2, 3), (2, 2, 1, 3), (2, 2, 1, 1))
-"""How many values the sliders of devices, batch, sequence and memory have. Shapes with more settings come first."""
-GRID_BUDGET_SECONDS = 4.0
-"""Seconds that the searches of a grid should take at most."""
+GRID_SHAPES = ((3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
+"""How many values the sliders of devices, batch and sequence have. Shapes with more points come first."""
+MAX_PLANS_OF_GRID = 200_000_000
+"""The maximum number of plans in the plan spaces of all points together, unless there is only one point. With this
+number, the searches of a page take about a minute of one CPU core."""
+RATE_RANGES = {"network": (0.25, 4.0), "link": (0.25, 4.0), "efficiency": (0.5, 1.5)}
+"""The ends of the range of each rate (`ClusterRates`), divided by the job's own value."""
 
-GridShape = tuple[int, int, int, int]
+GridShape = tuple[int, int, int]
+
+
+class InputRange(NamedTuple):
+    """The range of a continuous input, and the value of the job."""
+
+    low: float
+    own: float
+    high: float
 
 
 class PageAxes(NamedTuple):
-    """The values of each slider in ascending order, and in `here` the indices of the job's values. `clusters` differ in
-    the number of devices. All have the job's memory limit, which a search replaces by a value of `memories`."""
+    """The values of devices (`clusters`), batch and sequence in ascending order, and in `here` the indices of the job's
+    values. `memory` is the range of the memory limit, `rates` the ranges of those rates that vary."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
     sequences: tuple[int, ...]
-    memories: tuple[float, ...]
-    here: tuple[int, int, int, int]
+    memory: InputRange
+    rates: dict[str, InputRange]
+    here: tuple[int, int, int]
 
     @property
     def size(self) -> int:
-        """Returns the number of settings: the product of the numbers of values of all sliders."""
-        return math.prod(map(len, self[:4]))
+        """Returns the number of points."""
+        return math.prod(map(len, self[:3]))
+
+    def anchors(self, cluster: Cluster) -> Iterator[Cluster]:
+        """Yields `cluster` with the continuous inputs of each anchor, the job's own values first."""
+        yield cluster
+        for limit in dict.fromkeys((self.memory.low, self.memory.high)):
+            if limit != self.memory.own:
+                yield with_memory_limit(cluster, limit)
+        links = {name: ends for name, ends in self.rates.items() if name != "efficiency"}
+        for end in ("low", "high") if links else ():
+            yield cluster.with_rates(ClusterRates(**{name: getattr(ends, end) for name, ends in links.items()}))
 
 
 def page_axes(question: Job, shape: GridShape) -> PageAxes:
-    """Returns the slider values around the values of the job `question`. `shape` has the maximum number of values of
-    each slider. No sequence is longer than the number of positions of the model."""
-    work, memory, longest = question.workload, cluster_memory_limit(question.cluster), question.model.context
+    """Returns the values and ranges around the values of the job `question`. `shape` has the maximum number of values
+    of devices, batch and sequence. No sequence is longer than the number of positions of the model."""
+    work, longest = question.workload, question.model.context
     clusters = cluster_sizes(question.cluster, shape[0])
     batches = halves_and_doubles(work.batch, shape[1])
     sequences = tuple(size for size in halves_and_doubles(work.sequence, shape[2]) if not longest or size <= longest)
-    memories = memory_limits(question.cluster, shape[3])
     here = ([cluster.devices for cluster in clusters].index(question.cluster.devices), batches.index(work.batch))
     return PageAxes(
-        clusters, batches, sequences, memories, (*here, sequences.index(work.sequence), memories.index(memory))
+        clusters,
+        batches,
+        sequences,
+        memory_range(question.cluster),
+        rate_ranges(question, clusters),
+        (*here, sequences.index(work.sequence)),
     )
+
+
+def rate_ranges(question: Job, clusters: Sequence[Cluster]) -> dict[str, InputRange]:
+    """Returns the range of each rate that the page varies. The network varies if one of `clusters` has several nodes,
+    the link if nodes have several devices. The search chooses the bucket size by these bandwidths, so a range ends
+    before this choice changes."""
+    own = question.cluster.rates
+    if own is None:
+        return {}
+    found = {}
+    for name, (low, high) in RATE_RANGES.items():
+        value = getattr(own, name)
+        ends = [value * factor for factor in (low, high)]
+        if name == "efficiency":
+            found[name] = InputRange(ends[0], value, min(ends[1], 1.0))
+            continue
+        used = [each for each in clusters if (each.blocks if name == "network" else each.devices_per_node) > 1]
+        ends = [end for end in ends if all(_has_bucket_of(question, each, {name: end}) for each in used)]
+        if used and ends:
+            found[name] = InputRange(min(*ends, value), value, max(*ends, value))
+    return found
+
+
+def _has_bucket_of(question: Job, cluster: Cluster, rates: dict[str, float]) -> bool:
+    """Returns whether the search chooses the same bucket size if the rates of `cluster` change to `rates`."""
+    first, second = (
+        choose_bucket(build_cost_context(question.but(cluster=each)))
+        for each in (cluster, cluster.with_rates(ClusterRates(**rates)))
+    )
+    return first == second
 
 
 def cluster_memory_limit(cluster: Cluster) -> float:
@@ -95,24 +165,24 @@ def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
     )
 
 
-def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
-    """Returns up to `count` memory limits around the limit of `cluster`. Budgets above the memory of a device are
-    omitted. If devices have unequal memory, only the cluster's own limit is returned."""
+def memory_range(cluster: Cluster) -> InputRange:
+    """Returns the range of the memory limit of `cluster`: common sizes of devices, two below and two above its own. A
+    budget is at most the memory of a device. If devices differ, only the cluster's own limit is in the range."""
     own = cluster_memory_limit(cluster)
-    around = (
-        neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
-    )
-    return tuple(size for size in around if not cluster.budget or size <= max(own, cluster.memory))
+    if len(cluster.groups) > 1:
+        return InputRange(own, own, own)
+    sizes = neighbouring_memory_sizes(own, 5)
+    return InputRange(sizes[0], own, min(sizes[-1], max(own, cluster.memory)) if cluster.budget else sizes[-1])
 
 
-def grid_shape_for(seconds: float) -> GridShape:
-    """Returns the shape of the finest grid that can be searched in GRID_BUDGET_SECONDS if one search takes `seconds`.
-    If no grid can, returns the coarsest shape.
+def grid_shape_for(considered: int) -> GridShape:
+    """Returns the shape of the finest grid whose plan spaces have MAX_PLANS_OF_GRID plans together, if the plan space
+    of one point has `considered` plans. If no grid has so few, returns the coarsest shape.
 
-    >>> grid_shape_for(0.04), grid_shape_for(0.2), grid_shape_for(9.0)
-    ((3, 3, 2, 5), (2, 2, 1, 3), (2, 2, 1, 1))
+    >>> grid_shape_for(4_000_000), grid_shape_for(60_000_000), grid_shape_for(10**9)
+    ((3, 3, 2), (2, 1, 1), (1, 1, 1))
     """
-    return next((shape for shape in GRID_SHAPES if math.prod(shape) * seconds <= GRID_BUDGET_SECONDS), GRID_SHAPES[-1])
+    return next((shape for shape in GRID_SHAPES if math.prod(shape) * considered <= MAX_PLANS_OF_GRID), GRID_SHAPES[-1])
 
 
 def halves_and_doubles(value: int, count: int) -> tuple[int, ...]:
@@ -169,52 +239,46 @@ def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
         return
 
 
-MAX_PLANS_PER_POINT = 8
-"""The maximum number of plans for one setting."""
+PLANS_PER_ANCHOR = 8
+"""The maximum number of ranked plans that an anchor adds to its point."""
+PLANS_PER_PIN = 3
+PINS = ("tp", "pp", "zero")
+"""The fields of a plan that the page can pin."""
 
 
 class PricedPlan(NamedTuple):
-    """A plan with its estimate. `safe`: the bytes that the peak rank needs, with a safety margin. `limits`: the usable
-    memory of each pipeline rank if ranks differ, otherwise empty. Only the estimates of plans with `limits` depend on
-    the memory limit."""
+    """A plan with its estimate for the job of its point, or for an anchor: then its seconds are those of the anchor.
+
+    `safe`: the bytes that the peak rank needs, with a safety margin. `risk`: the factor by which uncertainty raises the
+    score, without the factor of tight memory, or 0 if the host memory does not suffice. `limits`: the usable memory of
+    each pipeline rank if ranks may differ, otherwise empty; the fit status is then that of the estimate.
+    """
 
     plan: Plan
     estimate: Estimate
     safe: float
+    risk: float
     limits: tuple[float, ...] = ()
 
 
-class GridResult(NamedTuple):
-    """The result for one memory limit. `limit` is the bytes that a rank may use, `ample` the usable bytes of its
-    device. `ranked` has the plans that fit, best first. `families` has the best plan of each family, or the nearest if
-    none fits. `rejected`: for each reason, the number of rejected plans and an example."""
+class Anchor(NamedTuple):
+    """The result of the search at an anchor of a point. `score` is that of the best plan, infinite if no plan fits.
+    `rejected`: for each reason, the number of rejected plans and an example."""
 
-    limit: float
-    ample: float
-    ranked: tuple[PricedPlan, ...]
-    families: tuple[tuple[str, PricedPlan], ...]
+    cluster: Cluster
+    score: float
     rejected: tuple[tuple[str, int, str], ...]
-
-    def verdict(self, priced: PricedPlan) -> FitStatus:
-        """Returns the fit status of a plan. `limit` applies to the expected bytes, `ample` to the bytes with a safety
-        margin.
-
-        If the ranks of the plan differ, each rank has its own limit, and the status is taken from the estimate.
-        """
-        if priced.limits:
-            return priced.estimate.verdict
-        if priced.estimate.memory.reserved > self.limit or priced.estimate.crowded:
-            return FitStatus.no
-        return FitStatus.fits if priced.safe <= self.ample else FitStatus.tight
 
 
 class GridPoint(NamedTuple):
-    """The search results for one cluster, batch size and sequence length. `standings`: one result per memory limit. If
-    there are no results, `error` is the reason."""
+    """The search results for one cluster, batch size and sequence length. Simpler plans are first in `plans`. `pins`
+    are the pins whose best plans were searched. If there are no results, `error` is the reason."""
 
     job: Job
-    standings: tuple[GridResult, ...]
+    plans: tuple[PricedPlan, ...]
+    anchors: tuple[Anchor, ...]
     considered: int
+    pins: tuple[str, ...] = ()
     error: str = ""
 
 
@@ -229,8 +293,23 @@ class PageGrid(NamedTuple):
     @property
     def base(self) -> GridPoint:
         """Returns the results for the job itself."""
-        cluster, batch, sequence, _ = self.axes.here
+        cluster, batch, sequence = self.axes.here
         return self.points[(cluster * len(self.axes.batches) + batch) * len(self.axes.sequences) + sequence]
+
+
+class PageSearch(NamedTuple):
+    """The options of the searches of a page."""
+
+    objective: SearchObjective = SearchObjective.fastest
+    runnable: bool = False
+
+    def ranked(self, job: Job, top: int) -> Iterator[RankedPlan]:
+        """Yields the `top` best plans of `job`. Yields nothing if no plan is legal."""
+        try:
+            found = search_top_plans(job, top, self.objective, self.runnable)
+            yield from rank_plans(job, found, top, self.objective, self.runnable)[0]
+        except InputError:
+            return
 
 
 def search_page_grid(
@@ -240,21 +319,21 @@ def search_page_grid(
     runnable: bool = False,
     workers: int = 1,
 ) -> PageGrid:
-    """Searches plans for every setting of `axes`, with `workers` processes."""
+    """Searches plans at every point of `axes`, with `workers` processes."""
     jobs = [
         question.but(cluster=cluster, workload=question.workload.but(batch=batch, sequence=sequence))
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
     ]
+    options = PageSearch(objective, runnable)
+    tasks = [(job, axes, options, job == question) for job in jobs]
     if workers == 1:
-        return PageGrid(
-            question, axes, objective, tuple(search_point(job, axes.memories, objective, runnable) for job in jobs)
-        )
+        return PageGrid(question, axes, objective, tuple(search_point(*task) for task in tasks))
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
         try:
             # `map` would cancel pending futures when it exits, which fails if processes of the pool have died
             with blocked_stop_signals():
-                found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
+                found = [pool.submit(search_point, *task) for task in tasks]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
             # without this, each process would complete its searches before it ends
@@ -263,53 +342,57 @@ def search_page_grid(
             raise
 
 
-def search_point(
-    job: Job, memories: tuple[float, ...], objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
-) -> GridPoint:
-    """Searches plans for `job` with each memory limit in `memories`."""
-    prices: dict[Plan, PricedPlan] = {}
-    standings, considered = [], 0
-    for memory in memories:
-        limited = job.but(cluster=with_memory_limit(job.cluster, memory))
+def search_point(job: Job, axes: PageAxes, options: PageSearch, with_pins: bool = False) -> GridPoint:
+    """Searches plans for `job` at each anchor. `with_pins`: whether to search the best plans of each pin too."""
+    plans: dict[Plan, PricedPlan] = {}
+    anchors, considered, degrees = [], 0, {}
+    for cluster in axes.anchors(job.cluster):
+        limited = job.but(cluster=cluster)
         try:
-            found = search_top_plans(limited, MAX_PLANS_PER_POINT, objective, runnable)
-            entries, families = rank_plans(limited, found, MAX_PLANS_PER_POINT, objective, runnable)
+            found = search_top_plans(limited, PLANS_PER_ANCHOR, options.objective, options.runnable)
+            entries, families = rank_plans(limited, found, PLANS_PER_ANCHOR, options.objective, options.runnable)
         except InputError as error:
-            return GridPoint(job, (), 0, str(error))
-        standings.append(grid_result(limited, found, entries, families, prices))
-        considered = found.space.considered
-    return GridPoint(job, tuple(standings), considered)
+            return GridPoint(job, (), (), 0, error=str(error))
+        score = risk_adjusted_seconds(limited, entries[0].plan, entries[0].estimate) if entries else inf
+        anchors.append(Anchor(cluster, score, _rejections(found.space.rejected)))
+        for entry in entries:
+            plans.setdefault(entry.plan, priced_plan(job, entry.plan, entry.estimate))
+        if cluster == job.cluster or not entries:
+            for family in families:
+                plans.setdefault(family.plan, priced_plan(job, family.plan, estimate(job, family.plan)))
+        if not considered:
+            considered = found.space.considered
+            degrees = {name: sorted({getattr(group.box, name) for group in found.space.groups()}) for name in PINS[:2]}
+    pins = []
+    for name in PINS if with_pins else ():
+        for value in degrees.get(name, range(4)) if name not in job.pins else ():
+            pins.append(f"{name}={value}")
+            for entry in options.ranked(job.but(pins={**job.pins, name: value}), PLANS_PER_PIN):
+                # ZeRO over one rank is ZeRO 0 by another name, which a search without pins does not have
+                if entry.plan.dp_shard > 1 or not entry.plan.zero or entry.plan.offload:
+                    plans.setdefault(entry.plan, priced_plan(job, entry.plan, entry.estimate))
+    ordered = sorted(plans.values(), key=lambda each: simplicity_key(each.plan))
+    return GridPoint(job, tuple(ordered), tuple(anchors), considered, tuple(pins))
 
 
-def grid_result(
-    job: Job,
-    found: PlanSearch,
-    entries: Sequence[RankedPlan],
-    families: Sequence[PlanFamily],
-    prices: dict[Plan, PricedPlan],
-) -> GridResult:
-    """Converts the result of one search to a `GridResult`. `prices` caches the estimates of plans between searches."""
+def _rejections(found: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
+    return tuple((reason, it.count, it.example) for reason, it in found.items())
 
-    def price(plan: Plan, known: Estimate | None = None) -> PricedPlan:
-        # the limits of unequal ranks, and so the fit status of the estimate, depend on the memory limit
-        if plan not in prices or prices[plan].limits:
-            priced = known or estimate(job, plan)
-            _, safe = reserved_bytes(found.pricer.setting, np.array(priced.memory.total))
-            prices[plan] = PricedPlan(plan, priced, float(safe), rank_memory_limits(job, plan, priced))
-        return prices[plan]
 
-    ranked = tuple(price(entry.plan, entry.estimate) for entry in entries)
-    kin = tuple((family.name, price(family.plan)) for family in families)
-    rejected = tuple((reason, it.count, it.example) for reason, it in found.space.rejected.items())
-    return GridResult(memory_limit(found.pricer.setting), physical_limit(found.pricer.setting), ranked, kin, rejected)
+def priced_plan(job: Job, plan: Plan, known: Estimate) -> PricedPlan:
+    """Returns a plan of `job` with the estimate `known`."""
+    risks = count_risks(job, plan, known) - (known.verdict == FitStatus.tight)
+    _, safe = reserved_bytes(build_cost_context(job), np.array(known.memory.total))
+    risk = 0.0 if known.crowded else (1.0 + RISK_MARGIN) ** risks
+    return PricedPlan(plan, known, float(safe), risk, rank_memory_limits(job, plan, known))
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
-    """Returns the usable memory of each pipeline rank. If the replicas of a stage differ, this is the usable memory of
-    the rank with the highest peak. If all ranks are equal, the result is empty."""
+    """Returns the usable memory of each pipeline rank if the cluster has several groups of nodes, otherwise nothing. If
+    the replicas of a stage differ, this is the usable memory of the rank with the highest peak."""
     if plan.placement:
         return tuple(
             min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf)
             for group in plan.placement
         )
-    return (priced.limit,) * plan.pp if plan.shares or plan.micro_batch_sizes or plan.shard_weights else ()
+    return (priced.limit,) * plan.pp if len(job.cluster.groups) > 1 else ()

@@ -6,9 +6,10 @@ simulates these actions, with the seconds of the cost model. A chart shows only 
 fill and drain the pipeline. If there are many ranks, it shows only the first and the last ranks. Work after the last
 backward (gradient reduction, optimizer update) is not in the chart.
 
-The page embeds the grid of plans as compact JSON. Numbers have ten significant digits, and all names are in English and
-Chinese. The field `keys` lists the names of a plan's fields, of the kinds of time and of the kinds of memory, in the
-order of their values. The page computes only fractions and differences of these numbers.
+The page embeds the plans of all points as compact JSON. All names are in English and Chinese. The field `keys` lists
+the names of a plan's fields, of the kinds of time and of the kinds of memory, in the order of their values. The seconds
+of a plan are formulas of the rates of the cluster: results of one program, which the cost model records
+(planner/cost/step_formula.py) and plan_model.js evaluates.
 
 Every page fills one HTML frame with its body, texts, script and data. The HTML file refers to no other file, and its
 content security policy forbids any request.
@@ -28,19 +29,27 @@ import numpy as np
 
 from meshwright.core.messages import LANGUAGES, term, translate
 from meshwright.core.version import __version__
+from meshwright.planner.cost.compute import sustained_flops
+from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
+from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.cost_model import CostModel, PassTime
 from meshwright.planner.cost.heterogeneous import group_cost_models
 from meshwright.planner.cost.links import p2p_seconds
-from meshwright.planner.cost.memory import p2p_message_bytes
+from meshwright.planner.cost.memory import p2p_message_bytes, physical_limit
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.rank_contents import RankClass, stage_contents
+from meshwright.planner.cost.step import model_flops, peak_flops
+from meshwright.planner.cost.step_formula import RATES, StepFormulas
+from meshwright.planner.cost.symbolic import OPERATIONS, Program
+from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family
 from meshwright.planner.search.explain import family_name
-from meshwright.report.page.page_grid import GridPoint, GridResult, PageGrid, PricedPlan
+from meshwright.report.page.page_grid import GridPoint, PageGrid, PricedPlan, cluster_memory_limit
 from meshwright.report.plans import shown_stages
+from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import Recipe
 from meshwright.spec.schedules.action import ActionSpan, ScheduleTimeline, simulate_orders
 from meshwright.spec.schedules.schedule import schedule_orders
 
@@ -135,32 +144,33 @@ def chart_ranks(pp: int, most: int) -> Sequence[int]:
     return list(range(pp)) if pp <= most else [*range(-(-most // 2)), *range(pp - most // 2, pp)]
 
 
-SIGNIFICANT_DIGITS = 10
+SIGNIFICANT_DIGITS, DIGITS_OF_CONSTANTS = 10, 13
 MAX_RANKS_SHOWN = 8
-MAX_DATA_CHARACTERS = 900_000
+MAX_DATA_CHARACTERS = 850_000
 """The maximum number of characters of the data. It keeps a page smaller than a megabyte."""
-MAX_CHART_CHARACTERS = 300_000
+MAX_CHART_CHARACTERS = 250_000
 """The maximum number of characters of all charts together. The charts of the job have priority, then the best plan of
-each setting, then the best plan of each family."""
+each anchor."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
-PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""The fields of a plan. `time` has the seconds by kind and `of` is the number of pipeline ranks. `ranks` are the shown
-ranks, and `memory` has the bytes by kind for each of these ranks. The field between these two is the index in `ranks`
-of the peak-memory rank. `missing` has the unsupported parts of the plan's name. `limits` has the usable memory of each
-shown rank if ranks differ."""
+PLAN_FIELDS = (
+    *("name", "family", "time", "of", "ranks", "peak", "memory"),
+    *("safe", "risk", "first", "missing", "notes", "limits", "verdict"),
+)
+"""The fields of a plan. `time` has the seconds by kind, as operands of the program, and `of` is the number of pipeline
+ranks. `ranks` are the shown ranks, and `memory` has the bytes by kind for each of these ranks. `peak` is the index in
+`ranks` of the peak-memory rank. `first` is the compile time divided by the number of steps. `missing` has the
+unsupported parts of the plan's name. If ranks differ, `limits` has the usable memory of each shown rank, and `verdict`
+the fit status. For the other fields see `PricedPlan`."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
     """Returns all data of the page. `command` is the beginning of every command that the page shows. `cluster` is the
     value for `--cluster`, or None if the cluster has no such notation."""
     axes, job = found.axes, found.job
-    families = sorted(
-        {family for point in found.points for standing in point.standings for family, _ in standing.families}
-    )
-    reasons = sorted(
-        {reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected}
-    )
+    families = sorted({plan_family(priced.plan) for point in found.points for priced in point.plans})
+    reasons = sorted({reason for point in found.points for anchor in point.anchors for reason, _, _ in anchor.rejected})
+    program = Program(RATES)
     data: dict[str, Any] = {
         "model": {
             "name": job.model.name,
@@ -178,25 +188,20 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
             "devices": [axis.devices for axis in axes.clusters],
             "batch": axes.batches,
             "sequence": axes.sequences,
-            "memory": [int(memory) if memory.is_integer() else memory for memory in axes.memories],
         },
         "here": axes.here,
-        "keys": {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "entry": PLAN_FIELDS},
+        "inputs": {"memory": axes.memory, **axes.rates},
+        "rates": rate_values(job.cluster),
+        "hardware": hardware_data(job),
+        "keys": {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "entry": PLAN_FIELDS, "rates": RATES},
         "families": families,
         "reasons": reasons,
         "words": {language: localized_names(language, families, reasons) for language in LANGUAGES},
-        "points": [point_data(found, point, families, reasons) for point in found.points],
+        "points": [point_data(found, point, families, reasons, program) for point in found.points],
     }
-    rejected = [
-        example for point in found.points for standing in point.standings for _, _, example in standing.rejected
-    ]
-    priced = [
-        each
-        for point in found.points
-        for standing in point.standings
-        for each in (*standing.ranked, *(last for _, last in standing.families))
-    ]
-    notes = [note for each in priced for note in each.estimate.notes]
+    data["program"] = program_data(program, data["points"])
+    rejected = [example for point in found.points for anchor in point.anchors for _, _, example in anchor.rejected]
+    notes = [note for point in found.points for priced in point.plans for note in priced.estimate.notes]
     data["lines"] = localized_lines((*rejected, *notes, *(point.error for point in found.points)))
     return {
         **data,
@@ -204,52 +209,93 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
     }
 
 
-def point_data(found: PageGrid, point: GridPoint, families: Sequence[str], reasons: Sequence[str]) -> dict[str, Any]:
-    """Returns the data of one cluster, batch and sequence. Each plan occurs once; results refer to plans by index. At
-    the base point every plan has the memory of several ranks; otherwise only the best plan of each result has it."""
-    whole, recipe = point is found.base, found.job.workload.recipe
-    shown = [
-        priced
-        for standing in point.standings
-        for priced in (*standing.ranked, *(priced for _, priced in standing.families))
-    ]
-    first = {standing.ranked[0].plan for standing in point.standings if standing.ranked}
-    plans: dict[Plan, PricedPlan] = {priced.plan: priced for priced in shown}
-    place = {plan: at for at, plan in enumerate(plans)}
-    examples = list(dict.fromkeys(example for standing in point.standings for _, _, example in standing.rejected))
+def rate_values(cluster: Cluster) -> list[float]:
+    """Returns the rates of the cluster in the order of RATES. Without rates, all values are 1."""
+    return list((cluster.rates or ClusterRates(**dict.fromkeys(RATES, 1.0))).model_dump().values())
+
+
+def hardware_data(job: Job) -> dict[str, Any]:
+    """Returns the constants of a device with which the page computes limits and rates: the usable memory divided by the
+    memory, the usable memory of the job's device, FLOP/s of large matrix products at an efficiency of 1, the factor for
+    tight plans."""
+    setting = build_cost_context(job)
     return {
-        "plans": [priced_plan_data(priced, whole or plan in first, recipe) for plan, priced in plans.items()],
-        "standings": [
+        "usable": USABLE_MEMORY_FRACTION,
+        "physical": physical_limit(setting),
+        "flops": sustained_flops(setting, job.workload.recipe.rates[-1]) / setting.device.efficiency,
+        "tight": 1.0 + RISK_MARGIN,
+    }
+
+
+def program_data(program: Program, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns those operations of the program that the times of plans need, as one list of numbers: the index of the
+    operation, then its operands. Changes the operands in `points` accordingly."""
+    inputs, at = len(program.names), PLAN_FIELDS.index("time")
+    rows = [row for point in points for row in point["plans"]]
+    needed = {operand for row in rows for operand in row[at]}
+    for index in range(len(program.code) - 1, -1, -1):
+        if index + inputs in needed:
+            needed.update(program.code[index][1:])
+    new = {operand: operand for operand in needed if operand < inputs}
+    new |= {old: inputs + index for index, old in enumerate(sorted(needed - new.keys()))}
+    for row in rows:
+        row[at] = [new[operand] for operand in row[at]]
+    code = [number for index, (operation, *operands) in enumerate(program.code) if index + inputs in needed
+            for number in (operation, *(new.get(operand, operand) for operand in operands))]  # fmt: skip
+    constants = [round_number(number, DIGITS_OF_CONSTANTS) for number in program.constants]
+    return {"operations": OPERATIONS, "code": code, "constants": constants}
+
+
+def point_data(
+    found: PageGrid, point: GridPoint, families: Sequence[str], reasons: Sequence[str], program: Program
+) -> dict[str, Any]:
+    """Returns the data of one cluster, batch and sequence. At the base point every plan has the memory of several
+    ranks; otherwise plans have only that of the peak-memory rank."""
+    job, whole = point.job, point is found.base
+    formulas = StepFormulas(job, program) if job.cluster.rates and point.plans else None
+    examples = list(dict.fromkeys(example for anchor in point.anchors for _, _, example in anchor.rejected))
+    return {
+        "plans": [
+            [
+                priced.plan.name,
+                families.index(plan_family(priced.plan)),
+                time_operands(formulas, program, priced),
+                *priced_plan_data(priced, whole, job),
+            ]
+            for priced in point.plans
+        ],
+        "anchors": [
             {
-                **grid_result_data(standing, place, families),
+                "memory": cluster_memory_limit(anchor.cluster),
+                "rates": rate_values(anchor.cluster),
+                "score": round_number(anchor.score, DIGITS_OF_CONSTANTS) if math.isfinite(anchor.score) else None,
                 "rejected": [
                     [reasons.index(reason), count, examples.index(example)]
-                    for reason, count, example in standing.rejected
+                    for reason, count, example in anchor.rejected
                 ],
             }
-            for standing in point.standings
+            for anchor in point.anchors
         ],
         "examples": examples,
         "considered": point.considered,
+        "pins": point.pins,
+        "tokens": job.workload.tokens,
+        "flops": model_flops(job) / peak_flops(job),
         "error": point.error,
     }
 
 
-def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: Sequence[str]) -> dict[str, Any]:
-    """Returns the data for one memory value: the indices of its plans with their fit status."""
-    limit = standing.limit
-    return {
-        "limit": round_number(limit),
-        "ranked": [[place[priced.plan], str(standing.verdict(priced))] for priced in standing.ranked],
-        "families": [
-            [families.index(family), place[priced.plan], str(standing.verdict(priced))]
-            for family, priced in standing.families
-        ],
-    }
+def time_operands(formulas: StepFormulas | None, program: Program, priced: PricedPlan) -> list[int]:
+    """Returns the seconds of a plan by kind, as operands of `program`. Without formulas, they are constants."""
+    plan = priced.plan
+    if formulas is None or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
+        return [program.operand(seconds) for _, seconds in priced.estimate.time]
+    seconds = formulas.record(plan)
+    return [program.operand(seconds[kind]) for kind in TIME_FIELDS]
 
 
-def priced_plan_data(priced: PricedPlan, whole: bool, recipe: Recipe) -> list[Any]:
-    """Returns one plan with its estimate, in the order of PLAN_FIELDS.
+def priced_plan_data(priced: PricedPlan, whole: bool, job: Job) -> list[Any]:
+    """Returns the fields of a plan after its times, in the order of PLAN_FIELDS.
 
     `whole`: whether the data contains the memory of several ranks; otherwise it contains only the memory of the
     peak-memory rank. Empty fields at the end are omitted.
@@ -258,17 +304,17 @@ def priced_plan_data(priced: PricedPlan, whole: bool, recipe: Recipe) -> list[An
     ranks, peak_rank = ranks_with_memory(estimate)
     ranks = ranks if whole else [peak_rank]
     entry: list[Any] = [
-        priced.plan.name,
-        [round_number(seconds) for _, seconds in estimate.time],
         len(estimate.per_stage),
         ranks,
         ranks.index(peak_rank),
         [[round_number(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
-        round_number(estimate.tokens_per_second),
-        round_number(estimate.mfu),
-        ", ".join(unsupported_parts(priced.plan, recipe)),
+        round_number(priced.safe),
+        round_number(priced.risk),
+        round_number(estimate.over(job.workload.steps) - estimate.time.step),
+        ", ".join(unsupported_parts(priced.plan, job.workload.recipe)),
         list(estimate.notes),
         [round_number(priced.limits[rank]) for rank in ranks] if priced.limits else [],
+        str(estimate.verdict) if priced.limits else "",
     ]
     while not entry[-1]:
         entry.pop()
@@ -283,16 +329,16 @@ def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
-    """Returns as many charts as fit in `room` characters of JSON. The key of a chart is the index of its setting, a
-    space and the name of its plan. A plan without a pipeline, or with unequal micro-batches, has no chart."""
+    """Returns as many charts as fit in `room` characters of JSON. The key of a chart is the index of its point, a space
+    and the name of its plan. A plan without a pipeline, or with unequal micro-batches, has no chart."""
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
-    wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
-    wanted += [
-        (at, standing.ranked[0].plan) for at in places for standing in found.points[at].standings if standing.ranked
-    ]
-    wanted += [
-        (at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families
+    wanted = [
+        (at, priced.plan)
+        for at in places
+        for priced in sorted(found.points[at].plans, key=lambda each: each.estimate.time.step)[
+            : 99 if at == home else 3
+        ]
     ]
     pricers: dict[int, CostModel] = {}
     drawn: dict[str, Any] = {}
@@ -331,13 +377,13 @@ def compact_json(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
-def round_number(number: float) -> float:
-    """Rounds a number to `SIGNIFICANT_DIGITS` significant digits.
+def round_number(number: float, digits: int = SIGNIFICANT_DIGITS) -> float:
+    """Rounds a number to `digits` significant digits.
 
     >>> round_number(1 / 3), round_number(80 * 2**30)
     (0.3333333333, 85899345920)
     """
-    rounded = float(f"{number:.{SIGNIFICANT_DIGITS}g}")
+    rounded = float(f"{number:.{digits}g}")
     return int(rounded) if math.isfinite(rounded) and rounded == int(rounded) else rounded
 
 
@@ -372,7 +418,8 @@ def page_body(page: str) -> str:
 
 def page_scripts(page: str) -> tuple[str, ...]:
     """Returns the names of the script files of a page, in order."""
-    return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", f"{page}.js"
+    model = ("plan_model.js",) if page == "plans" else ()
+    return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", *model, f"{page}.js"
 
 
 def read_asset(name: str) -> str:

@@ -1,11 +1,13 @@
-// The state of this page: the positions of four sliders, the selected plan, the plan that it is compared with, pins, and the sort order.
-for (const point of DATA.points) point.plans = point.plans.map(row => Object.fromEntries(DATA.keys.entry.map((key, index) => [key, row[index]])))
-const SLIDERS = ["devices", "batch", "sequence", "memory"]
-const TIME = DATA.keys.time, MEMORY = DATA.keys.memory
+// The state of this page: the positions of three sliders, the values of continuous inputs, the selected plan, the plan that it is compared with,
+// pins, and the sort order.
+const SLIDERS = ["devices", "batch", "sequence"]
+// The inputs that vary, each with its range. Sliders are logarithmic and have STEPS steps.
+const INPUTS = Object.fromEntries(Object.entries(DATA.inputs).map(([name, [low, own, high]]) => [name, { low, own, high }]))
+const STEPS = 400
 const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => kind !== "total" && kind !== "reserved")
 const WAITING = ["tensor", "data", "pipeline", "context", "expert"]
 const at = (entry, kind) => entry.time[TIME.indexOf(kind)]
-const size = (entry, kind, row = entry.fullest) => entry.memory[row][MEMORY.indexOf(kind)]
+const size = (entry, kind, row = entry.peak) => entry.memory[row][MEMORY.indexOf(kind)]
 const PINS = { tp: /(?:^|\.)tp(\d+)/, pp: /(?:^|\.)pp(\d+)/, zero: /(?:^|\.)z([0-3])/ }
 // Returns the degree of a plan that a pin fixes. A name leaves out tp1, pp1 and z0.
 const degree = (entry, pin) => (PINS[pin].exec(entry.name) || [])[1] || (pin === "zero" ? "0" : "1")
@@ -25,17 +27,21 @@ function heard(given) {
     const found = DATA.axes[name].findIndex(stop => String(stop) === given.get(name))
     return found < 0 ? DATA.here[axis] : found
   })
+  const inputs = Object.fromEntries(Object.entries(INPUTS).map(([name, { low, own, high }]) => [name, Math.min(Math.max(Number(given.get(name)) || own, low), high)]))
   const pins = Object.fromEntries(Object.keys(PINS).map(pin => [pin, given.get(pin) || ""]))
-  return { stops, plan: given.get("plan"), with: given.get("with"), pins, sort: given.get("sort") || "" }
+  return { stops, inputs, plan: given.get("plan"), with: given.get("with"), pins, sort: given.get("sort") || "" }
 }
 
 function tell(told) {
   SLIDERS.forEach((name, axis) => { if (state.stops[axis] !== DATA.here[axis]) told.set(name, DATA.axes[name][state.stops[axis]]) })
+  for (const name of changedInputs()) told.set(name, state.inputs[name])
   if (state.plan) told.set("plan", state.plan)
   if (state.with) told.set("with", state.with)
   for (const [pin, value] of Object.entries(state.pins)) if (value) told.set(pin, value)
   if (state.sort) told.set("sort", state.sort)
 }
+
+const changedInputs = () => Object.keys(INPUTS).filter(name => state.inputs[name] !== INPUTS[name].own)
 
 // Redraws the page after a change, and restores the focus, since the focused element was replaced.
 function again(changes, where) {
@@ -45,39 +51,43 @@ function again(changes, where) {
 
 // --- the selected setting and plan -----------------------------------------------------------------------------------------------
 
-// Returns the results for positions of the sliders.
-function resultsAt([devices, batch, sequence, memory]) {
+// Returns a point, and its plans for the continuous inputs, best first.
+function resultsAt([devices, batch, sequence], inputs) {
   const place = (devices * DATA.axes.batch.length + batch) * DATA.axes.sequence.length + sequence
-  return { place, point: DATA.points[place], standing: DATA.points[place].standings[memory] }
+  return { place, point: DATA.points[place], all: rankPlans(DATA.points[place], inputs) }
 }
 
 function look() {
   const [devices] = state.stops
-  const { place, point, standing } = resultsAt(state.stops)
-  const ranked = (standing ? standing.ranked : []).map(([index, verdict]) => ({ entry: point.plans[index], verdict }))
+  const { place, point, all } = resultsAt(state.stops, state.inputs)
   const isPinned = Object.values(state.pins).some(Boolean)
-  const matches = row => Object.entries(state.pins).every(([pin, value]) => !value || degree(row.entry, pin) === value)
-  const relatives = (standing ? standing.families : []).map(([family, index, verdict]) => ({ family: DATA.families[family], entry: point.plans[index], verdict }))
-  const all = [...ranked, ...relatives.filter(row => !ranked.some(other => other.entry === row.entry))]
-  const rows = isPinned ? all.filter(row => row.verdict !== "no" && matches(row)) : ranked
-  const kin = relatives.filter(matches)
+  const matching = all.filter(row => Object.entries(state.pins).every(([pin, value]) => !value || degree(row.entry, pin) === value))
+  const rows = matching.filter(row => row.verdict !== "no").slice(0, SHOWN)
+  const kin = DATA.families.flatMap(family => matching.find(row => row.family === family) || []).sort((one, other) => matching.indexOf(one) - matching.indexOf(other))
   const by = COLUMNS[state.sort.replace("-", "")], way = state.sort.startsWith("-") ? -1 : 1
   const sorted = by ? [...rows].sort((one, other) => (by(one) < by(other) ? -1 : by(one) > by(other) ? 1 : 0) * way) : rows
-  const selected = [...rows, ...kin].find(row => row.entry.name === state.plan) || rows[0] || kin[0]
-  return { place, point, standing, rows, sorted, kin, all, isPinned, selected, cluster: DATA.clusters[devices] }
+  const selected = matching.find(row => row.entry.name === state.plan) || rows[0] || kin[0]
+  if (selected && rows.length && !rows.includes(selected) && selected.verdict !== "no") { rows.push(selected); if (sorted !== rows) sorted.push(selected) }
+  return { place, point, rows, sorted, kin, all, isPinned, selected, cluster: DATA.clusters[devices] }
+}
+
+// Returns the anchor whose search is nearest to the inputs: at the job's own rates, with the nearest memory.
+function nearestAnchor(point) {
+  const far = anchor => anchor.rates.some((rate, index) => rate !== DATA.rates[index]) ? Infinity : Math.abs(Math.log(anchor.memory / state.inputs.memory))
+  return point.anchors.reduce((best, anchor) => best && far(best) <= far(anchor) ? best : anchor, undefined)
 }
 
 // Quotes a word for a shell if necessary.
 const quoted = word => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`
 
 function command(view) {
-  const [, batch, sequence, memory] = SLIDERS.map((name, axis) => DATA.axes[name][state.stops[axis]])
-  const words = [...DATA.command]
-  const own = state.stops[3] === DATA.here[3]
-  const limit = Number.isInteger(memory / 2 ** 30) ? `${memory / 2 ** 30}GiB` : String(memory)
-  if (view.cluster !== null) words.push(...(own || DATA.budget ? ["--cluster", view.cluster] : ["--set", `cluster.name=${view.cluster}`]))
+  const [, batch, sequence] = SLIDERS.map((name, axis) => DATA.axes[name][state.stops[axis]])
+  const words = [...DATA.command], { memory } = state.inputs
+  const own = memory === INPUTS.memory.own, limit = Number.isInteger(memory / GIB) ? `${memory / GIB}GiB` : String(memory)
+  if (view.cluster !== null) words.push("--cluster", view.cluster)
   if (DATA.budget) words.push("--budget", limit)
   else if (!own) words.push("--set", `cluster.memory=${limit}`)
+  for (const name of changedInputs()) if (name !== "memory") words.push("--set", `cluster.rates.${name}=${state.inputs[name]}`)
   const pins = Object.entries(state.pins).filter(([, value]) => value).map(pin => pin.join("="))
   return [...words, "--batch", String(batch), "--seq", String(sequence), ...(pins.length ? ["--pin", pins.join(",")] : [])].map(quoted).join(" ")
 }
@@ -107,36 +117,69 @@ function drawAnswer() {
   fill("made", say.made(DATA.version, grouped(view.point.considered)))
 }
 
+const inputName = name => name === "memory" && DATA.budget ? say.budgetSlider : say[`${name}Slider`]
+const showInput = (name, value) => name === "memory" ? round(value) : name === "efficiency" ? rate(DATA.hardware.flops * value, "FLOP/s") : rate(value, "B/s")
+// The value at a step of a slider, a round number, and the step of a value. The job's own value is its own step.
+const ownStep = ({ low, own, high }) => Math.round(STEPS * Math.log(own / low) / Math.log(high / low))
+function valueAt(name, step) {
+  const range = INPUTS[name], { low, own, high } = range
+  if (step === ownStep(range)) return own
+  const value = low * (high / low) ** (step / STEPS), unit = name === "memory" ? value >= 8 * GIB ? GIB : GIB / 64 : 10 ** (Math.floor(Math.log10(value)) - 2)
+  return Math.min(Math.max(Number((Math.round(value / unit) * unit).toPrecision(15)), low), high)
+}
+const stepOfValue = (name, value) => value === INPUTS[name].own ? ownStep(INPUTS[name]) : Math.round(STEPS * Math.log(value / INPUTS[name].low) / Math.log(INPUTS[name].high / INPUTS[name].low))
+
 function drawSliders() {
-  const form = document.getElementById("sliders")
+  const form = document.getElementById("sliders"), varying = Object.keys(INPUTS).filter(name => INPUTS[name].high > INPUTS[name].low)
+  const slider = (name, most, oninput) => make("div", {},
+    make("label", { for: `slider-${name}` }, make("span", {}), make("output", { for: `slider-${name}` })),
+    make("input", { type: "range", id: `slider-${name}`, min: 0, max: most, step: 1, oninput }), make("div", { class: "stops", "aria-hidden": "true" }))
+  const stops = SLIDERS.filter(name => DATA.axes[name].length > 1)
   if (!form.children.length) {
-    form.append(...SLIDERS.map((name, axis) => make("div", {},
-      make("label", { for: `slider-${name}` }, make("span", {}), make("output", { for: `slider-${name}` })),
-      make("input", { type: "range", id: `slider-${name}`, min: 0, max: Math.max(DATA.axes[name].length - 1, 1), step: 1, disabled: DATA.axes[name].length < 2 && "",
-        oninput: event => write({ stops: state.stops.map((stop, other) => other === axis ? Number(event.target.value) : stop) }) }),
-      make("div", { class: "stops", "aria-hidden": "true" }))))
+    form.append(...stops.map(name => slider(name, DATA.axes[name].length - 1, event => write({ stops: state.stops.map((stop, axis) => SLIDERS[axis] === name ? Number(event.target.value) : stop) }))),
+      ...varying.map(name => slider(name, STEPS, event => write({ inputs: { ...state.inputs, [name]: valueAt(name, Number(event.target.value)) } }))))
   }
-  SLIDERS.forEach((name, axis) => {
-    const show = name === "memory" ? round : grouped
-    const [label, input, stops] = form.children[axis].children
-    label.children[0].textContent = name === "memory" ? (DATA.budget ? say.budgetSlider : say.memorySlider) : say[name]
-    label.children[1].textContent = show(DATA.axes[name][state.stops[axis]])
-    input.value = state.stops[axis]
-    input.setAttribute("aria-valuetext", show(DATA.axes[name][state.stops[axis]]))
-    stops.replaceChildren(...DATA.axes[name].map((stop, index) => make(index === DATA.here[axis] ? "b" : "span", {}, name === "memory" ? round(stop).replace(" GiB", "") : grouped(stop))))
+  const show = (index, label, explain, value, at, marks) => {
+    const [head, input, below] = form.children[index].children
+    head.title = explain
+    head.children[0].textContent = label
+    head.children[1].textContent = value
+    input.value = at
+    input.setAttribute("aria-valuetext", value)
+    below.replaceChildren(...marks)
+  }
+  stops.forEach((name, index) => {
+    const axis = SLIDERS.indexOf(name)
+    show(index, say[name], say.explain.input[name], grouped(DATA.axes[name][state.stops[axis]]), state.stops[axis],
+      DATA.axes[name].map((stop, at) => make(at === DATA.here[axis] ? "b" : "span", {}, grouped(stop))))
   })
+  varying.forEach((name, index) => {
+    const range = INPUTS[name]
+    show(stops.length + index, inputName(name), say.explain.input[name], showInput(name, state.inputs[name]), stepOfValue(name, state.inputs[name]), [
+      make("span", {}, showInput(name, range.low)), make("b", { style: `left: ${100 * ownStep(range) / STEPS}%` }, range.own > range.low && range.own < range.high ? "\u25b4" : ""), make("span", {}, showInput(name, range.high))])
+  })
+}
+
+// Says whether a search for exactly these values found the first plan.
+function assurance(view) {
+  if (view.isPinned) {
+    const pins = Object.entries(state.pins).filter(([, value]) => value).map(pin => pin.join("="))
+    return pins.length === 1 && view.point.pins.includes(pins[0]) && !changedInputs().length ? say.pinsSearched : say.pinsNote
+  }
+  if (DATA.objective !== "fastest") return ""
+  return isSearched(view.point, state.inputs, view.all[0].score) ? say.searched : say.notSearched
 }
 
 function drawChosen(view) {
   if (!view.rows.length && view.isPinned) return fill("chosen", make("p", {}, make("b", {}, say.noneShown), ` ${say.pinsNote}`))
   if (!view.rows.length) {
     const kin = view.kin[0]
-    const why = lineOf(view.point.error) || (kin ? say.nearest(kin.entry.name, bytes(size(kin.entry, "reserved")), bytes(view.standing.limit)) : "")
+    const why = lineOf(view.point.error) || (kin ? say.nearest(kin.entry.name, bytes(kin.entry.reserved), bytes(kin.limit)) : "")
     return fill("chosen", make("p", {}, make("b", { class: "no" }, say.none), ` ${why}`))
   }
   const { entry, verdict } = view.rows[0]
   return fill("chosen", fact(view.isPinned ? say.pinned : say.chosen, make("span", {}, ...parts(entry.name)), "name"), fact(say.step, stepOf(at(entry, "step"))), fact(say.speed, grouped(entry.speed)),
-    fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(size(entry, "reserved"))} ${say.of} ${bytes(limitOf(entry, view))}`), fact("\u00a0", say[verdict], verdict))
+    fact(say.mfu, `${(100 * entry.mfu).toFixed(1)}%`), fact(say.reserved, `${bytes(entry.reserved)} ${say.of} ${bytes(limitOf(view.rows[0]))}`), fact("\u00a0", say[verdict], verdict), make("p", { class: "note" }, assurance(view)))
 }
 
 function drawPlans(view) {
@@ -148,11 +191,11 @@ function drawPlans(view) {
   })
   const slowest = Math.max(...view.rows.map(row => at(row.entry, "step")))
   const rows = view.sorted.map(row => {
-    const { entry, verdict } = row, step = at(entry, "step"), limit = limitOf(entry, view)
+    const { entry, verdict } = row, step = at(entry, "step"), limit = limitOf(row)
     const chosen = entry === view.selected.entry
     return make("tr", { tabindex: chosen ? 0 : -1, "aria-selected": String(chosen), "data-plan": entry.name, onclick: () => write({ plan: entry.name }) },
       make("td", { class: "plan" }, ...planOf(entry)), cell(stepOf(step)), make("td", { class: "bars" }, timeBar(entry, slowest)), cell(grouped(entry.speed)), cell(`${(100 * entry.mfu).toFixed(1)}%`),
-      cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.fullest, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
+      cell(bytes(size(entry, "reserved"))), make("td", { class: "bars" }, memoryBar(entry, entry.peak, limit)), make("td", { class: `left ${verdict}` }, say[verdict]),
       cell(percent((limit - size(entry, "reserved")) / limit)), cell(percent(at(entry, "bubble") / step)), cell(percent(exposed(entry) / step)))
   })
   table("ranked", heads, rows)
@@ -160,33 +203,45 @@ function drawPlans(view) {
   fill("missing", [...view.rows, ...view.kin].some(row => row.entry.missing) ? say.missingNote : "")
 }
 
-// For each slider, a table and a plot of the best plan at each of its positions, while the other sliders stay.
+// The inputs whose tables are open.
+const OPEN = new Set([SLIDERS.find(name => DATA.axes[name].length > 1) || "memory"])
+
+// For each input, a table and a plot of the best plan at several of its values, while the other inputs stay.
 function drawChanges() {
-  fill("changed", ...SLIDERS.flatMap((name, axis) => {
-    const show = name === "memory" ? round : grouped
-    const label = name === "memory" ? (DATA.budget ? say.budgetSlider : say.memorySlider) : say[name]
-    const found = DATA.axes[name].map((stop, index) => {
-      const stops = state.stops.map((own, other) => other === axis ? index : own)
-      const { point, standing } = resultsAt(stops)
-      const [best, verdict] = standing?.ranked[0] || []
-      return { stop, index, stops, entry: point.plans[best], verdict: verdict || "no" }
+  const best = (stops, inputs) => resultsAt(stops, inputs).all.find(row => row.verdict !== "no")
+  const discrete = SLIDERS.map((name, axis) => ({
+    name, label: say[name], show: grouped, now: state.stops[axis],
+    values: DATA.axes[name].map((value, index) => ({ value, at: index, changes: { stops: state.stops.map((own, other) => other === axis ? index : own) } })),
+  }))
+  const continuous = Object.entries(INPUTS).filter(([, { low, high }]) => high > low).map(([name, { low, own, high }]) => {
+    const values = [...new Set([...Array.from({ length: VALUES_OF_INPUT }, (_, index) => valueAt(name, Math.round(index * STEPS / (VALUES_OF_INPUT - 1)))), own, state.inputs[name]])].sort((one, other) => one - other)
+    return { name, label: inputName(name), show: value => showInput(name, value), now: Math.log(state.inputs[name]), values: values.map(value => ({ value, at: Math.log(value), changes: { inputs: { ...state.inputs, [name]: value } } })) }
+  })
+  fill("changed", ...[...discrete, ...continuous].flatMap(({ name, label, show, now, values }) => {
+    if (values.length < 2) return []
+    const details = make("details", { open: OPEN.has(name) && "", ontoggle: () => { if (details.open !== OPEN.has(name)) { OPEN[details.open ? "add" : "delete"](name); drawChanges() } } }, make("summary", {}, label))
+    if (!details.open) return [details]
+    const found = values.map(each => {
+      const row = best(each.changes.stops || state.stops, each.changes.inputs || state.inputs)
+      return { ...each, entry: row?.entry, verdict: row?.verdict || "no" }
     })
     const fitting = found.filter(row => row.entry)
-    if (found.length < 2 || !fitting.length) return []
-    const linear = row => name === "devices" ? fitting[0].entry.speed * row.stop / fitting[0].stop : 0
-    const { svg, x, y } = axes(0, Math.max(...fitting.map(row => Math.max(row.entry.speed, linear(row)))), [0, found.length - 1], grouped, index => Number.isInteger(index) ? show(DATA.axes[name][index]) : "")
+    if (!fitting.length) return [details]
+    const linear = row => name === "devices" ? fitting[0].entry.speed * row.value / fitting[0].value : 0
+    const { svg, x, y } = axes(0, Math.max(...fitting.map(row => Math.max(row.entry.speed, linear(row)))), [found[0].at, found.at(-1).at], grouped, show, { marks: found.map(row => [row.at, row.value]) })
     svg.append(make("title", {}, `${say.speed}, ${label}`))
-    if (name === "devices") svg.append(make("path", { class: "expected", d: pathOf(fitting.map(row => [row.index, linear(row)]), x, y) }, make("title", {}, say.linear)))
-    svg.append(make("path", { class: "curve k-compute", d: pathOf(fitting.map(row => [row.index, row.entry.speed]), x, y) }))
-    svg.append(...fitting.map(row => make("circle", { class: "k-compute", cx: x(row.index), cy: y(row.entry.speed), r: row.index === state.stops[axis] ? 6 : 3.5 }, make("title", {}, `${show(row.stop)}: ${grouped(row.entry.speed)}, ${row.entry.name}`))))
+    if (name === "devices") svg.append(make("path", { class: "expected", d: pathOf(fitting.map(row => [row.at, linear(row)]), x, y) }, make("title", {}, say.linear)))
+    svg.append(make("path", { class: "curve k-compute", d: pathOf(fitting.map(row => [row.at, row.entry.speed]), x, y) }))
+    svg.append(...fitting.map(row => make("circle", { class: "k-compute", cx: x(row.at), cy: y(row.entry.speed), r: row.at === now ? 6 : 3.5 }, make("title", {}, `${show(row.value)}: ${grouped(row.entry.speed)}, ${row.entry.name}`))))
     const heads = [label, say.plan, say.step, say.speed, ...(name === "devices" ? [say.scaling] : []), say.mfu, say.reserved, ""].map((head, index) => make("th", { scope: "col", class: index === 1 ? "left" : "" }, head))
     const rows = found.map(row => {
       const { entry } = row
-      const values = entry ? [stepOf(at(entry, "step")), grouped(entry.speed), ...(name === "devices" ? [percent(entry.speed / linear(row))] : []), `${(100 * entry.mfu).toFixed(1)}%`, bytes(size(entry, "reserved"))] : heads.slice(3).map(() => "\u2013")
-      return make("tr", { "aria-selected": String(row.index === state.stops[axis]), onclick: () => write({ stops: row.stops }) },
-        make("td", {}, show(row.stop)), make("td", { class: "left plan" }, ...(entry ? planOf(entry) : [])), ...values.map(value => make("td", {}, value)), make("td", { class: `left ${row.verdict}` }, say[row.verdict]))
+      const cells = entry ? [stepOf(at(entry, "step")), grouped(entry.speed), ...(name === "devices" ? [percent(entry.speed / linear(row))] : []), `${(100 * entry.mfu).toFixed(1)}%`, bytes(entry.reserved)] : heads.slice(3).map(() => "\u2013")
+      return make("tr", { "aria-selected": String(row.at === now), onclick: () => write(row.changes) },
+        make("td", {}, show(row.value)), make("td", { class: "left plan" }, ...(entry ? planOf(entry) : [])), ...cells.map(value => make("td", {}, value)), make("td", { class: `left ${row.verdict}` }, say[row.verdict]))
     })
-    return [make("div", { class: "scroll" }, make("table", { id: `changed-${name}` }, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))), make("div", { class: "scroll" }, svg)]
+    details.append(make("div", { class: "scroll" }, make("table", { id: `changed-${name}` }, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows))), make("div", { class: "scroll" }, svg))
+    return [details]
   }))
 }
 
@@ -197,24 +252,25 @@ function meaning(part) {
 }
 
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [make("span", { class: "part", title: meaning(part.replace(".", "")) }, part), make("wbr")])
+const SHOWN = 8, VALUES_OF_INPUT = 5
 const termOf = (group, kind) => make("span", { class: "term", title: say.explain[group][kind] }, nameOf(group, kind))
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}: ${say.explain.time[kind]}`]), whole)
 // Returns the usable memory of a rank, by default of the peak-memory rank. On heterogeneous devices, ranks have different limits.
-const limitOf = (entry, view, row = entry.fullest) => entry.limits ? entry.limits[row] : view.standing.limit
+const limitOf = ({ entry, limit }, rank = entry.peak) => entry.limits?.length ? entry.limits[rank] : limit
 
 const memoryBar = (entry, row, limit, whole = limit) => bar(KINDS.map(kind => [kind, size(entry, kind, row), `${nameOf("memory", kind)} ${bytes(size(entry, kind, row))}`]), whole, limit)
 
 function drawMemory(view) {
   if (!view.selected) { fill("memoryBars"); return fill("rankBars") }
-  const { entry } = view.selected, limit = limitOf(entry, view)
+  const { entry } = view.selected, limit = limitOf(view.selected)
   const most = Math.max(limit, size(entry, "total"))
   const kinds = KINDS.flatMap(kind => [termOf("memory", kind), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
-  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, termOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.fullest, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, termOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.peak, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
-  const limits = entry.ranks.map((_, row) => limitOf(entry, view, row))
+  const limits = entry.ranks.map((_, row) => limitOf(view.selected, row))
   const whole = Math.max(...limits, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005
-  const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limitOf(entry, view, row), whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
+  const stages = entry.ranks.flatMap((rank, row) => [make("span", { class: "quiet" }, `${say.rank} ${rank}`), memoryBar(entry, row, limitOf(view.selected, row), whole), make("span", { class: "end" }, bytes(size(entry, "total", row)))])
   const key = legend(...KINDS.map(kind => [kind, nameOf("memory", kind)]))
   key.append(make("span", { class: "limit" }, `${say.limit}: ${[...new Set(limits.map(bytes))].join(", ")}`))
   return fill("rankBars", make("div", { class: "rows stages" }, ...stages), key, make("p", { class: "note" }, say.ranksNote(entry.ranks.length, entry.of)))
@@ -232,7 +288,8 @@ function drawTime(view) {
 function drawPipeline(view) {
   const chart = view.selected && DATA.charts[`${view.place} ${view.selected.entry.name}`]
   if (!chart) return fill("chart", make("p", { class: "note" }, view.selected ? say.noChart : ""))
-  const caption = say.chartCaption(chart.count, chart.of, seconds(chart.seconds)) + say.chartRanks(chart.ranks.length, view.selected.entry.of)
+  const isOwn = changedInputs().every(name => name === "memory")
+  const caption = say.chartCaption(chart.count, chart.of, seconds(chart.seconds)) + say.chartRanks(chart.ranks.length, view.selected.entry.of) + (isOwn ? "" : say.ownRates)
   const kinds = ["F", "B", "W"].filter((_, kind) => chart.rows.some(row => row.some((number, i) => i % 5 === 0 && number === kind)))
   const key = legend(...kinds.map(kind => [kind, say[kind]]))
   key.append(make("span", { class: "idle" }, say.idle))
@@ -246,7 +303,7 @@ function drawPins(view) {
     const option = value => make("option", { value, selected: state.pins[pin] === value && "" }, value || say.any)
     return make("label", {}, pin === "zero" ? "ZeRO" : pin, make("select", { id: `pin-${pin}`, onchange: event => again({ pins: { ...state.pins, [pin]: event.target.value } }, `#pin-${pin}`) }, ...["", ...values].map(option)))
   })
-  fill("pins", make("span", {}, say.pins), ...menus, ...(view.isPinned ? [make("span", { class: "note" }, view.rows.length ? say.pinsNote : say.noneShown)] : []))
+  fill("pins", make("span", {}, say.pins), ...menus)
 }
 
 // Shows why the selected plan is not the first one, and both plans term by term. Without another choice it is compared with the first one.
@@ -259,13 +316,13 @@ function drawCompare(view) {
   fill("whyNot", isFirst ? say.compare : say.whyNot(one.entry.name))
   const more = at(one.entry, "step") / at(other.entry, "step") - 1
   const terms = ITEMS.map(kind => [kind, at(one.entry, kind) - at(other.entry, kind)]).filter(([, lost]) => lost > 0.001 * at(other.entry, "step")).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([kind, lost]) => `${nameOf("time", kind)} +${seconds(lost)}`).join(", ")
-  const limit = limitOf(one.entry, view)
-  const lines = [one.verdict === "no" && say.tooLarge(one.entry.name, bytes(size(one.entry, "reserved")), bytes(limit)), more >= 0 ? say.slower(one.entry.name, other.entry.name, percent(more, true).replace("+", ""), terms) : say.faster(one.entry.name, other.entry.name, percent(-more, true).replace("+", "")), one.verdict === "tight" && say.isTight(one.entry.name)]
+  const limit = limitOf(one)
+  const lines = [one.verdict === "no" && say.tooLarge(one.entry.name, bytes(size(one.entry, "reserved")), bytes(limit)), Math.abs(more) < 0.0005 ? say.equal(one.entry.name, other.entry.name) : more >= 0 ? say.slower(one.entry.name, other.entry.name, percent(more, true).replace("+", ""), terms) : say.faster(one.entry.name, other.entry.name, percent(-more, true).replace("+", "")), one.verdict === "tight" && say.isTight(one.entry.name)]
   fill("reason", lines.filter(Boolean).join(" "))
   const select = document.getElementById("other")
   select.replaceChildren(...others.map(row => make("option", { value: row.entry.name, selected: row === other && "" }, row.entry.name)))
   select.onchange = () => write({ with: select.value })
-  const signed = (value, show) => Math.abs(value) < 1e-12 ? "" : `${value > 0 ? "+" : "\u2212"}${show(Math.abs(value))}`
+  const signed = (value, show) => show(Math.abs(value)) === show(0) ? "" : `${value > 0 ? "+" : "\u2212"}${show(Math.abs(value))}`
   const row = (label, of, show) => make("tr", {}, make("td", {}, label), ...[one, other].map(each => make("td", {}, show(of(each.entry)))), make("td", {}, signed(of(one.entry) - of(other.entry), show)))
   const used = (kinds, of) => kinds.filter(kind => of(one.entry, kind) > 0 || of(other.entry, kind) > 0)
   table("pair", [make("th", {}), ...[one, other].map(each => make("th", { scope: "col" }, make("code", {}, ...parts(each.entry.name)))), make("th", { scope: "col" }, say.difference)], [
@@ -276,7 +333,6 @@ function drawCompare(view) {
 }
 
 function drawFamilies(view) {
-  if (!view.standing) return fill("kin")
   const best = view.rows[0]?.entry
   const head = ["family", "bestPlan", "step", "loss", "most", "reserved", "verdict"].map((name, index) => make("th", { scope: "col", class: index < 2 ? "left" : "" }, say[name]))
   const rows = view.kin.filter(row => row.entry !== best).map(({ family, entry, verdict }) => {
@@ -293,9 +349,11 @@ function drawFamilies(view) {
 }
 
 function drawRejected(view) {
-  const rows = (view.standing?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, lineOf(view.point.examples[example]))))
+  const anchor = nearestAnchor(view.point)
+  const rows = (anchor?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, lineOf(view.point.examples[example]))))
   const head = ["reason", "count", "example"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
   table("refused", head, rows)
+  fill("searched", anchor && changedInputs().length ? say.searchedAt(round(anchor.memory)) : "")
   fill("notes", view.selected ? (view.selected.entry.notes || []).map(lineOf).join(" ") : "")
 }
 
@@ -323,5 +381,5 @@ document.getElementById("copy").addEventListener("click", copy)
 document.getElementById("sliders").addEventListener("submit", event => event.preventDefault())
 begin({
   read: heard, tell, draw: drawAnswer,
-  keys: { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ stops: [...DATA.here], plan: null, with: null, pins: {}, sort: "" }), c: copy },
+  keys: { ArrowDown: () => move(1), ArrowUp: () => move(-1), 0: () => write({ ...heard(new URLSearchParams()) }), c: copy },
 })
