@@ -21,7 +21,7 @@ from meshwright.core.i18n.catalogue import PoTranslations
 from meshwright.core.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, LatentAttention
 from meshwright.planner.inputs.job import ClusterChoice, JobFile, ModelChoice
-from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.cluster import Cluster, ClusterRates, Device, Link, NodeGroup
 from meshwright.spec.job import RunConfig
 from meshwright.spec.model import TpRule
 from meshwright.spec.plan import Plan
@@ -80,6 +80,12 @@ JOB = (
         ClusterChoice,
         "The cluster: a name, a file, or a full description in `groups` and `network`.",
         "集群：名字、文件，或用 `groups` 和 `network` 完整描述。",
+    ),
+    Section(
+        "cluster.rates",
+        ClusterRates,
+        "Rates that replace those of a cluster of equal nodes without `tiers`.",
+        "替换节点相同且没有 `tiers` 的集群的速率。",
     ),
     Section(
         "plan",

@@ -39,12 +39,12 @@ is the minimum over these tiers. Over gloo, the data of all other blocks passes 
 >>> round(float(collective_rates(links, 8, 1).gather(8e9)), 4)       # 7/8 of 8 GB at 300 GB/s, 7 hops and the pipeline
 0.0249
 >>> # 8 network links carry a ring over whole nodes, 1 a ring of one rank each
->>> collective_rates(links, 32, 1).bandwidth, collective_rates(links, 4, 8).bandwidth
+>>> float(collective_rates(links, 32, 1).bandwidth), collective_rates(links, 4, 8).bandwidth
 (200000000000.0, 25000000000.0)
 >>> sites = LinkModel((8, 64), (*links.links, Link(name="WAN", bandwidth=1e9, efficiency=1.0)))
 >>> # two sites of 64 devices: 64 links of 1 GB/s; one rank of each site: 1
->>> collective_rates(sites, 128, 1).bandwidth, collective_rates(sites, 2, 64).bandwidth
-(64000000000.0, 1000000000.0)
+>>> [float(collective_rates(sites, *group).bandwidth) for group in ((128, 1), (2, 64))]
+[64000000000.0, 1000000000.0]
 """
 
 from __future__ import annotations

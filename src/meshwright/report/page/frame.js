@@ -4,7 +4,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent)
 const THEMES = { auto: "dark", dark: "light", light: "auto" }
 const DARK = matchMedia("(prefers-color-scheme: dark)")
 
-let page, state, say
+let page, state, say, said
 
 function read() {
   const given = new URLSearchParams(location.hash.slice(1)), language = given.get("lang"), theme = given.get("theme")
@@ -24,14 +24,17 @@ function write(changes) {
 
 function draw() {
   say = WORDS[state.language]
-  document.documentElement.lang = state.language
-  const dark = state.theme === "dark" || (state.theme === "auto" && DARK.matches && !matchMedia("print").matches)
-  document.documentElement.dataset.theme = dark ? "dark" : "light"
-  for (const element of document.querySelectorAll("[data-say]")) {
-    if (element.dataset.say === "keys") element.innerHTML = say.keys
-    else element.textContent = say[element.dataset.say]
+  const dark = state.theme === "dark" || (state.theme === "auto" && DARK.matches && !matchMedia("print").matches), root = document.documentElement
+  root.dataset.theme = dark ? "dark" : "light"
+  if (said !== say) {
+    said = say
+    root.lang = state.language
+    for (const element of document.querySelectorAll("[data-say]")) {
+      if (element.dataset.say === "keys") element.innerHTML = say.keys
+      else element.textContent = say[element.dataset.say]
+    }
+    fill("language", say.other)
   }
-  fill("language", say.other)
   fill("theme", say[state.theme])
   page.draw()
 }

@@ -262,10 +262,11 @@ class PricedPlan(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """The result of the search at an anchor of a point. `score` is that of the best plan, infinite if no plan fits.
+    """The result of the search at an anchor of a point: the best plan and its score, infinite if no plan fits.
     `rejected`: for each reason, the number of rejected plans and an example."""
 
     cluster: Cluster
+    best: RankedPlan | None
     score: float
     rejected: tuple[tuple[str, int, str], ...]
 
@@ -354,7 +355,7 @@ def search_point(job: Job, axes: PageAxes, options: PageSearch, with_pins: bool 
         except InputError as error:
             return GridPoint(job, (), (), 0, error=str(error))
         score = risk_adjusted_seconds(limited, entries[0].plan, entries[0].estimate) if entries else inf
-        anchors.append(Anchor(cluster, score, _rejections(found.space.rejected)))
+        anchors.append(Anchor(cluster, entries[0] if entries else None, score, _rejections(found.space.rejected)))
         for entry in entries:
             plans.setdefault(entry.plan, priced_plan(job, entry.plan, entry.estimate))
         if cluster == job.cluster or not entries:

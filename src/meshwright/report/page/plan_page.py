@@ -44,7 +44,7 @@ from meshwright.planner.cost.symbolic import OPERATIONS, Program
 from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family
 from meshwright.planner.search.explain import family_name
 from meshwright.report.page.page_grid import GridPoint, PageGrid, PricedPlan, cluster_memory_limit
-from meshwright.report.plans import shown_stages
+from meshwright.report.plans import format_step, shown_stages
 from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
@@ -394,14 +394,17 @@ def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None,
     """Returns the HTML page of a plan. `language`: the language in which the page opens."""
     job = found.job
     title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
-    return fill_frame("plans", title, plan_page_data(found, command, cluster), language)
+    best = found.base.anchors[0].best if found.base.anchors else None
+    answer = f"{best.name} \u00b7 {format_step(best.estimate.time.step)}" if best else ""
+    return fill_frame("plans", title, plan_page_data(found, command, cluster), language, answer)
 
 
-def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) -> str:
+def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str, answer: str = "") -> str:
     """Returns the HTML frame, filled with the body, the data and the scripts of `page` (plans or run). Inserted texts
-    are never interpreted as HTML."""
+    are never interpreted as HTML. A browser shows `title` and `answer` until it has run the scripts."""
     places = {
         "TITLE": html.escape(title),
+        "ANSWER": html.escape(answer),
         "LANGUAGE": language,
         "STYLE": read_asset(STYLE_FILE),
         "BODY": read_asset(page_body(page)),

@@ -317,7 +317,7 @@ function drawCompare(view) {
   const more = at(one.entry, "step") / at(other.entry, "step") - 1
   const terms = ITEMS.map(kind => [kind, at(one.entry, kind) - at(other.entry, kind)]).filter(([, lost]) => lost > 0.001 * at(other.entry, "step")).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([kind, lost]) => `${nameOf("time", kind)} +${seconds(lost)}`).join(", ")
   const limit = limitOf(one)
-  const lines = [one.verdict === "no" && say.tooLarge(one.entry.name, bytes(size(one.entry, "reserved")), bytes(limit)), Math.abs(more) < 0.0005 ? say.equal(one.entry.name, other.entry.name) : more >= 0 ? say.slower(one.entry.name, other.entry.name, percent(more, true).replace("+", ""), terms) : say.faster(one.entry.name, other.entry.name, percent(-more, true).replace("+", "")), one.verdict === "tight" && say.isTight(one.entry.name)]
+  const lines = [one.verdict === "no" && say.tooLarge(one.entry.name, bytes(size(one.entry, "reserved")), bytes(limit)), Math.abs(more) < 0.0005 ? say.equal(one.entry.name, other.entry.name) : more >= 0 ? say.slower(one.entry.name, other.entry.name, percent(more, true).replace("+", ""), terms) : say.faster(one.entry.name, other.entry.name, percent(-more, true).replace("+", "")), one.verdict === "tight" && say.isTight(one.entry.name), one.entry.risk > 1 && say.isUnmeasured(one.entry.name)]
   fill("reason", lines.filter(Boolean).join(" "))
   const select = document.getElementById("other")
   select.replaceChildren(...others.map(row => make("option", { value: row.entry.name, selected: row === other && "" }, row.entry.name)))
