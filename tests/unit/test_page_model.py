@@ -3,11 +3,13 @@ JavaScript, over random jobs, memory sizes and rates."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +206,17 @@ def test_40_pages_show_the_numbers_of_the_planner_for_random_inputs(job: Job) ->
 def test_the_page_of_a_real_model_is_right_for_nine_of_ten_random_inputs() -> None:
     lost = check_page(named_job("llama2-7b", "2x8:a100-80gb", 128, 4096), random.Random(5), 60, (1, 1, 1))
     assert sum(loss < 1e-6 for loss in lost) >= 0.9 * len(lost) and max(lost) < 0.1
+
+
+@pytest.mark.soak
+def test_the_pictures_of_the_documentation_show_the_plans_of_today() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("page_check", docs / "page_check.py")
+    assert spec is not None and spec.loader is not None
+    page_check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page_check)
+    known = json.loads(page_check.PICTURED_FILE.read_text(encoding="utf-8"))
+    assert page_check.pictured() == known, "run make docs where a browser is installed, and look at docs/pictures"
 
 
 def test_a_pin_has_the_best_plans_of_a_search_with_this_pin() -> None:
