@@ -127,6 +127,14 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
                 steps=workload.local.steps,
             )
         )
+    if workload.preference is not None:
+        found.append(
+            Message(
+                "workload.preference: the plan is verified with the cross-entropy of text; `meshwright train --prove` "
+                "compares {loss} on the pairs themselves",
+                loss=workload.preference.loss,
+            )
+        )
     return tuple(found)
 
 
