@@ -288,8 +288,8 @@ def test_what_a_proof_found_is_said_in_both_languages() -> None:
     )
     numbers = [sorted(re.findall(r"\d[\d.e-]*", text.replace(",", ""))) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and "单设备不同" in chinese
-    for given in ({"compression": {"kind": "low-rank"}}, {"local": {"steps": 4, "replicas": 2}}, {"preference": {}}):
-        (line,) = _lossy_notes(Workload.model_validate(given))
+    for settings in ({"compression": {"kind": "low-rank"}}, {"local": {"steps": 4, "replicas": 2}}, {"preference": {}}):
+        (line,) = _lossy_notes(Workload.model_validate(settings))
         assert translate(line, "zh") != line and "verified" not in translate(line, "zh")
 
 

@@ -665,4 +665,7 @@ def test_local_has_the_number_of_cpu_ranks_with_the_fastest_plan(cores: int, mon
     assert chosen(**{"plan.name": "dp3"}).cluster.local_ranks == 3
     assert chosen(**{"plan.name": "dp64"}).cluster.local_ranks == 0
     assert chosen(**{"plan.name": "fsdp"}).cluster.local_ranks == cores
+    last_multiple_of_4 = lambda file, counts, pins: max((count for count in counts if count % 4 == 0), default=0)
+    monkeypatch.setattr(local_ranks, "_fastest", last_multiple_of_4)
+    assert chosen().cluster.local_ranks == 4, "no more ranks than cores than needed, however fast they are estimated"
     assert chosen(**{"cluster.name": "local:3"}).cluster.local_ranks == 0

@@ -17,7 +17,8 @@ from meshwright.planner.search.ranking import rank_plans, search_cluster_sizes
 
 def with_local_ranks(file: JobFile, pins: Mapping[str, Any]) -> JobFile:
     """Returns the job with the number of ranks of `local`. A plan by name determines it; otherwise it is that of the
-    fastest plan with `pins`. More ranks than cores are only used if fewer have no plan. The job is returned unchanged
+    fastest plan with `pins`. If no number up to that of the cores has a plan, it is the smallest that has one: the
+    estimates do not apply to ranks that share a core. The job is returned unchanged
     if it names another cluster or a number, if this machine has CUDA devices, or if no number has a plan."""
     if not file.cluster.is_open_local or cuda_device_names():
         return file
@@ -28,7 +29,8 @@ def with_local_ranks(file: JobFile, pins: Mapping[str, Any]) -> JobFile:
     if plan is not None:
         return with_ranks(file, plan.world) if plan.world <= MAX_CPU_RANKS else file
     cores = min(available_cpus(), MAX_CPU_RANKS)
-    found = _fastest(file, range(1, cores + 1), pins) or _fastest(file, range(cores + 1, MAX_CPU_RANKS + 1), pins)
+    crowded = (count for count in range(cores + 1, MAX_CPU_RANKS + 1) if _fastest(file, [count], pins))
+    found = _fastest(file, range(1, cores + 1), pins) or next(crowded, 0)
     return with_ranks(file, found) if found else file
 
 
