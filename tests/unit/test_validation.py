@@ -21,6 +21,7 @@ from meshwright.core.errors import InputError
 from meshwright.planner.cost.cost_context import RuntimeModel
 from meshwright.planner.validation import score
 from meshwright.planner.validation.benchmark_cases import benchmark_case, nanotron_stage_split
+from meshwright.planner.validation.chosen import chosen_plans, published_runs
 from meshwright.planner.validation.intervals import accuracy_data, interval_coverage
 from meshwright.planner.validation.memory_meters import MemoryMeter
 from meshwright.planner.validation.score import (
@@ -125,6 +126,17 @@ def test_famous_runs_are_predicted_within_20_percent(capsys: pytest.CaptureFixtu
     assert all(abs(run["error"]) <= 0.2 and run["inside"] for run in runs)
     assert main(["validate", "--famous"]) == 0
     assert "DeepSeek-V3, 2048 H800" in capsys.readouterr().out
+
+
+def test_chosen_plans_are_compared_with_the_best_published_utilization() -> None:
+    rows = (row for row in read_measurements() if row.text("family") == "korthikanti2022" and row.text("gpus") == "8")
+    found = predict_rows(rows)[0]["korthikanti2022"]
+    (chosen,) = chosen_plans(found)
+    best = max(published_runs(found), key=lambda run: run.mfu)
+    assert chosen.best == best and 0.3 < best.mfu < 0.7
+    assert chosen.low < chosen.mfu < 1.1 * best.mfu and chosen.verdict != "above"
+    low, high = chosen._replace(mfu=0.9 * best.mfu), chosen._replace(low=1.01 * best.mfu, mfu=1.2 * best.mfu)
+    assert (low.verdict, high.verdict) == ("below", "above")
 
 
 def test_five_trials_by_expected_gain_leave_little_regret_in_most_groups() -> None:

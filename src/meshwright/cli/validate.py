@@ -12,7 +12,7 @@ from meshwright.cli.options import AsJson, print_json, print_output
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
-    from meshwright.planner.validation.score import FamilyScore, RelativeErrors, ValidationReport
+    from meshwright.planner.validation.score import FamilyScore, RelativeErrors, StepPrediction, ValidationReport
 
 
 def validate(
@@ -23,6 +23,10 @@ def validate(
     ] = None,
     famous: Annotated[
         bool, Parameter(negative="", help="predict each famous run beside its published step time")
+    ] = False,
+    chosen: Annotated[
+        bool,
+        Parameter(negative="", help="compare the plans that the planner chooses with the best published MFU; minutes"),
     ] = False,
     json: AsJson = False,
 ) -> int:
@@ -47,6 +51,8 @@ def validate(
             )
         )
     predictions, left = predict_rows(rows)
+    if chosen:
+        return _print_chosen_plans([each for part in predictions.values() for each in part], json)
     found = validation_report(predictions, left)
     coverage = interval_coverage([each for part in predictions.values() for each in part])
     operations = {} if family or table else score_collectives(read_collectives())
@@ -137,6 +143,29 @@ def _print_famous_runs(as_json: bool) -> int:
         print_json({"runs": data})
     else:
         print_output(align_columns(wrap_plan_names(runs, at=1)))
+    return 0
+
+
+def _print_chosen_plans(found: list[StepPrediction], as_json: bool) -> int:
+    """Prints the predicted MFU of the planner's choices and the best published MFU at their scale."""
+    from meshwright.planner.validation.chosen import chosen_plans
+    from meshwright.report.plans import wrap_plan_names
+    from meshwright.report.text import align_columns
+
+    lines, data = [["job", "plan", "MFU", "low end", "best published", "from", "choice is"]], []
+    for each in chosen_plans(found):
+        run, best = each.run, each.best.prediction.case.row
+        name = f"{run.prediction.case.row.text('model')}, {run.devices} {run.device} {run.precision}"
+        shares = [format_percent(share) for share in (each.mfu, each.low, each.best.mfu)]
+        lines.append([name, each.plan.name, *shares, best.text("family"), each.verdict])
+        data.append({"job": name, "plan": each.plan.name, "mfu": each.mfu, "low": each.low})
+        data[-1] |= {"best": each.best.mfu, "row": best.text("row_id"), "verdict": each.verdict}
+    if as_json:
+        print_json({"chosen": data})
+    else:
+        kinds = [str(line["verdict"]) for line in data]
+        said = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("below", "interval", "above"))
+        print_output("\n".join([align_columns(wrap_plan_names(lines, at=1)), "", f"{len(data)} choices: {said}"]))
     return 0
 
 
