@@ -25,8 +25,10 @@ from meshwright.models.registry import build_reference_model
 from meshwright.runtime import compile
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import wrap_process_group
+from meshwright.runtime.optim import updater
+from meshwright.runtime.optim.updater import Updater
 from meshwright.runtime.tensor_parallel.graph_region import column_gradients
-from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -108,11 +110,15 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def trainer(plan: str, layers: int = 2) -> Trainer:
+def trainer(plan: str | Plan, layers: int = 2, precision: str = "bf16", clip: float = 1.0) -> Trainer:
     torch.manual_seed(0)
     sizes = {"layers": layers, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32}
     return parallelize(
-        build_reference_model({**sizes, "kind": "llama"}), make_optimizer, plan, precision="bf16", clip=1.0
+        build_reference_model({**sizes, "kind": "llama"}),
+        make_optimizer,
+        plan,
+        precision=precision,
+        clip=clip,
     )
 
 
@@ -218,6 +224,36 @@ def test_a_block_launches_no_more_kernels_than_its_budget() -> None:
         counts.append(kernels.count)
     of_a_block = counts[1] - counts[0]
     assert of_a_block["mm"] > 0 and sum(of_a_block.values()) / 2 <= KERNELS_OF_A_BLOCK, of_a_block
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_call_of_the_optimizer_scales_all_gradients_and_updates_all_weights(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a scale that is applied before: to clip, gradients are multiplied by a factor below 1."""
+    weights, kernels, update = [], Kernels(), Updater.step
+
+    def counted(*arguments: Any) -> None:
+        with kernels:
+            update(*arguments)
+
+    for folds in (True, False):
+        if not folds:
+            monkeypatch.setattr(updater, "folds_scale", lambda optimizer: False)
+        made = trainer(parse_plan("dp1.mb4").but(bucket=1), precision=precision, clip=0.01)
+        made.engine.preflight.skip()
+        for step in range(4):
+            kernels.count.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(Updater, "step", counted)
+                assert made.step(make_batch("llama", step)).gradient_norm > 0.01
+        groups = sum(bool(group["params"]) for group in made.optimizer.param_groups)
+        units = len(made.engine.zero.trainable)
+        assert kernels.count["_fused_adamw_"] == groups and units > groups
+        assert kernels.count["div_"] == (0 if folds else units) and "grad_scale" not in vars(made.optimizer)
+        weights.append(made.full_state_dict())
+        made.close()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 COMPILED = ("dp2", "dp2.z3", "tp2", "tp2.sp", "cp2", "cp2.ulysses", "tp2.cp2.sp", "cp4.ulysses2", "tp2.sp.rc-sac")

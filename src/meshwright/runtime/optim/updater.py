@@ -31,8 +31,9 @@ from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.optim.full_tensor import FullTensorStep
 from meshwright.runtime.optim.param_groups import FullParam, SubsetStep, step_subsets
+from meshwright.runtime.optim.rule_probe import folds_scale
 from meshwright.runtime.shard.low_bit import GlobalIndex, LowBitShard
-from meshwright.runtime.shard.offloaded import OffloadedChunk, OffloadedShard
+from meshwright.runtime.shard.offloaded import OffloadedChunk, OffloadedShard, inverse_scale, scale_gradients
 from meshwright.runtime.shard.optimizer_shard import OptimizerShard, ShardParam, TensorExtent, nested_optimizers
 from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.zero.param_group import FlatParamGroup
@@ -226,12 +227,18 @@ def is_updated_by_chunk(unit: FlatParamGroup) -> bool:
 
 
 def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float) -> None:
+    folds = scale != 1.0 and folds_scale(optimizer)
     for unit in units:
-        if scale != 1.0:
-            unit.gradients.shard.mul_(scale)
+        if scale != 1.0 and not folds:
+            scale_gradients(unit.gradients.shard, scale)
         unit.optim_shard.set_grad(unit.gradients.shard)
-    if units:
-        optimizer.step()
+    if folds and units:  # the kernel of the update scales the gradients while it reads them
+        optimizer.grad_scale = torch.full((), inverse_scale(scale), device=units[0].gradients.shard.device)  # type: ignore[attr-defined]
+    try:
+        if units:
+            optimizer.step()
+    finally:
+        vars(optimizer).pop("grad_scale", None)
     for unit in units:
         unit.optim_shard.clear_grad()
         unit.optim_shard.link_new_states(optimizer)
@@ -260,7 +267,7 @@ def _update_by_chunk(
 def _upcast_grad(gradients: torch.Tensor, shard: OptimizerShard, scale: float) -> torch.Tensor:
     """Returns gradients times `scale` in the dtype of the update. Gradients of this dtype are changed in place."""
     upcast = gradients.to(shard.compute_dtype)
-    return upcast.mul_(scale) if scale != 1.0 else upcast
+    return scale_gradients(upcast, scale) if scale != 1.0 else upcast
 
 
 OFFLOADED_TRIM_INTERVAL_CHUNKS = 16

@@ -12,6 +12,7 @@ that case only its weights are swapped.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -151,9 +152,9 @@ class OffloadedChunk:
         # If the states are on the device, the optimizer needs the gradients on the device.
         grads = grads.to(self.part.device) if self.part.on_device else grads
         scaled = (
-            grads.to(self.part.dtype, copy=True).mul_(scale)
+            scale_gradients(grads.to(self.part.dtype, copy=True), scale)
             if self.has_main_params
-            else grads.mul_(scale)
+            else scale_gradients(grads, scale)
             if scale != 1.0
             else grads
         )
@@ -396,3 +397,18 @@ class OffloadedShard(OptimizerShard):
                 part.allocate(kind, getattr(torch, name))
         for chunk in self.chunks:
             chunk.init_states(optimizer, scalars, others)
+
+
+def inverse_scale(scale: float) -> float:
+    """Returns the float32 number by which gradients are divided to multiply them by `scale`.
+
+    >>> inverse_scale(0.25), inverse_scale(0.3) == 1 / 0.3
+    (4.0, False)
+    """
+    return ctypes.c_float(1.0 / scale).value
+
+
+def scale_gradients(gradients: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiplies `gradients` by `scale` in place, and returns them. Those in float32 are divided by `inverse_scale`, as
+    torch's fused optimizers do, so that all plans round equally."""
+    return gradients.div_(inverse_scale(scale)) if gradients.dtype == torch.float32 else gradients.mul_(scale)
