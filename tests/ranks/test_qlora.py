@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import shutil
 import signal
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,14 @@ class Odd(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(layer), nn.Sequential(layer)])
+
+
+def test_verify_reduces_a_model_to_blocks_that_tensor_ranks_can_divide(tmp_path: Path) -> None:
+    options = ["--lora", "rank=4,base=nf4", "--cluster", "local:2", "--plan", "tp2", "--dtype", "float64"]
+    command = [sys.executable, "-m", "meshwright.cli.main", "verify", "--model", "llama2-7b", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "float64 equal to one device" in done.stdout
 
 
 def test_what_cannot_be_quantized_is_one_line() -> None:

@@ -45,6 +45,7 @@ from meshwright.runtime.loss import Batch, LossHead, extract_logits
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.grid import first_row
 from meshwright.spec.job import ModelSource
+from meshwright.spec.layout import NF4_BLOCK_NUMEL
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import LoraConfig, OptimizerConfig
 from meshwright.train.first_difference import ModuleRecorder, RecordedPass, find_first_difference
@@ -55,15 +56,7 @@ from meshwright.train.rank_main import RankControl, join_process_groups
 from meshwright.train.tiny_config import reduced_expert_count, shrink_config
 from meshwright.train.trainer import Trainer, parallelize
 
-VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZE, IMAGE_SIDE_PIXELS = (
-    3,
-    32,
-    64,
-    8,
-    128,
-    251,
-    16,
-)
+VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, VOCABULARY_SIZE, IMAGE_SIDE_PIXELS = 3, 32, 64, 8, 251, 16
 VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
 """By precision: the largest accepted relative differences of the losses, of the gradients of the first step, and of the
 final weights."""
@@ -135,7 +128,14 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
 # --- the reduced model ----------------------------------------------------------------------------
 
 
-def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
+def reduced_width(question: VerifyRequest) -> int:
+    """Returns the hidden size of the reduced model. With a base in 4 bits, each tensor rank needs a block of the inputs
+    of a row."""
+    is_packed = question.lora is not None and question.lora.base is not None
+    return max(HIDDEN_SIZE, NF4_BLOCK_NUMEL * question.plan.tp if is_packed else 0)
+
+
+def shrink_source(source: ModelSource, plan: Plan, hidden: int = HIDDEN_SIZE) -> ModelSource:
     """Returns `source` with reduced sizes. The reduced model has as many blocks as the stages of `plan` need, and an
     odd vocabulary size. The ratio of query heads to key-value heads does not change, unless tensor parallelism needs
     more key-value heads. A source without sizes is returned unchanged."""
@@ -148,26 +148,26 @@ def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
     else:
         sharing = max(1, int(given.get("heads", 1)) // max(1, int(given.get("kv_heads", 1))))
         small |= {
-            "hidden": HIDDEN_SIZE,
+            "hidden": hidden,
             "heads": HEAD_COUNT,
             "kv_heads": min(HEAD_COUNT, max(HEAD_COUNT // sharing, plan.tp)),
-            "head_dim": HIDDEN_SIZE // HEAD_COUNT,
+            "head_dim": hidden // HEAD_COUNT,
         }
-        small |= {"ffn": FFN_SIZE, "vocab": VOCABULARY_SIZE, "seq": SEQUENCE_LENGTH}
+        small |= {"ffn": 2 * hidden, "vocab": VOCABULARY_SIZE, "seq": SEQUENCE_LENGTH}
         small |= {"pos_rows": SEQUENCE_LENGTH} if given.get("pos_rows") else {}
         if experts := int(given.get("experts") or 0):
             count = reduced_expert_count(experts, plan.ep)
-            small |= {"experts": count, "top_k": min(int(given["top_k"]), count // 2), "moe_ffn": FFN_SIZE // 2}
+            small |= {"experts": count, "top_k": min(int(given["top_k"]), count // 2), "moe_ffn": hidden}
     return source.but(sizes={**given, **small})
 
 
 def build_small_model(question: VerifyRequest) -> nn.Module:
     """Builds the reduced model in host memory, without dropout. A model from a user's function keeps its sizes."""
-    source = question.model
+    source, width = question.model, reduced_width(question)
     model = (
-        _build_small_hf_model(source, question)
+        _build_small_hf_model(source, question, width)
         if source.folder
-        else build_model(shrink_source(source, question.plan), question.seed, weights=False)
+        else build_model(shrink_source(source, question.plan, width), question.seed, weights=False)
     )
     if source.rules:
         setattr(model, USER_RULES_ATTRIBUTE, source.rules)
@@ -181,7 +181,7 @@ def build_small_model(question: VerifyRequest) -> nn.Module:
     return model
 
 
-def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Module:
+def _build_small_hf_model(source: ModelSource, question: VerifyRequest, width: int) -> nn.Module:
     """Builds the model of a Hugging Face folder with small sizes, random weights and dropout rates of 0."""
     import transformers
 
@@ -189,9 +189,9 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
     plan = question.plan
     layers = sum(plan.layers_per_stage) or max(2, plan.stages)
     sizes = {
-        "hidden": HIDDEN_SIZE,
+        "hidden": width,
         "heads": HEAD_COUNT,
-        "ffn": FFN_SIZE,
+        "ffn": 2 * width,
         "vocabulary": VOCABULARY_SIZE,
         "sequence": SEQUENCE_LENGTH,
         "side": IMAGE_SIDE_PIXELS,
