@@ -219,7 +219,7 @@ function drawChanges() {
   })
   fill("changed", ...[...discrete, ...continuous].flatMap(({ name, label, show, now, values }) => {
     if (values.length < 2) return []
-    const details = make("details", { open: OPEN.has(name) && "", ontoggle: () => { if (details.open !== OPEN.has(name)) { OPEN[details.open ? "add" : "delete"](name); drawChanges() } } }, make("summary", {}, label))
+    const details = make("details", { open: OPEN.has(name) && "", ontoggle: () => { if (details.open !== OPEN.has(name)) { OPEN[details.open ? "add" : "delete"](name); drawChanges(); document.querySelector(`[data-input=${name}]`).focus() } } }, make("summary", { "data-input": name }, label))
     if (!details.open) return [details]
     const found = values.map(each => {
       const row = best(each.changes.stops || state.stops, each.changes.inputs || state.inputs)
