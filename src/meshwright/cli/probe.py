@@ -102,7 +102,7 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
     if saved:
         return Message("saved in {path}: --cluster local uses this measurement from now on", path=saved)
     if found.busy > MAX_BUSY_PROCESSORS:
-        return Message("not saved: other programs used the processors during the measurement")
+        return Message("not used for --cluster local: other programs used the processors during the measurement")
     return Message("not saved: the cache cannot be written")
 
 
