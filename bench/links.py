@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +29,10 @@ from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
+from meshwright.runtime.tensor_parallel import row
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import GradReducer
+from meshwright.spec.layout import MAX_ROW_CHUNKS
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.train.trainer import Trainer, parallelize
@@ -152,6 +154,68 @@ def training(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+TENSOR_SIZES = {"layers": 2, "hidden": 768, "ffn": 2048, "vocab": 256, "sequence": 128, "batch": 4}
+TENSOR_PLANS, TENSOR_SHARE, TENSOR_PAIRS = ("tp2", "tp2.sp"), 1.0, 3
+"""Of a core, what each of two tensor ranks takes, so that the wire and other programs leave it this; and the pairs of
+steps for each round of the others."""
+
+
+@contextmanager
+def timed_waits() -> Iterator[list[float]]:
+    """The seconds of each wait for a collective. The ranks have equally many."""
+    found: list[float] = []
+    wait = async_collectives.CollectiveWork.wait
+
+    def timed_wait(work: async_collectives.CollectiveWork) -> None:
+        began = time.perf_counter()
+        wait(work)
+        found.append(time.perf_counter() - began)
+
+    async_collectives.CollectiveWork.wait = timed_wait  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        async_collectives.CollectiveWork.wait = wait  # type: ignore[method-assign]
+
+
+def row_layers(rounds: int) -> dict[str, dict[str, Any]]:
+    """Two nodes of one rank: seconds of a tensor-parallel step, and of those exposed by collectives, with row layers in
+    one chunk and in several, in turn. Of each wait, the rank that comes last counts: the other also waits for it."""
+    torch.manual_seed(0)
+    sizes = TENSOR_SIZES
+    config = LlamaConfig(
+        layers=sizes["layers"], hidden=sizes["hidden"], heads=12, kv_heads=12, ffn=sizes["ffn"],
+        vocab=sizes["vocab"], seq=sizes["sequence"],
+    )  # fmt: skip
+    ids = torch.randint(sizes["vocab"], (sizes["batch"], sizes["sequence"]))
+    rows = {"input_ids": ids, "labels": ids}
+    found = {}
+    for plan in TENSOR_PLANS:
+        trainer = parallelize(Llama(config), lambda params: torch.optim.SGD(params, lr=1e-3), f"{plan}.mb4")
+        seconds: dict[str, list[tuple[float, float]]] = {"one chunk": [], "chunks": []}
+        for at in range(TENSOR_PAIRS * rounds + 1):
+            for name, chunks in (("one chunk", 1), ("chunks", MAX_ROW_CHUNKS)):
+                row.MAX_ROW_CHUNKS = chunks  # type: ignore[attr-defined]
+                dist.barrier()
+                began = time.perf_counter()
+                with timed_waits() as waits:
+                    trainer.step(rows)
+                took, waited = torch.tensor(time.perf_counter() - began), torch.tensor(waits)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                dist.all_reduce(waited, dist.ReduceOp.MIN)
+                if at:  # the first step allocates
+                    seconds[name].append((float(took), float(waited.sum())))
+        end(trainer)
+        pairs = list(zip(seconds["chunks"], seconds["one chunk"], strict=True))
+        found[plan] = {
+            "pairs": len(pairs),
+            **{name: [statistics.median(each) for each in zip(*part, strict=True)] for name, part in seconds.items()},
+            "step": statistics.quantiles([one[0] / other[0] for one, other in pairs], n=4),
+            "exposed": statistics.quantiles([one[1] / other[1] for one, other in pairs], n=4),
+        }
+    return found
+
+
 def end(trainer: Trainer) -> None:
     """Its process groups go: their threads would disturb whoever comes next."""
     trainer.close()
@@ -241,15 +305,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench links")
     parser.add_argument("--rate", type=float, default=12.5e6)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="collectives,training,hidden")
+    parser.add_argument("--only", default="collectives,training,hidden,rows")
+    parser.add_argument("--rows-rate", type=float, default=15e6, help="bytes/s of the wire for the part rows")
     given = parser.parse_args(arguments)
     warm()
-    parts = {"collectives": collectives, "training": training, "hidden": hidden}
+    parts = {"collectives": collectives, "training": training, "hidden": hidden, "rows": row_layers}
+    several = ScaledCluster(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
+    pair = ScaledCluster(shares=(TENSOR_SHARE,) * 2, nodes=(0, 1), wires=(given.rows_rate,) * 2, motion=1.0)
     found: dict[str, Any] = {"rate": given.rate, "load": os.getloadavg()[0], "cores": os.cpu_count()}
     for name in given.only.split(","):
-        scaled = ScaledCluster(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
-        with emulate_cluster(scaled) as cluster:
+        with emulate_cluster(pair if name == "rows" else several) as cluster:
             found[name] = on_ranks(cluster, lambda name=name: parts[name](given.rounds))
+        if name == "rows":
+            found |= {"rows rate": given.rows_rate, "rows load": os.getloadavg()[0]}
         print(json.dumps(found[name], indent=1), flush=True)
     RESULTS.mkdir(exist_ok=True)
     before = json.loads((RESULTS / "links.json").read_text()) if (RESULTS / "links.json").exists() else {}
@@ -285,6 +353,23 @@ def page(found: dict[str, Any]) -> str:
             f"{it['sent'] / 1e6:.2f} | {flat[it['plan']] / it['step']:.2f} |"
             for it in found["training"]
         ]
+    if "rows" in found:
+        lines += [
+            "",
+            f"Two nodes of one tensor rank, {found['rows rate'] * 8 / 1e6:.0f} Mbit/s between them, a Llama of "
+            f"{TENSOR_SIZES['layers']} blocks of width {TENSOR_SIZES['hidden']}, steps in turn (load "
+            f"{found['rows load']:.0f}). Exposed: of each wait, the rank that comes last.",
+            "",
+            "| plan | row layers | ms a step | exposed, ms | exposed / one chunk [quartiles] | pairs |",
+            "|---|---|---|---|---|---|",
+        ]
+        for plan, it in found["rows"].items():
+            low, middle, high = it["exposed"]
+            ratios = {"one chunk": "1.00", "chunks": f"{middle:.2f} [{low:.2f}, {high:.2f}]"}
+            lines += [
+                f"| {plan} | {name} | {it[name][0] * 1e3:.0f} | {it[name][1] * 1e3:.0f} | {ratio} | {it['pairs']} |"
+                for name, ratio in ratios.items()
+            ]
     if "quartiles" in found.get("hidden", ()):
         it = found["hidden"]
         low, high = it["quartiles"]

@@ -32,7 +32,7 @@ from meshwright.runtime.offload.copy_streams import CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ranks"))
-import limited
+import memory_limit
 
 PIECE, PIECES, ROUNDS, STEPS = 2 << 20, 128, 3, 7
 TIMES = (0.25, 0.5, 1.0, 2.0)
@@ -224,14 +224,19 @@ def within_a_limit(folder: Path) -> list[dict[str, Any]]:
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 
-    if limited.place() is None:
+    if memory_limit.place() is None:
         return []
-    states = model_spec("llama", ArchitectureSizes(**limited.LARGE)).parameters * limited.STATES
+    states = model_spec("llama", ArchitectureSizes(**memory_limit.LARGE)).parameters * memory_limit.STATES
     rows = []
     for plan in ("dp1", "dp1.off-optimizer-disk"):
         began = time.perf_counter()
-        found = limited.train(plan, str(folder), states // limited.TIMES)
-        row = {"plan": plan, "limit": states // limited.TIMES, "states": states, "seconds": time.perf_counter() - began}
+        found = memory_limit.train(plan, str(folder), states // memory_limit.TIMES)
+        row = {
+            "plan": plan,
+            "limit": states // memory_limit.TIMES,
+            "states": states,
+            "seconds": time.perf_counter() - began,
+        }
         rows.append({**row, "ended": found} if isinstance(found, dict) else {**row, "ended": found.returncode})
     return rows
 

@@ -27,6 +27,7 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.optim import updater
 from meshwright.runtime.optim.updater import Updater
+from meshwright.runtime.tensor_parallel import row
 from meshwright.runtime.tensor_parallel.graph_region import column_gradients
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.memory_checkpointer import MemoryCheckpointer
@@ -260,10 +261,16 @@ COMPILED = ("dp2", "dp2.z3", "tp2", "tp2.sp", "cp2", "cp2.ulysses", "tp2.cp2.sp"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own
-@pytest.mark.parametrize("plan", COMPILED)
-def test_a_compiled_block_is_one_graph_without_breaks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plan", "in_chunks"), [*((plan, False) for plan in COMPILED), ("tp2", True), ("tp2.sp", True)]
+)
+def test_a_compiled_block_is_one_graph_without_breaks(
+    plan: str, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counts in one step of two micro-batches of two blocks. Each call of a graph is overhead of the host, and the
     compiler fuses nothing across a break. Equal blocks share what is compiled for the first one."""
+    if in_chunks:
+        monkeypatch.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1, "nccl": 1})
     calls: list[int] = []
     graphs: list[Any] = []
 
@@ -278,6 +285,7 @@ def test_a_compiled_block_is_one_graph_without_breaks(plan: str, monkeypatch: py
         trace(parse_plan(f"{plan}.compile"), "llama", [0], steps=1)
         assert not counters["graph_break"]
         assert (len(graphs), len(calls)) == (1, 4)
+        assert ("row_layer" in str(graphs[0].graph)) == in_chunks
     finally:
         torch._dynamo.reset()
         counters.clear()

@@ -13,9 +13,11 @@ import pytest
 import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, train
 from test_peak_memory import expected, most
+from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.runtime import compile
+from meshwright.runtime.tensor_parallel import row
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -70,6 +72,19 @@ def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
     assert all(seconds > 0 for _, seconds in found), "nothing was compiled, or torch counts it elsewhere"
     assert compile.first_step_message(12.0).endswith("the first step, which took 12.0 s")
+
+
+def train_in_chunks(*given: Any) -> tuple[dict[str, Any], float]:
+    """`train_with` over gloo, with row layers in as many chunks as there can be."""
+    with between_hosts(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1})
+        return train_with(*given)
+
+
+@pytest.mark.parametrize("plan", ["tp2.mb4.compile", "tp2.sp.mb4.compile"])
+def test_compiled_row_layers_in_chunks_compute_what_one_device_computes(ranks: Any, plan: str) -> None:
+    found = ranks.run(2, train_in_chunks, "aot_eager", "llama", plan, "fp64", 2)
+    check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
 
 
 @pytest.mark.soak

@@ -10,17 +10,18 @@ from pool import Pool
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from world_group import Collectives, world_comm_group
+from world_group import Collectives, between_hosts, world_comm_group
 
 from meshwright import analysis
 from meshwright.analysis.graph import ModelGraph, local_shard
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
+from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.loss import count_valid_labels, sum_cross_entropy
-from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel import collectives, row
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, RegionInput
-from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion, partial_grad_names, shard_model
+from meshwright.runtime.tensor_parallel.layers import RowLinear, SequenceParallelRegion, partial_grad_names, shard_model
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -208,6 +209,50 @@ def test_loss_and_every_gradient_are_those_of_one_device(
         for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
             assert loss < min(tolerance, 1e-6)
             assert gradient < tolerance, worst
+
+
+def compare_in_chunks(name: str, sequence_parallel: bool, least: int) -> tuple[float, float, str, int]:
+    """`compare` in float64 over gloo, with chunks of at least `least` bytes, and the number of its collectives."""
+    with between_hosts(), pytest.MonkeyPatch.context() as patched, Collectives() as counted:
+        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": least})
+        return *compare(name, torch.float64, sequence_parallel), counted.count
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "name", ["bare", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gpt2", "hf gpt2", "hf llama"))]
+)
+def test_row_layers_in_chunks_compute_what_one_device_computes(ranks: Pool, name: str, sequence_parallel: bool) -> None:
+    """Two row layers in each of two blocks, four chunks instead of one: a sum more for each in forward, and under
+    sequence parallelism a gather more in backward."""
+    whole = ranks.run(2, compare_in_chunks, name, sequence_parallel, 1 << 20)
+    parts = ranks.run(2, compare_in_chunks, name, sequence_parallel, 1)
+    for loss, gradient, worst, _ in (*whole, *parts):
+        assert loss < 1e-10 and gradient < 1e-10, worst
+    assert [one[3] - other[3] for one, other in zip(parts, whole, strict=True)] == [12 * (1 + sequence_parallel)] * 2
+
+
+def reductions_before_the_first_wait(sequence_parallel: bool) -> int:
+    """How many chunks of a row layer are computed and on their way when the layer first waits."""
+    group = world_comm_group(shared=False)
+    module = nn.Linear(16, 32, bias=False)
+    events: list[str] = []
+    start, wait = async_collectives.CollectiveWork.__init__, async_collectives.CollectiveWork.wait
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1})
+        patched.setattr(
+            async_collectives.CollectiveWork, "__init__", lambda *args: (events.append("start"), start(*args))[1]
+        )
+        patched.setattr(async_collectives.CollectiveWork, "wait", lambda work: (events.append("wait"), wait(work))[1])
+        RowLinear(module, True, group, sequence_parallel).forward(torch.randn(2, 8, 16))
+    started = events.index("wait")
+    assert events == ["start"] * started + ["wait"] * started
+    return started
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_all_chunks_of_a_row_layer_are_on_their_way_before_it_waits(ranks: Pool, sequence_parallel: bool) -> None:
+    assert ranks.run(2, reductions_before_the_first_wait, sequence_parallel) == [4, 4]
 
 
 def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int]]:

@@ -172,7 +172,7 @@ def matmul_forward(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     given `module` a sink, the sink computes the weight gradient."""
     weight: Any = module._parameters["weight"]
     sink: WgradSink | None = getattr(module, "put_off", None)
-    if sink is None or not torch.is_grad_enabled() or _is_functorch_tensor(x) or has_users_hook(weight):
+    if sink is None or not torch.is_grad_enabled() or is_functorch_tensor(x) or has_users_hook(weight):
         return F.linear(x, weight if linear else weight.t(), bias)
     return _DeferredMatmul.apply(x, weight, bias, sink, linear)
 
@@ -182,7 +182,7 @@ def has_users_hook(weight: Any) -> bool:
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks or ()) > 1
 
 
-def _is_functorch_tensor(x: torch.Tensor) -> bool:
+def is_functorch_tensor(x: torch.Tensor) -> bool:
     """Returns whether `x` is a tensor of torch.func, which does not support this custom autograd function."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 

@@ -48,6 +48,7 @@ class RegionInput:
         self.hidden: torch.Tensor | None = hidden
         self.entered: torch.Tensor | None = _EnterRegion.apply(hidden, self)
         self.whole: torch.Tensor | None = None
+        self.gathering: tuple[torch.Tensor, CollectiveWork] | None = None
         self.buffer: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         self.pending: CollectiveWork | None = None
@@ -69,9 +70,21 @@ class RegionInput:
         sequence parallelism."""
         if not self.sequence_parallel:
             return saved
+        self.start_gather(saved)
         if self.whole is None:
-            self.whole = collectives.all_gather_dim(saved, self.group, 1)
+            assert self.gathering is not None
+            pieces, work = self.gathering
+            work.wait()
+            self.whole = pieces.movedim(0, 1).flatten(1, 2)
+        self.gathering = None
         return self.whole
+
+    def start_gather(self, saved: torch.Tensor) -> None:
+        """Starts the gather of `recompute_input`, which overlaps with the products until its result is needed."""
+        if self.sequence_parallel and self.whole is None and self.gathering is None:
+            pieces = torch.empty(self.group.size, *saved.shape, dtype=saved.dtype, device=saved.device)
+            work = async_collectives.all_gather(pieces.view(-1), saved.contiguous().view(-1), self.group)
+            self.gathering = pieces, work
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
         """Adds gradient (N, out) x weight (out, in) to the gradient of the input, which has the shape `shape`. After
@@ -293,9 +306,10 @@ class _ColumnMatmul(torch.autograd.Function):
         crossing: RegionInput = ctx.crossing
         saved, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
-        x = crossing.recompute_input(saved).flatten(0, -2)
+        crossing.start_gather(saved)
         if ctx.needs_input_grad[0]:
             crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
+        x = crossing.recompute_input(saved).flatten(0, -2)
         weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[1] and ctx.leave is not None:
             weight_gradient = ctx.leave(x, flat)

@@ -37,7 +37,8 @@ from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
 from meshwright.runtime.tensor_parallel.random import install_tp_rng
-from meshwright.runtime.weight_gradients import matmul_forward
+from meshwright.runtime.tensor_parallel.row import chunk_count, least_chunk_bytes, row_forward, row_layer
+from meshwright.runtime.weight_gradients import is_functorch_tensor, matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
@@ -243,7 +244,7 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
 def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_parallel: bool) -> None:
     leave = collectives.reduce_scatter_from_region if sequence_parallel else collectives.reduce_from_region
     if is_linear_like(module):
-        module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group)).forward  # type: ignore[method-assign]
+        module.forward = RowLinear(module, split.dim == 1, group, sequence_parallel).forward  # type: ignore[method-assign]
     elif rule_of(module).adds_bias_last:
         module.forward = RowLayer(module, rule_of(module), lambda x: leave(x, group)).forward  # type: ignore[method-assign]
     else:  # these layers have no bias (analysis/regions.py), so they keep their forward
@@ -251,18 +252,35 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
 
 
 class RowLinear:
-    """Replaces the forward of a linear row layer: sums the local product over the ranks, and then adds the bias.
-    `leave` computes the sum."""
+    """Replaces the forward of a linear row layer: sums the local product over the ranks, and then adds the bias. Large
+    layers are computed in chunks, whose sums overlap with products (row.py). `linear`: whether the weight is (out, in)
+    instead of (in, out)."""
 
     is_traceable = True
 
-    def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.module, self.linear, self.leave = module, linear, leave
+    def __init__(self, module: nn.Module, linear: bool, group: CommGroup, sequence_parallel: bool) -> None:
+        self.module, self.linear, self.group, self.sequence_parallel = module, linear, group, sequence_parallel
+        self.backends = group.backends if group.process_group is not None and group.shm is None else ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.module._parameters.get("bias")
-        output = self.leave(matmul_forward(self.module, x, None, self.linear))
+        output = self._summed_product(x)
         return output if bias is None else output + bias
+
+    def _summed_product(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        sliced = self.group.size if self.sequence_parallel else 1
+        outputs = weight.shape[0 if self.linear else 1]
+        chunks = chunk_count(x, outputs, least_chunk_bytes(self.backends, x.device.type), sliced)
+        if chunks > 1 and torch.compiler.is_compiling():
+            full = weight if self.linear else weight.t()
+            return row_layer(x, full, self.group.key, chunks, self.sequence_parallel)
+        if chunks > 1 and not is_functorch_tensor(x):
+            sink = getattr(self.module, "put_off", None)
+            return row_forward(x, weight, chunks, (self.group, self.sequence_parallel, self.linear, sink))
+        leave = collectives.reduce_scatter_from_region if self.sequence_parallel else collectives.reduce_from_region
+        return leave(matmul_forward(self.module, x, None, self.linear), self.group)
 
 
 class RowLayer:
