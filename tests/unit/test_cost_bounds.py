@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import cluster, decoder, small_job
+from jobs import cluster, decoder, named_job, small_job
 
-from meshwright.planner.cost.bounds import lower_bounds
+from meshwright.planner.cost.bounds import data_floor, lower_bounds, step_floor
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import reserved_bytes
 from meshwright.planner.cost.plan_grid import RecomputeChoice
@@ -48,3 +48,30 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(
         compared += int(legal.sum())
         near = min(near, float((step / seconds)[..., 1:][legal[..., 1:]].min()))
     assert compared > 100 and near < 1.5
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "batch", "changes"),
+    [
+        ("llama2-7b", "2x4:h100", 64, {}),
+        ("llama2-7b", "2x(2x(2x4:h100)@ib)@wan", 64, {}),
+        ("llama2-7b", "2x4:h100", 64, {"pins": {"offload": ("optimizer",)}}),
+        ("mixtral-8x7b", "2x8:a100-80gb", 64, {}),
+        ("gpt2", "2x4:cpu", 16, {"precision": "fp32"}),
+    ],
+)
+def test_no_plan_is_faster_than_the_bound_of_its_cell(
+    model: str, on: str, batch: int, changes: dict[str, object]
+) -> None:
+    """Cells: schedule, micro-batches, sequence parallelism and ZeRO; any recompute, offload as in the box of the group,
+    every order of axes."""
+    job = named_job(model, on, batch, 1024, **changes)
+    pricer, tightness = CostModel(job), []
+    for group in PlanSpace(job).groups():
+        for box in (group.box, *map(group.other, group.axes)):
+            floor = step_floor(pricer, box)
+            bound = floor.seconds[..., None] + data_floor(pricer, box, floor)[:, :, None, :]
+            step = np.where(box.legal[0], pricer.price(box).step, np.inf).min(axis=(3, 5))
+            assert (bound <= step * (1 + ROUNDING)).all()
+            tightness += (bound / step)[np.isfinite(step)].tolist()
+    assert len(tightness) > 500 and np.median(tightness) > 0.6

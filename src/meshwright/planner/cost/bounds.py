@@ -26,16 +26,24 @@ import numpy as np
 
 from meshwright.planner.cost import constants, offload
 from meshwright.planner.cost.activations import activation_bytes, activation_peak
-from meshwright.planner.cost.cost_model import CostModel, RankClasses, sharded_numel
-from meshwright.planner.cost.dp_comm import update_seconds
+from meshwright.planner.cost.cost_model import CostModel, RankClasses, sharded_numel, sum_layers
+from meshwright.planner.cost.dp_comm import dp_traffic, update_seconds
 from meshwright.planner.cost.memory import (
+    StateSizes,
     largest_shard_numel,
     offloaded_bytes,
     persistent_bytes,
     reserved_bytes,
     transient_buffers,
 )
+from meshwright.planner.cost.pipeline import (
+    PassSplit,
+    any_split_backward,
+    min_bubble_seconds,
+    slowest_rank_and_bubble,
+)
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice, broadcast_to_axis
+from meshwright.planner.cost.step_terms import step_terms
 from meshwright.spec.enums import Offload, Recompute
 
 
@@ -140,3 +148,58 @@ def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClass
     part = np.clip(np.divide(before, before + after, out=np.zeros_like(before), where=before * after > 0), 0.0, 1.0)
     equal = np.where(part > 0, seen_none + part * (seen_whole - seen_none), np.inf)
     return np.minimum(np.maximum(seen, hidden).min(axis=-3, keepdims=True), equal)
+
+
+class StepFloor(NamedTuple):
+    """A lower bound of the seconds of a step over axes (o, b, s) of GRID_AXES, and the longest passes of one
+    micro-batch on any rank with full recompute, over GRID_AXES (they vary along b)."""
+
+    seconds: Array
+    forward: Array
+    backward: Array
+
+
+def step_floor(pricer: CostModel, box: PlanGrid) -> StepFloor:
+    """Returns a lower bound of the seconds of a step without data-parallel communication. The bound is valid for all
+    ZeRO, recompute and offload choices.
+
+    The bound is the sum of compute, the communication of tensor, context and expert ranks, and the bubble.
+    """
+    ranks, counts = pricer.ranks(box), broadcast_to_axis(box.counts, "b")
+    one, (context_forward, context_backward, dispatch) = pricer.layers(box)
+    forward, backward = sum_layers(
+        ranks.layers,
+        np.stack(
+            [
+                one.forward + one.tensor_forward + context_forward + dispatch,
+                one.backward + one.tensor_backward + context_backward + dispatch,
+            ]
+        ),
+    )
+    each, numbers = forward + backward, broadcast_to_axis(ranks.numbers, "ro")
+    longest = each.max(axis=0, keepdims=True)
+    if any_split_backward(box.orders) and box.pp > 1:
+        weights = sum_layers(ranks.layers * pricer.blocks, one.weights[None])[0]
+        bubble = min_bubble_seconds(box.orders, PassSplit(forward, backward - weights, weights), numbers)
+    else:
+        turns = broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+        longest, bubble = slowest_rank_and_bubble(each, numbers, turns)
+    passes = (part.max(axis=(0, 1, 3), keepdims=True) for part in (forward, each))
+    return StepFloor(np.asarray((counts * longest + bubble)[0, ..., 0, 0, 0]), *passes)
+
+
+def data_floor(pricer: CostModel, box: PlanGrid, floor: StepFloor) -> Array:
+    """Returns a lower bound of the seconds that a step takes in addition to `floor`, over axes (o, b, z) of GRID_AXES:
+    of data-parallel communication, the update, and the terms of a step. The bound is valid for all recompute choices.
+
+    The bound is the communication of the smallest buffers of any rank and schedule, which overlaps with the longest
+    passes. Smaller buffers and longer passes never make the exposed communication longer.
+    """
+    setting, states = pricer.setting, pricer.states(box, pricer.ranks(box))
+    updating, on_host = offload.offloaded_update_seconds(
+        setting, box, sharded_numel(box, states), update_seconds(setting, box, states)
+    )
+    smallest = StateSizes(*(part.min(axis=(0, 1), keepdims=True) for part in states))
+    data = dp_traffic(setting, box, smallest, floor.forward, floor.backward)
+    each = broadcast_to_axis(box.counts, "b") * data.each + data.once + step_terms(setting, box).sum(axis=0)
+    return np.asarray((each[0] + updating.max(axis=0) + on_host.max(axis=0)).min(axis=5)[:, :, 0, 0])

@@ -10,7 +10,6 @@ m is the number of micro-batches of a step, and the terms are those of step_term
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ from meshwright.planner.cost.pipeline import (
     any_split_backward,
     critical_path_messages,
     interleaving_imbalance,
-    min_bubble_seconds,
     slowest_rank_and_bubble,
 )
 from meshwright.planner.cost.pipeline import bubble_seconds as bubble_of
@@ -55,7 +53,7 @@ from meshwright.planner.cost.rank_contents import (
     stack_schedules,
 )
 from meshwright.planner.cost.step_terms import step_terms
-from meshwright.spec.enums import MESH_AXES, PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
+from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
 from meshwright.spec.job import Job
 
 
@@ -182,7 +180,7 @@ class CostModel:
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
-        self._blocks = np.array([entry.is_block for entry in self.setting.entries])
+        self.blocks = np.array([entry.is_block for entry in self.setting.entries])
         self._work: dict[tuple[TpEpShape, int, bool], tuple[dict[float, int], LayerTimes | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
@@ -197,33 +195,6 @@ class CostModel:
     def states(self, box: PlanGrid, ranks: RankClasses) -> StateSizes:
         """Returns the sizes of the flat buffers of each class of `ranks`."""
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
-
-    def floor(self, box: PlanGrid) -> Array:
-        """Returns a lower bound of the seconds of a step over axes (o, b, s) of GRID_AXES. The bound is valid for all
-        ZeRO, recompute and offload choices, and for any order of axes.
-
-        The bound is the sum of compute, the communication of tensor, context and expert ranks in the default order of
-        axes, and the bubble.
-        """
-        box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
-        one, waits = self._layers(box)
-        each = _sum_layers(ranks.layers, (sum(one[:4]) + sum(waits[:2]) + 2.0 * waits[2])[None])[0]
-        longest = each.max(axis=0, keepdims=True)
-        if any_split_backward(box.orders) and box.pp > 1:
-            forward = _sum_layers(ranks.layers, (one.forward + one.tensor_forward + waits[0] + waits[2])[None])[0]
-            weights = _sum_layers(ranks.layers * self._blocks, one.weights[None])[0]
-            bubble = min_bubble_seconds(
-                box.orders,
-                PassSplit(forward, each - forward - weights, weights),
-                broadcast_to_axis(ranks.numbers, "ro"),
-            )
-        else:
-            longest, bubble = slowest_rank_and_bubble(
-                each,
-                broadcast_to_axis(ranks.numbers, "ro"),
-                broadcast_to_axis([order.virtual_stages for order in box.orders], "o"),
-            )
-        return np.asanyarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
     def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
         """Returns the bytes on each class of `ranks`."""
@@ -256,7 +227,7 @@ class CostModel:
 
     # --- time
 
-    def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
+    def layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
         """Returns the seconds of one layer of each layer run over (layer run, b, s): `LayerTimes`, and three arrays.
         The three arrays are exposed communication: of context ranks in forward, of context ranks in backward, and of
         expert ranks in one pass (equal in forward and backward)."""
@@ -271,8 +242,8 @@ class CostModel:
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
         """Returns the seconds of one micro-batch on each class of `ranks`, without data-parallel communication and
         offload. `whole`: whether the overhead of a stage is added; it is false if the classes are single layers."""
-        one, waits = self._layers(box)
-        forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
+        one, waits = self.layers(box)
+        forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
         )
         kinds_of_recompute = {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}
@@ -280,25 +251,25 @@ class CostModel:
         if Recompute.full in kinds_of_recompute:
             again = np.stack([one.forward, one.tensor_forward, waits[0], waits[2]])
             recompute, tensor_again, context_again, dispatch_again = _sum_recomputed_layers(
-                ranks.doing(box.recompute, self._blocks, Recompute.full), again
+                ranks.doing(box.recompute, self.blocks, Recompute.full), again
             )
         if Recompute.sac in kinds_of_recompute:
             recompute = (
                 recompute
-                + _sum_recomputed_layers(ranks.doing(box.recompute, self._blocks, Recompute.sac), one.derived[None])[0]
+                + _sum_recomputed_layers(ranks.doing(box.recompute, self.blocks, Recompute.sac), one.derived[None])[0]
             )
         if Recompute.attn in kinds_of_recompute:
             core = broadcast_to_axis([choice.kind == Recompute.attn for choice in box.recompute], "c")
-            recompute = recompute + core * _sum_layers(ranks.layers * self._blocks, one.attention[None])[0]
+            recompute = recompute + core * sum_layers(ranks.layers * self.blocks, one.attention[None])[0]
         weights = np.zeros((1,) * forward.ndim)
         if any_split_backward(box.orders):
-            rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(
-                box.recompute, self._blocks, *PER_BLOCK_RECOMPUTE
+            rest = (ranks.layers * self.blocks)[..., None] - ranks.doing(
+                box.recompute, self.blocks, *PER_BLOCK_RECOMPUTE
             )
             weights = _sum_recomputed_layers(rest, one.weights[None])[0]
             sent = [offloads_activations(choice) for choice in box.offload]
             if any(sent):  # fetched activations are not stored until W
-                stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
+                stay = np.minimum(rest, (ranks.layers * self.blocks - ranks.first(box, self.blocks))[..., None])
                 weights = np.where(
                     broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights
                 )
@@ -341,7 +312,7 @@ class CostModel:
             self._work[key] = found, known
         assert known is not None
         chosen = np.ix_(
-            range(len(self._blocks)),
+            range(len(self.blocks)),
             [found[count] for count in tokens],
             [int(choice) for choice in box.sequence_parallel],
         )
@@ -387,7 +358,7 @@ class CostModel:
         found = 0.0
         for kind in {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}:
             each = np.stack([layer.when([kind])[0][..., 0] for layer in layers])
-            found = found + np.einsum("roec,ebs->robsc", ranks.sending(box, self._blocks, kind), each)
+            found = found + np.einsum("roec,ebs->robsc", ranks.sending(box, self.blocks, kind), each)
         return broadcast_to_axis(found, "robsc")
 
     def _bubble(self, box: PlanGrid, ranks: RankClasses, each: Array, one: PassTime) -> Array:
@@ -432,7 +403,7 @@ class CostModel:
     def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
         """Returns the seconds of the longest backward of a block. `recompute` is 1 where all of the block is
         recomputed, else 0."""
-        blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
+        blocks = self.blocks if self.blocks.any() else np.arange(len(self.blocks)) == 0
         backward, again = (
             broadcast_to_axis(part[blocks].max(axis=0), "bs")
             for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
@@ -459,7 +430,7 @@ def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
     return seconds, constants.BACKWARD_FORWARD_RATIO * seconds
 
 
-def _sum_layers(layers: Array, parts: Array) -> Array:
+def sum_layers(layers: Array, parts: Array) -> Array:
     """Returns the total seconds of the layers of each rank class, over (part, GRID_AXES). `layers` is the number of
     layers (r, o, layer run), `parts` the seconds of one layer (part, layer run, b, s)."""
     found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)

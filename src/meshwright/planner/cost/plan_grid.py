@@ -168,10 +168,17 @@ class ZeroChoice(NamedTuple):
     """Whether the shard group has one rank, and the ZeRO stage is above 0 only because offload of weights or gradients
     requires this."""
 
-    def allows(self, choice: Sequence[Offload]) -> bool:
+    def allows(self, choice: tuple[Offload, ...]) -> bool:
         """Returns whether plans with this ZeRO choice may have the offload choice `choice`."""
-        least = min_zero_stage(choice)
-        return self.zero >= least if least else not self.lone
+        return allows_offload(self.zero, self.lone, choice)
+
+
+@cache
+def allows_offload(zero: int, lone: bool, choice: tuple[Offload, ...]) -> bool:
+    """Returns whether plans with ZeRO stage `zero` may have the offload choice `choice`. `lone` is as in
+    `ZeroChoice`."""
+    least = min_zero_stage(choice)
+    return zero >= least if least else not lone
 
 
 class RankLayout(NamedTuple):

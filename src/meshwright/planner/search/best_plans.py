@@ -112,6 +112,12 @@ RISK_MARGIN = 0.05
 with none only if it is more than this fraction faster."""
 
 
+def risk_factors(reasons: Array) -> Array:
+    """Returns the factors by which `reasons`, numbers of reasons of uncertainty, raise the scores of plans."""
+    counts = reasons.astype(int)
+    return np.asarray(((1.0 + RISK_MARGIN) ** np.arange(counts.max() + 1))[counts])
+
+
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
     """Returns whether a plan with the offload choice `offload` uses a host link that was not profiled. Returns False
     without a host link, as for CPU ranks."""
@@ -280,19 +286,20 @@ class TopK:
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     def bound(self, box: PlanGrid) -> Array:
-        """Returns, over axes (b) of GRID_AXES, the score above which no plan of `box` changes the results. Families
+        """Returns, over axes (b, z) of GRID_AXES, the score above which no plan of `box` changes the results. Families
         without a plan that fits are ignored."""
-        bound = np.full(len(box.micro_batches), self.limit)
-        for name, rows, _ in family_slices(box) if self.by_family else ():
+        bound = np.full((len(box.micro_batches), len(box.shards)), self.limit)
+        for name, rows, part in family_slices(box) if self.by_family else ():
             if name in self.families:
-                bound[rows] = np.maximum(bound[rows], self.families[name].score * (1 + SCORE_TOLERANCE))
+                at = np.ix_(rows, part)
+                bound[at] = np.maximum(bound[at], self.families[name].score * (1 + SCORE_TOLERANCE))
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Returns, over axes (b) of GRID_AXES, whether `box` has plans of a family in which no plan so far fits."""
-        wanting = np.zeros(len(box.micro_batches), dtype=bool)
-        for name, rows, _ in family_slices(box) if self.by_family else ():
-            wanting[rows] |= name not in self.families
+        """Returns, over axes (b, z) of GRID_AXES, which plans of `box` are of a family in which no plan so far fits."""
+        wanting = np.zeros((len(box.micro_batches), len(box.shards)), dtype=bool)
+        for name, rows, part in family_slices(box) if self.by_family else ():
+            wanting[np.ix_(rows, part)] = name not in self.families
         return wanting
 
     def take(self, box: PlanGrid, priced: PricedGrid, with_families: bool = True) -> None:

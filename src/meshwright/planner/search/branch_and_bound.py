@@ -11,8 +11,9 @@ the simpler schedule.
 term of the step time is negative.
 
 - Lower bound: no plan of a degree group is faster than the sum of compute, tensor-parallel communication and bubble.
-  Groups are searched in the order of these bounds. A group is pruned if its bound exceeds the scores of the best plans,
-  overall and of each family in the group.
+  For each schedule, micro-batch and ZeRO choice, the bound also has the data-parallel communication and the update
+  (planner/search/group_bounds.py). Groups are searched in the order of these bounds. Plans are pruned if their bound
+  exceeds the score of the best plans and of the best plan of their family.
 - Families: for a family in which no plan fits, the search needs only the plan that is nearest to fitting. This plan has
   the smallest micro-batch size, or only one micro-batch.
 - Recompute: recompute and offload only slow a plan that already fits with the safety margin. The cost of recompute and
@@ -28,15 +29,16 @@ term of the step time is negative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from heapq import heapify, heappop, heappush
+from math import isfinite
 
 import numpy as np
 
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
-from meshwright.planner.cost.bounds import lower_bounds
+from meshwright.planner.cost.bounds import lower_bounds, step_floor
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
@@ -44,15 +46,23 @@ from meshwright.planner.cost.plan_grid import CHOICE_FIELDS, Array, PlanGrid
 from meshwright.planner.cost.step import compile_seconds
 from meshwright.planner.cost.uncertainty import unmeasured_counts
 from meshwright.planner.search.best_plans import (
-    RISK_MARGIN,
     SCORE_TOLERANCE,
     PlanCandidate,
     PricedGrid,
     SearchObjective,
     TopK,
+    risk_factors,
     uses_unmeasured_link,
 )
 from meshwright.planner.search.choices import recompute_ladder
+from meshwright.planner.search.group_bounds import (
+    GroupBounds,
+    candidate_grids,
+    crop_size,
+    legal_cells,
+    lowest_memory_batches,
+    score_floor,
+)
 from meshwright.planner.search.partial_recompute import SMALL_GRID_PLANS, PartialRecompute, crop_grid
 from meshwright.planner.search.space import DegreeGroup, PlanSpace
 from meshwright.spec.enums import Offload, Recompute, offloads_activations
@@ -60,10 +70,6 @@ from meshwright.spec.job import Job
 
 DOES_NOT_FIT = "does not fit"
 PRUNED_BY_BOUND = "pruned (lower bound)"
-
-MAX_GRID_PLANS = 1 << 16
-"""Maximum number of plans of a grid whose cost is computed at once. With this limit, the arrays of a grid fit in the
-cache of a core."""
 
 SPARSE_FRACTION = 0.5
 """Memory is computed either for a whole grid, or only for the smallest part that contains all plans that are fast
@@ -101,14 +107,13 @@ class PlanSearch:
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
         groups = groups if self.ranking.by_family else [group for group in groups if self._may_fit(group)]
-        floors = [self._lower_bound(group.box) for group in groups]
-        for at in sorted(range(len(groups)), key=lambda at: float(floors[at].min())):
-            self._price_default_layouts(groups[at], floors[at])
+        bounds = [GroupBounds(self.pricer, group) for group in groups]
+        self._price_in_order(bounds)
         for group, box, priced in self._without_margin:
             self._price_memory_choices(group, box, priced)
         # If no plan fits, other orders of axes do not help, because memory does not depend on the order.
-        for group, floor in zip(groups, floors, strict=True) if self.ranking.best else ():
-            self._price_other_layouts(group, floor)
+        for each in bounds if self.ranking.best else ():
+            self._price_other_layouts(each)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
             needs = Message("needs more host memory for offload")
@@ -126,19 +131,10 @@ class PlanSearch:
             )
             self.space.reject(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
-    def _lower_bound(self, box: PlanGrid) -> Array:
-        """Returns lower bounds of the scores of the plans of `box`, over axes (o, b, s) of GRID_AXES ([Note: bounds]).
-        The bound is infinite where no plan is legal."""
-        compiling = compile_seconds(self.pricer.setting, box, self.pricer.ranks(box).layers)[0, ..., 0, 0, 0]
-        floor = self.pricer.floor(box) + compiling / self.pricer.setting.job.workload.steps
-        floor = floor * self._margin(box).min(axis=(3, 4, 5))
-        legal = box.legal[0].any(axis=(3, 4, 5))
-        return np.where(np.broadcast_to(legal, floor.shape), floor, np.inf) * (1 - SCORE_TOLERANCE)
-
     def _margin(self, box: PlanGrid) -> Array:
         """Returns the factors by which unmeasured features raise the scores of the plans of `box`, over the axes
         `obsczf` of GRID_AXES."""
-        return np.asarray((1.0 + RISK_MARGIN) ** unmeasured_counts(self.pricer.setting.job.cluster, box))
+        return risk_factors(unmeasured_counts(self.pricer.setting.job.cluster, box))
 
     def _may_fit(self, group: DegreeGroup) -> bool:
         """Returns whether some plan of the group may fit, by the lower bound of memory."""
@@ -146,21 +142,39 @@ class PlanSearch:
             (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
         )
 
-    def _price_default_layouts(self, group: DegreeGroup, floor: Array) -> None:
-        """Computes the cost of the plans in `group.box`, which form the plan families. `floor` is the lower bound of
-        the seconds."""
-        everything = self.objective == SearchObjective.headroom
-        few = everything or group.box.size <= SMALL_GRID_PLANS
-        done = np.isfinite(floor) & (
-            everything | (self.ranking.wanting(group.box)[:, None] & (few | _lowest_memory_batches(group.box)))
-        )
-        self._price_candidates(group, done, np.inf)
-        bound = self.ranking.bound(group.box)
-        self._price_candidates(group, (floor <= bound[:, None]) & ~done, np.inf if everything else float(bound.max()))
+    def _price_in_order(self, groups: Sequence[GroupBounds]) -> None:
+        """Computes the cost of the plans in the boxes of `groups`, which form the plan families, in the order of the
+        bounds of the groups."""
+        waiting = [(each.low, at, False) for at, each in enumerate(groups)]
+        heapify(waiting)
+        while waiting:
+            low, at, is_exact = heappop(waiting)
+            each = groups[at]
+            box = each.group.box
+            if is_exact:
+                self._price_default_layouts(each)
+            elif low <= self.ranking.bound(box).max() or self._searches_all or self.ranking.wanting(box).any():
+                heappush(waiting, (float(each.bounds.min()), at, True))
 
-    def _price_candidates(self, group: DegreeGroup, near: Array, ceiling: float) -> None:
-        for box in _candidate_grids(group.box, near):
-            priced = self.price(box, ceiling)
+    @property
+    def _searches_all(self) -> bool:
+        """Whether the seconds of a plan say nothing about its score."""
+        return self.objective == SearchObjective.headroom
+
+    def _price_default_layouts(self, each: GroupBounds) -> None:
+        """Computes the cost of the plans in the box of a group."""
+        box, legal = each.group.box, np.isfinite(each.bounds)
+        few = self._searches_all or box.size <= SMALL_GRID_PLANS
+        wanting = self.ranking.wanting(box)[:, None] & (few | lowest_memory_batches(box))
+        done = legal & (self._searches_all | wanting)
+        self._price_cells(each.group, done, bounded=False)
+        self._price_cells(each.group, (each.bounds <= self.ranking.bound(box)[:, None]) & legal & ~done)
+
+    def _price_cells(self, group: DegreeGroup, near: Array, bounded: bool = True) -> None:
+        """Computes the cost of the plans in the cells `near`. `bounded`: whether plans that do not change the results
+        are left out."""
+        for box, cells in candidate_grids(group.box, near) if near.any() else ():
+            priced = self.price(box, self.ranking.bound(box)[:, None, None, :, None] if bounded else np.inf, cells)
             self.ranking.take(box, priced)
             if (group.offloads or group.parts) and self._needs_memory_choices(box, priced).any():
                 self._without_margin.append((group, box, priced))
@@ -171,27 +185,28 @@ class PlanSearch:
         recompute may make them faster."""
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
-        return _with_single_rank_shards(
-            box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
-        )
+        least = priced.seconds[:, :, :, :1] * self._margin(box).min(axis=3, keepdims=True)
+        return _with_single_rank_shards(box, ~priced.roomy[:, :, :, :1] & (least <= self.ranking.record))
 
-    def _price_other_layouts(self, group: DegreeGroup, floor: Array) -> None:
+    def _price_other_layouts(self, each: GroupBounds) -> None:
         """Computes the cost of the plans with other orders of axes, if such a plan can be the best plan."""
-        everything = self.objective == SearchObjective.headroom
-        near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
-        for axes in group.axes:
-            for box in _candidate_grids(group.other(axes), near):
-                self.ranking.take(
-                    box, self.price(box, np.inf if everything else self.ranking.limit), with_families=False
-                )
+        record, limit = (np.inf, np.inf) if self._searches_all else (self.ranking.record, self.ranking.limit)
+        near = legal_cells(each.group.box) & (each.floor.seconds[..., None] * (1 - SCORE_TOLERANCE) <= record)
+        for axes in each.group.axes if near.any() else ():
+            for box, cells in candidate_grids(each.group.other(axes), near):
+                cells = cells & (score_floor(self.pricer, box, step_floor(self.pricer, box)) <= record)
+                for part, near_part in candidate_grids(box, cells) if cells.any() else ():
+                    self.ranking.take(part, self.price(part, limit, near_part), with_families=False)
 
-    def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
+    def price(self, box: PlanGrid, ceiling: float | Array = np.inf, cells: Array | None = None) -> PricedGrid:
         """Computes the seconds of every plan of a grid, and the memory of the plans whose score may be at most
-        `ceiling`."""
+        `ceiling`, a number or an array over the axes `obsczf` of GRID_AXES. `cells`, over axes (o, b, s, z), is the
+        mask of the plans that are computed; None means all."""
         pricer = self.pricer
         ranks = pricer.ranks(box)
         states = pricer.states(box, ranks)
-        step = np.broadcast_to(np.where(box.legal[0], pricer.seconds(box, ranks, states).step[0], np.inf), box.shape)
+        wanted = box.legal[0] if cells is None else box.legal[0] & cells[:, :, :, None, :, None]
+        step = np.broadcast_to(np.where(wanted, pricer.seconds(box, ranks, states).step[0], np.inf), box.shape)
         near = step * self._margin(box) <= ceiling
         count = int(np.count_nonzero(near & np.isfinite(step)))
         if not count:
@@ -234,13 +249,13 @@ class PlanSearch:
         worth = (
             taken
             if self.objective == SearchObjective.headroom
-            else each * self._margin(box) * (1.0 + RISK_MARGIN) ** (tight + links)
+            else each * self._margin(box) * risk_factors(tight + links)
         )
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
     def _count_unfit(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
         """Counts the plans that do not fit, and stores the fastest of them in `fastest`."""
-        legal = box.legal_size
+        legal = int(np.count_nonzero(np.isfinite(step)))
         self.priced += legal
         fitting = np.isfinite(found.score)
         missing = legal - int(np.count_nonzero(fitting))
@@ -301,7 +316,7 @@ class PlanSearch:
         # If offload is pinned, recompute may save time, so the seconds without recompute are no lower bound.
         seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
-        seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
+        seconds = seconds * risk_factors((bound.safe > physical_limit(self.pricer.setting)) + leaning)
         # As long as no plan fits, the search also looks for the plan with the lowest memory.
         room = (
             self._usable
@@ -385,30 +400,6 @@ def merge_offload_choices(
             found.append(way)
             mask = both
     return tuple(found)
-
-
-def crop_size(mask: Array) -> int:
-    """Returns the number of plans of the smallest grid that contains all plans of `mask`."""
-    counts = (mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)) for axis in range(mask.ndim))
-    return prod(int(np.count_nonzero(each)) for each in counts)
-
-
-def _lowest_memory_batches(box: PlanGrid) -> Array:
-    """Returns, over axes (b, s) of GRID_AXES, which micro-batch choices can have the lowest memory: those with the
-    smallest size, and those with one micro-batch per step."""
-    lowest_memory = min(each.size for each in box.micro_batches)
-    return np.array([each.size == lowest_memory or each.number == 1 for each in box.micro_batches])[:, None]
-
-
-def _candidate_grids(box: PlanGrid, near: Array) -> Iterator[PlanGrid]:
-    """Yields parts of `box` that together contain all plans marked in `near`, over axes (o, b, s) of GRID_AXES. The
-    schedules are divided among the parts so that a part has at most about MAX_GRID_PLANS plans."""
-    orders = np.flatnonzero(near.any(axis=(1, 2)))
-    each = int(np.count_nonzero(near.any(axis=(0, 2)))) * box.size // (len(box.orders) * len(box.micro_batches))
-    for begin in range(0, len(orders), step := max(MAX_GRID_PLANS // max(each, 1), 1)):
-        some = orders[begin : begin + step]
-        micro_batches, parallel = (np.flatnonzero(near[some].any(axis=axes)) for axes in ((0, 2), (0, 1)))
-        yield box.part(orders=some, micro_batches=micro_batches, sequence_parallel=parallel)
 
 
 def search_top_plans(

@@ -6,6 +6,7 @@ layouts, schedules and offload choices with which every plan breaks a rule of `s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
-from meshwright.planner.cost.plan_grid import ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.plan_grid import ScheduleChoice, ZeroChoice, allows_offload
 from meshwright.spec.constraints import (
     batch_split_violations,
     block_count_violations,
@@ -249,7 +250,8 @@ def count_plans(
     recompute choices. There are `axes` orders of axes. Orders other than the default are combined only with uniform
     recompute and the first offload choice.
     """
-    counts = [sum(shard.allows(way) for shard in shards) for way in ways]
+    kinds = Counter((shard.zero, shard.lone) for shard in shards)
+    counts = [sum(count for kind, count in kinds.items() if allows_offload(*kind, way)) for way in ways]
     return (whole * orders + parts) * sum(counts) + whole * orders * (axes - 1) * sum(counts[:1])
 
 

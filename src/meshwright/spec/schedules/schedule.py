@@ -17,7 +17,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -239,6 +239,7 @@ def offered_schedules() -> tuple[Schedule, ...]:
     return tuple(kind() for kind in _schedule_classes().values() if not kind.listed)
 
 
+@lru_cache
 def find_schedule(name: str, actions: tuple[str, ...] = ()) -> Schedule:
     """Returns the schedule called `name`. `actions` is the order that a plan lists.
 
