@@ -258,6 +258,19 @@ def test_a_run_that_mostly_waits_for_its_disk_says_so_once(
     assert len(lines) == said and all("step 7 waited 900.0 ms of 1.00 s for offloaded" in line for line in lines)
 
 
+def test_a_slow_first_step_does_not_count_for_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("meshwright.train.console.time.monotonic", lambda: now[0])
+    screen = RunConsole()
+    screen.hear({"kind": "begin", "step": 0, "steps": 100, "data": "some text", "parameters": 5})
+    for step in range(1, 51):
+        now[0] += 600.0 if step == 1 else 2.0
+        screen.hear({"kind": "record", "record": record(step, held_out_loss=2.0).model_dump()})
+    assert capsys.readouterr().err.splitlines()[-1].endswith("1 min 40 s left")
+
+
 def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\nfrom meshwright.train.run_lock import RunLock\nwith "

@@ -43,7 +43,7 @@ class RunConsole:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shown = 0.0
-        self._began = time.monotonic()
+        self._began, self._warm = time.monotonic(), 0.0
         self._heeded = {
             "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample,
             "stopped": self._stopped, "done": self._done,
@@ -85,6 +85,7 @@ class RunConsole:
     def _begin(self, message: IpcMessage) -> None:
         again = self.steps > 0
         self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
+        self._warm = 0.0
         if again:
             return  # the ranks have restarted, which the supervisor has already reported
         self.note(message["data"])
@@ -112,6 +113,8 @@ class RunConsole:
         if record.held_out_loss is not None:
             self.held_out.append((record.step, record.held_out_loss))
         now = time.monotonic()
+        if record.step == self.first + WARMUP_STEPS:
+            self._warm = now
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=record.step, description=self._words(record))
         notable = record.held_out_loss is not None or record.skipped or record.step == self.steps
@@ -147,15 +150,16 @@ class RunConsole:
             # memory that these ranks share.
             kind = "reserved" if "reserved" in record.memory else "resident"
             words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
-        done = record.step - self.first
-        if done > 0 and record.step < self.steps:
-            words.append(
-                Message(
-                    "{time} left",
-                    time=show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step)),
-                )
-            )
+        if self.first < record.step < self.steps:
+            words.append(Message("{time} left", time=show_seconds(self._seconds_left(record.step))))
         return "  ".join(map(self.words, words))
+
+    def _seconds_left(self, step: int) -> float:
+        """Returns the expected seconds of the steps after `step`. The first steps take longer (checks, a proof,
+        compilation), so they count only until others have run."""
+        warm = self.first + WARMUP_STEPS
+        begin, first = (self._warm, warm) if step > warm and self._warm else (self._began, self.first)
+        return (time.monotonic() - begin) / (step - first) * (self.steps - step)
 
     def _saved(self, message: IpcMessage) -> None:
         if message["step"] == self.steps or self._progress is None:
