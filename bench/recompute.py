@@ -98,6 +98,7 @@ def estimated(world: int, sizes: Sizes, plan: str) -> Any:
 
 def every_price(job: Any) -> Iterator[tuple[float, float]]:
     """Seconds and bytes of every plan that the question leaves, one by one."""
+    from meshwright.planner.cost.communicators import driver_bytes
     from meshwright.planner.cost.cost_model import CostModel
     from meshwright.planner.cost.memory import reserved_bytes
     from meshwright.planner.cost.plan_grid import grid_of_plan
@@ -106,8 +107,9 @@ def every_price(job: Any) -> Iterator[tuple[float, float]]:
     pricer = CostModel(job)
     for box in PlanSpace(job).boxes():
         for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
-            prices = pricer.price(grid_of_plan(box.plan(tuple(index)), job.workload.batch, job.model.blocks))
-            yield prices.step.item(), float(reserved_bytes(pricer.setting, prices.allocated)[0].item())
+            one = grid_of_plan(box.plan(tuple(index)), job.workload.batch, job.model.blocks)
+            prices, driver = pricer.price(one), driver_bytes(pricer.setting, one)
+            yield prices.step.item(), float(reserved_bytes(pricer.setting, prices.allocated, driver)[0].item())
 
 
 def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:

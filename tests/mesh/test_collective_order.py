@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from traced_mesh import RankTrace, differences, stuck, trace
 
+from meshwright.planner.cost.communicators import RankSplit, communicators
+from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.spec.grid import Coords, RankGrid
 from meshwright.spec.plan import Plan, parse_plan
 
@@ -43,6 +45,31 @@ def test_all_64_ranks_call_each_collective_in_one_order_without_a_circle_of_wait
     traces = trace(parsed, kind, range(64))
     assert all(each.launches for each in traces)
     assert differences(traces) == [] and stuck(traces) == []
+
+
+COUNTED = "dp64.z3 dp64x1.z1 dp8.tp8.sp dp16.cp4.ulysses2 dp2x2.tp2.sp.pp4.cp2.z1 dp16.pp4.zbv dp16.pp4 dp32.tp2.ep8.z2"
+"""Plans of 64 ranks whose communicators are counted outside of the soak."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [pytest.param(*case, marks=[pytest.mark.soak] * (case[1] not in COUNTED.split())) for case in PLANS],
+)
+def test_the_estimate_counts_the_communicators_that_a_rank_uses(kind: str, plan: str) -> None:
+    """Of the first and the last rank, with their numbers of ranks and the distances of neighbours. NCCL creates a
+    communicator when a process group first transfers a tensor."""
+    parsed = parse_plan(plan)
+    box = grid_of_plan(parsed, parsed.dp * parsed.micro_batch * 2 * parsed.pp, 4 * parsed.stages)
+    tied = kind == "tied" and parsed.pp > 1 and not parsed.schedule_rules.v_shape
+    split = RankSplit(int(box.contexts[0]), int(box.ulysses_ranks[0]), parsed.sequence_parallel)
+    counted = communicators(box.layout, box.shards[0], split, tied=tied)
+    expected = sorted((each.ranks, each.stride, each.peers > 0) for each in counted)
+    for each in trace(parsed, kind, (0, parsed.world - 1), steps=1):
+        sends: dict[Any, bool] = {}
+        for call in chain(*each.launches):
+            sends[call.group] = sends.get(call.group, False) or call.what[0] in ("message", "all-to-all")
+        used = [(len(ranks), min(b - a for a, b in pairwise(sorted(ranks))), sends[ranks, at]) for ranks, at in sends]
+        assert sorted(used) == expected
 
 
 @pytest.fixture(scope="module")

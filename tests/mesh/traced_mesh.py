@@ -64,6 +64,9 @@ class RankTrace:
     setup: float = 0.0
     trains: bool = False
 
+    def __post_init__(self) -> None:
+        self.counts[tuple(range(self.world))] = 1  # the default group
+
     def new_group(self, ranks: Sequence[int] | None, *arguments: Any, **more: Any) -> Any:
         every = tuple(range(self.world)) if ranks is None else tuple(ranks)
         made = CREATE(ranks, *arguments, **more)

@@ -9,6 +9,7 @@ import pytest
 from jobs import cluster, decoder, named_job, small_job
 
 from meshwright.planner.cost.bounds import data_floor, lower_bounds, step_floor
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import reserved_bytes
 from meshwright.planner.cost.plan_grid import RecomputeChoice
@@ -40,7 +41,10 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(
         legal = np.broadcast_to(each.legal[0], each.shape)
         step, taken = (
             np.broadcast_to(part, each.shape)
-            for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0])
+            for part in (
+                prices.step,
+                reserved_bytes(pricer.setting, prices.allocated, driver_bytes(pricer.setting, each))[0],
+            )
         )
         seconds = np.maximum(step[:, :, :, :1, :, :1] + bound.more, bound.link)
         assert (taken >= bound.taken * (1 - ROUNDING))[legal].all()

@@ -185,6 +185,21 @@ def test_waits_for_the_routing_add_the_launches_of_forward() -> None:
     assert waiting - ahead == pytest.approx(2 * 48 * 2 * launches, rel=0.02)
 
 
+def driver_of(on: str, plan: str) -> float:
+    """GiB outside of the allocator on the peak rank of Llama 2 7B."""
+    return estimate(named_job("llama2-7b", on, 64, 512), parse_plan(plan)).memory.driver / GIB
+
+
+def test_communicators_of_nccl_are_added_to_the_context_of_nvidia_devices() -> None:
+    """With the sizes of NCCL's source: 12 MiB for each of 24 channels, 256 MiB for messages, 256 MiB for sums in the
+    switch among 8 devices of an H100 node."""
+    assert driver_of("1x1:h100", "dp1.rc-full.off-optimizer") == 1.0 == driver_of("1x8:mi300x", "dp8.z3")
+    assert driver_of("1x8:h100", "dp8.z3") == 1 + (256 + 24 * 12 + 256) / 1024
+    assert driver_of("1x8:a100-80gb", "tp8.sp") == 1 + (256 + 24 * 12) / 1024
+    messages = 256 + 24 * 12 + 32 * 12  # of pp2: one peer on 32 channels
+    assert driver_of("1x8:a100-80gb", "dp2.tp2.sp.pp2") == 1 + (3 * (256 + 24 * 12) + messages) / 1024
+
+
 def of_runtime(on: str, plan: Plan, batch: int, practice: RuntimeModel) -> Estimate:
     """The estimate of Llama 2 7B in bf16, with gradients in bf16, under another runtime."""
     job = named_job("llama2-7b", on, batch, 2048, "bf16", reduce="bf16")

@@ -13,6 +13,7 @@ from jobs import cluster, decoder, small_job
 from meshwright.cli.main import run_command
 from meshwright.core.errors import NothingFits
 from meshwright.planner.cost import constants
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import reserved_bytes
 from meshwright.planner.cost.plan_grid import grid_of_plan
@@ -58,10 +59,11 @@ def every_price(question: Job) -> Iterator[tuple[float, float, Plan]]:
     for box in PlanSpace(question).boxes():
         for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
             plan = box.plan(tuple(index))
-            prices = pricer.price(grid_of_plan(plan, question.workload.batch, question.model.blocks))
+            one = grid_of_plan(plan, question.workload.batch, question.model.blocks)
+            prices = pricer.price(one)
             yield (
                 prices.step.item() * margin(question, plan),
-                float(reserved_bytes(pricer.setting, prices.allocated)[0].item()),
+                float(reserved_bytes(pricer.setting, prices.allocated, driver_bytes(pricer.setting, one))[0].item()),
                 plan,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,10 +15,11 @@ from jobs import GIB, cluster, decoder, named_job, small_job
 
 from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import translate
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
-from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.plan_grid import PlanGrid, grid_of_plan
 from meshwright.planner.cost.step import compile_seconds, estimate
 from meshwright.planner.cost.uncertainty import unmeasured_counts, unmeasured_features
 from meshwright.planner.search import group_bounds
@@ -49,12 +51,17 @@ def every_plan(job: Job) -> Iterator[Plan]:
             yield box.plan(tuple(index))
 
 
+def reserved_of(pricer: CostModel, box: PlanGrid) -> Any:
+    """The expected reserved bytes of the plans of a box."""
+    return reserved_bytes(pricer.setting, pricer.price(box).allocated, driver_bytes(pricer.setting, box))[0]
+
+
 def price_of(pricer: CostModel, plan: Plan) -> tuple[float, Plan] | None:
     """The score of a plan by itself, if it fits."""
     job, limit = pricer.setting.job, memory_limit(pricer.setting)
     box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     prices, compiling = pricer.price(box), compile_seconds(pricer.setting, box, pricer.ranks(box).layers)
-    taken, safe = reserved_bytes(pricer.setting, prices.allocated)
+    taken, safe = reserved_bytes(pricer.setting, prices.allocated, driver_bytes(pricer.setting, box))
     if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
         return None
     return (float(prices.step.item()) + float(compiling.item()) / job.workload.steps) * (1 + RISK_MARGIN) ** (
@@ -230,10 +237,7 @@ def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
     boxes = list(PlanSpace(job).boxes())
     for box in boxes[:: len(boxes) // 20 + 1]:
         prices = pricer.price(box)
-        steps, taken = (
-            np.broadcast_to(part, box.shape)
-            for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0])
-        )
+        steps, taken = (np.broadcast_to(part, box.shape) for part in (prices.step, reserved_of(pricer, box)))
         legal = np.broadcast_to(box.legal[0], box.shape)
         for index in list(np.argwhere(legal))[:: max(int(legal.sum()) // 3, 1)]:
             alone = estimate(job, box.plan(tuple(index)))
@@ -500,7 +504,7 @@ def test_the_most_headroom_is_the_least_memory_of_plans_that_offload_nothing() -
     pricer = CostModel(job)
     plans = [plan for plan in every_plan(job) if not plan.offload and not any(plan_violations(job, plan))]
     least = min(
-        float(reserved_bytes(pricer.setting, pricer.price(grid_of_plan(plan, 4, job.model.blocks)).allocated)[0].item())
+        float(reserved_of(pricer, grid_of_plan(plan, 4, job.model.blocks)).item())
         for plan in plans
         if not plan.recompute_layers
     )

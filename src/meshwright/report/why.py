@@ -181,7 +181,7 @@ def _memory_table(chosen: Estimate, other: Estimate, heads: tuple[str, str], lan
     """Returns a table with the bytes of both plans by kind, under the headings `heads`, for each plan on its
     peak-memory rank."""
     rows = [[table_heading("memory a device", language), *heads, table_heading("difference", language)]]
-    for kind in (*MEMORY_KINDS, "total", "reserved"):
+    for kind in (*MEMORY_KINDS, "total", "driver", "reserved"):
         mine, theirs = getattr(chosen.memory, kind), getattr(other.memory, kind)
         difference = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"
         rows.append([translate(term("memory", kind), language), show_bytes(mine), show_bytes(theirs), difference])

@@ -19,7 +19,8 @@ from meshwright.core.messages import Message, term
 
 class MemoryBreakdown(StrictModel):
     """Bytes of one rank at its memory peak. `buffers` are temporary buffers, and `total` is the sum of the five kinds.
-    `reserved` adds the overhead of the allocator and the driver on the device."""
+    `driver` is outside of the allocator: the context of the driver and the buffers of communicators. `reserved` adds
+    the overhead of the allocator to `total`, and `driver`."""
 
     parameters: float
     gradients: float
@@ -27,6 +28,7 @@ class MemoryBreakdown(StrictModel):
     activations: float
     buffers: float
     total: float
+    driver: float = 0.0
     reserved: float
 
 

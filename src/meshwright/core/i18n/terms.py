@@ -67,6 +67,7 @@ TERMS: dict[str, dict[str, str]] = {
         "activations": "activations",
         "buffers": "temp buffers",
         "total": "total",
+        "driver": "driver and NCCL",
         "reserved": "reserved",
     },
     "time": {

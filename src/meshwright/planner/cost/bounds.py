@@ -26,6 +26,7 @@ import numpy as np
 
 from meshwright.planner.cost import constants, offload
 from meshwright.planner.cost.activations import activation_bytes, activation_peak
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel, RankClasses, sharded_numel, sum_layers
 from meshwright.planner.cost.dp_comm import dp_traffic, update_seconds
 from meshwright.planner.cost.memory import (
@@ -78,7 +79,8 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
     passing_by = offload.swap_buffer_bytes(
         setting, box, largest_shard_numel(box, states), states.states_offloaded, states.weights_offloaded
     )
-    taken, safe = reserved_bytes(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
+    at_peak = (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0)
+    taken, safe = reserved_bytes(setting, at_peak, driver_bytes(setting, box))
     device_update, host_update = offload.offloaded_update_seconds(
         setting, box, sharded_numel(box, states), update_seconds(setting, box, states)
     )

@@ -310,14 +310,14 @@ def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Arr
     return broadcast_to_axis((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
 
 
-def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:
-    """Returns the bytes that the allocator and the driver reserve for `allocated` bytes: the expected value, and a
-    value with a safety margin. Both are equal on a CPU."""
+def reserved_bytes(setting: CostContext, allocated: Array, driver: Array | float) -> tuple[Array, Array]:
+    """Returns the bytes that the allocator reserves for `allocated` bytes, plus the bytes outside of the allocator
+    (`driver_bytes`): the expected value, and a value with a safety margin. Both are equal on a CPU."""
     if setting.on_host:
-        return allocated + setting.device.context, allocated + setting.device.context
+        return allocated + driver, allocated + driver
     return (
-        allocated * constants.ALLOCATOR_OVERHEAD + setting.device.context,
-        allocated * constants.SAFE_ALLOCATOR_OVERHEAD + setting.device.context,
+        allocated * constants.ALLOCATOR_OVERHEAD + driver,
+        allocated * constants.SAFE_ALLOCATOR_OVERHEAD + driver,
     )
 
 

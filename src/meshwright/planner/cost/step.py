@@ -39,6 +39,7 @@ import numpy as np
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.planner.cost import constants, heterogeneous
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.compute import sustained_flops
 from meshwright.planner.cost.cost_context import CostContext, build_cost_context
 from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, StepTime
@@ -155,9 +156,9 @@ def _fit_status(plan: Plan, rank: RankMemory) -> FitStatus:
     """Returns the fit status of one rank in device memory. A user's budget is a limit of the expected memory."""
     setting, allocated = rank.pricer.setting, rank.memory.total
     most = physical_limit(setting)
-    if float(reserved_bytes(setting, np.array(allocated))[1]) <= most and rank.left >= 0:
+    if float(reserved_bytes(setting, np.array(allocated), rank.memory.driver)[1]) <= most and rank.left >= 0:
         return FitStatus.fits
-    least = memory_interval(setting, plan, allocated).low + setting.device.context
+    least = memory_interval(setting, plan, allocated).low + rank.memory.driver
     return FitStatus.no if least > most or (rank.left < 0 and rank.limit < most) else FitStatus.tight
 
 
@@ -287,7 +288,8 @@ def _rank_memories(pricer: CostModel, box: PlanGrid) -> tuple[RankMemory, ...]:
 
 def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> tuple[RankMemory, ...]:
     totals = parts.total
-    taken, _ = reserved_bytes(pricer.setting, totals)
+    driver = driver_bytes(pricer.setting, box)
+    taken, _ = reserved_bytes(pricer.setting, totals, driver)
     kinds_of_memory = (
         parts.parameters,
         parts.gradients,
@@ -295,6 +297,7 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
         parts.activations,
         parts.buffers,
         totals,
+        np.broadcast_to(driver, taken.shape),
         taken,
     )
     table = [

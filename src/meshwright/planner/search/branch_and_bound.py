@@ -39,6 +39,7 @@ import numpy as np
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.planner.cost.bounds import lower_bounds, step_floor
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
@@ -235,7 +236,7 @@ class PlanSearch:
         """Returns the cost of the plans of `box` with score and memory. `step` is the seconds of a step, `parts` the
         bytes of each rank class."""
         setting = self.pricer.setting
-        usual, safe = reserved_bytes(setting, parts.total.max(axis=0))
+        usual, safe = reserved_bytes(setting, parts.total.max(axis=0), driver_bytes(setting, box))
         room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
         taken = np.where(np.isfinite(step) & room, usual, np.inf)
         tight = np.broadcast_to(safe > physical_limit(setting), box.shape)

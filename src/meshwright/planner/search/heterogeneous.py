@@ -25,6 +25,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.planner.cost import heterogeneous
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
@@ -144,7 +145,7 @@ def best_of_placement(
     score = np.broadcast_to(step, box.shape)
     for rank, group in enumerate(placement):
         own, total = on[group].setting, said[group].footprint.total[rank]
-        usual, safe = reserved_bytes(own, total)
+        usual, safe = reserved_bytes(own, total, driver_bytes(own, box))
         score = np.where(
             usual > memory_limit(own),
             np.inf,

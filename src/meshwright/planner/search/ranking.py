@@ -26,6 +26,7 @@ import numpy as np
 from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
@@ -95,7 +96,7 @@ def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGri
 def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
     """Returns the fit status of each plan of `box` along f, as an index into FIT_STATUS_ORDER."""
     setting, prices = pricer.setting, pricer.price(box)
-    taken, safe = reserved_bytes(setting, prices.allocated)
+    taken, safe = reserved_bytes(setting, prices.allocated, driver_bytes(setting, box))
     fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
     return np.asarray(np.where(fits, np.where(safe <= physical_limit(setting), 2, 1), 0).reshape(-1))
 

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import heterogeneous
+from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_context import CostContext, build_cost_context
 from meshwright.planner.cost.cost_model import CostModel, GridCost
 from meshwright.planner.cost.memory import memory_limit, reserved_bytes
@@ -71,8 +72,8 @@ def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]
 def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
     ranks = pricer.ranks(box)
     none, one = (pricer.memory(replace(box, weight=weight), ranks).total for weight in (0.0, 1.0))
-    _, taken = reserved_bytes(pricer.setting, none)
-    _, more = reserved_bytes(pricer.setting, one)
+    _, taken = reserved_bytes(pricer.setting, none, driver_bytes(pricer.setting, box))
+    _, more = reserved_bytes(pricer.setting, one, driver_bytes(pricer.setting, box))
     with np.errstate(divide="ignore", invalid="ignore"):
         cap = np.where(
             more > taken,
@@ -295,7 +296,8 @@ def _broadcast_to_grid(part: Array, box: PlanGrid) -> Array:
 
 
 def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Array:
-    return np.broadcast_to(reserved_bytes(setting, prices.allocated)[0] <= memory_limit(setting), box.shape)
+    taken, _ = reserved_bytes(setting, prices.allocated, driver_bytes(setting, box))
+    return np.broadcast_to(taken <= memory_limit(setting), box.shape)
 
 
 def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:

@@ -61,14 +61,13 @@ def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
 def predicted_memory(meter: MemoryMeter | None, job: Job, plan: Plan, estimate: Estimate) -> float:
     """Returns the predicted bytes of `plan`, in the quantity that `meter` measures."""
     stages, busiest = estimate.per_stage, estimate.memory
-    context = job.cluster.groups[0].device.context
     match meter:
         case MemoryMeter.first:
             return _first_rank_reserved_bytes(job, plan, estimate)
         case MemoryMeter.last:
             return stages[-1].total
         case MemoryMeter.reserved:
-            return busiest.reserved - context
+            return busiest.reserved - busiest.driver
         case MemoryMeter.device:
             return busiest.reserved
     return busiest.total

@@ -383,7 +383,7 @@ def _rejections(found: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
 def priced_plan(job: Job, plan: Plan, known: Estimate) -> PricedPlan:
     """Returns a plan of `job` with the estimate `known`."""
     risks = count_risks(job, plan, known) - (known.verdict == FitStatus.tight)
-    _, safe = reserved_bytes(build_cost_context(job), np.array(known.memory.total))
+    _, safe = reserved_bytes(build_cost_context(job), np.array(known.memory.total), known.memory.driver)
     risk = 0.0 if known.crowded else (1.0 + RISK_MARGIN) ** risks
     return PricedPlan(plan, known, float(safe), risk, rank_memory_limits(job, plan, known))
 

@@ -4,7 +4,7 @@ const SLIDERS = ["devices", "batch", "sequence"]
 // The inputs that vary, each with its range. Sliders are logarithmic and have STEPS steps.
 const INPUTS = Object.fromEntries(Object.entries(DATA.inputs).map(([name, [low, own, high]]) => [name, { low, own, high }]))
 const STEPS = 400
-const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => kind !== "total" && kind !== "reserved")
+const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => !["total", "driver", "reserved"].includes(kind))
 const WAITING = ["tensor", "data", "pipeline", "context", "expert"]
 const at = (entry, kind) => entry.time[TIME.indexOf(kind)]
 const size = (entry, kind, row = entry.peak) => entry.memory[row][MEMORY.indexOf(kind)]
@@ -266,7 +266,7 @@ function drawMemory(view) {
   const { entry } = view.selected, limit = limitOf(view.selected)
   const most = Math.max(limit, size(entry, "total"))
   const kinds = KINDS.flatMap(kind => [termOf("memory", kind), bar([[kind, size(entry, kind), ""]], most), make("span", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
-  const sums = ["total", "reserved"].flatMap(kind => [make("b", {}, termOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.peak, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
+  const sums = ["total", "driver", "reserved"].flatMap(kind => [make("b", {}, termOf("memory", kind)), kind === "total" ? memoryBar(entry, entry.peak, limit, most) : make("span", {}), make("b", { class: "end" }, bytes(size(entry, kind))), make("span", { class: "end quiet" }, percent(size(entry, kind) / limit))])
   fill("memoryBars", make("div", { class: "rows" }, ...kinds, make("div", { class: "rule" }), ...sums))
   const limits = entry.ranks.map((_, row) => limitOf(view.selected, row))
   const whole = Math.max(...limits, ...entry.ranks.map((_, row) => size(entry, "total", row))) * 1.005

@@ -42,7 +42,7 @@ const WORDS = {
         context: "parts of the sequence between context-parallel ranks, as far as no compute hides it", expert: "tokens to the experts and back, as far as no compute hides it", offload: "transfers from and to host memory or disk, as far as no compute hides it, and the update on the host", step: "one optimizer step: the sum of all kinds",
       },
       memory: {
-        parameters: "weights that the rank stores", gradients: "gradients that the rank stores", optimizer: "states of the optimizer and its full-precision weights", activations: "tensors that forward saves for backward, at the peak", buffers: "temporary tensors at the peak, such as gathered weights", total: "all that the rank allocates at its peak", reserved: "the total, and what allocator and driver need in addition",
+        parameters: "weights that the rank stores", gradients: "gradients that the rank stores", optimizer: "states of the optimizer and its full-precision weights", activations: "tensors that forward saves for backward, at the peak", buffers: "temporary tensors at the peak, such as gathered weights", total: "all that the rank allocates at its peak", driver: "context of the driver and buffers of NCCL communicators", reserved: "the total, and what allocator and driver need in addition",
       },
       column: {
         plan: "the name of the plan; each part has an explanation", step: "seconds of one optimizer step", timeShares: "the kinds of time of a step", speed: "tokens per second on all devices together", mfu: "model FLOPs utilization: the part of the peak rate of the devices that the model uses, without recompute", reserved: "memory of the rank with the highest peak",
@@ -103,7 +103,7 @@ const WORDS = {
         context: "上下文并行 rank 之间的序列片段，只计没有被计算掩盖的部分", expert: "token 到专家再回来，只计没有被计算掩盖的部分", offload: "与主机内存或磁盘之间的传输中没有被计算掩盖的部分，以及主机上的更新", step: "优化器的一步：各类之和",
       },
       memory: {
-        parameters: "rank 保存的权重", gradients: "rank 保存的梯度", optimizer: "优化器的状态和它的全精度权重", activations: "峰值时前向为反向保存的张量", buffers: "峰值时的临时张量，例如收集来的权重", total: "rank 在峰值时分配的全部", reserved: "合计，加上分配器和驱动另外需要的",
+        parameters: "rank 保存的权重", gradients: "rank 保存的梯度", optimizer: "优化器的状态和它的全精度权重", activations: "峰值时前向为反向保存的张量", buffers: "峰值时的临时张量，例如收集来的权重", total: "rank 在峰值时分配的全部", driver: "驱动的上下文和 NCCL 通信器的缓冲区", reserved: "合计，加上分配器和驱动另外需要的",
       },
       column: {
         plan: "方案的名字；每一部分都有解释", step: "优化器一步的秒数", timeShares: "一步之内的各类时间", speed: "所有设备合计每秒的 token 数", mfu: "模型 FLOPs 利用率：模型用到设备峰值速率的多大部分，不计重计算", reserved: "峰值最高的 rank 的显存",
