@@ -205,11 +205,14 @@ def owner_of(frame: Any) -> int:
     return LAYERS if name.startswith(LAYERS_OF) else OURS if ours else USERS
 
 
+MODE_METHODS = frozenset({"__torch_function__", "__torch_dispatch__"})
+
+
 def in_users_code(error: BaseException) -> bool:
-    """Returns whether a call of the user's code raised `error`. Calls of torch functions pass through function modes of
-    this project, which do not count."""
+    """Returns whether a call of the user's code raised `error`. Calls of torch functions pass through modes of this
+    project, which do not count."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    owners = [owner_of(frame) for frame in frames if frame.f_code.co_name != "__torch_function__"]
+    owners = [owner_of(frame) for frame in frames if frame.f_code.co_name not in MODE_METHODS]
     return next((owner == USERS for owner in reversed(owners) if owner != LAYERS), False)
 
 
