@@ -80,8 +80,6 @@ class Net(nn.Module):
             x = x + 0.01 * torch.randn_like(x)
         if self.kind == "four rows" and self.training:
             x = x - 0.1 * x.view(-1, 4, *x.shape[1:]).mean(1).repeat_interleave(4, 0)
-        if self.kind == "threshold":
-            x = x * (1 + 0.1 * ((input_ids >= 0).sum() > 3 * LENGTH))
         if self.kind == "clamp" and x.requires_grad:
             x.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
         logits: torch.Tensor = self.head(x * (1 + self.gate))
@@ -181,10 +179,6 @@ def refused_with(said: list[list[Any]], words: str) -> None:
 @pytest.mark.covering(3)
 def test_parts_of_the_rows_that_a_micro_batch_divides_otherwise_are_refused(ranks: Any, kind: str, plan: str) -> None:
     refused_with(ranks.run(2, under, kind, plan, 8), "depends on the number of rows at test_row_coupling.py:")
-
-
-def test_a_threshold_that_all_rows_pass_together_is_refused(ranks: Any) -> None:
-    refused_with(ranks.run(2, under, "threshold", "pp2.mb2", 8), "a term that depends on values of all rows")
 
 
 @pytest.mark.parametrize("plan", ["dp2.mb2", pytest.param("pp2.mb2", marks=pytest.mark.soak)])

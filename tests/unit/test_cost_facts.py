@@ -17,6 +17,7 @@ from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
 from meshwright.runtime import weight_gradients
 from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
+from meshwright.spec.cluster import ClusterRates
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import Plan, parse_plan
@@ -198,6 +199,13 @@ def test_communicators_of_nccl_are_added_to_the_context_of_nvidia_devices() -> N
     assert driver_of("1x8:a100-80gb", "tp8.sp") == 1 + (256 + 24 * 12) / 1024
     messages = 256 + 24 * 12 + 32 * 12  # of pp2: one peer on 32 channels
     assert driver_of("1x8:a100-80gb", "dp2.tp2.sp.pp2") == 1 + (3 * (256 + 24 * 12) + messages) / 1024
+
+
+def test_a_measured_rate_of_a_link_changes_no_communicator() -> None:
+    job = named_job("llama2-7b", "1x8:h100", 64, 2048, "bf16")
+    slow = job.but(cluster=job.cluster.with_rates(ClusterRates(link=50e9)))
+    nominal, measured = (estimate(each, parse_plan("dp8.z3")) for each in (job, slow))
+    assert nominal.memory.driver == measured.memory.driver and nominal.time.step < measured.time.step
 
 
 def of_runtime(on: str, plan: Plan, batch: int, practice: RuntimeModel) -> Estimate:

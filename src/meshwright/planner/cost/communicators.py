@@ -46,6 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.catalog import read as catalog
+from meshwright.core.quantities import parse_quantity
 from meshwright.planner.cost.constants import MIN_SWITCH_REDUCE_RANKS
 from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RankLayout, ZeroChoice, broadcast_to_axis
@@ -193,7 +194,8 @@ def driver_bytes(setting: CostContext, box: PlanGrid) -> Array:
     if not uses_nccl(setting):
         return np.array(setting.device.context)
     link = setting.fabric.links[0]
-    links = GroupLinks(setting.fabric.domain, link.bandwidth, link.adding > 1)
+    bandwidth = _nominal_bandwidth(setting.device.name, link.name) or link.bandwidth
+    links = GroupLinks(setting.fabric.domain, bandwidth, link.adding > 1)
     contexts = tuple(zip(box.contexts.tolist(), box.ulysses_ranks.tolist(), strict=True))
     found = _communicator_sums(links, box.layout, box.shards, contexts, box.sequence_parallel)
     tied = any(entry.copy for entry in setting.entries) and box.pp > 1
@@ -227,6 +229,14 @@ def _communicator_sums(
 @lru_cache(maxsize=64)
 def _has_nccl(device: str) -> bool:
     return catalog.devices().get(device, {}).get("vendor") == "nvidia"
+
+
+@lru_cache(maxsize=64)
+def _nominal_bandwidth(device: str, link: str) -> float:
+    """Returns the bytes/s of the device's link in the catalogue, or 0 if `link` is another kind of link. A measured or
+    assumed rate of the same link does not change its number of channels."""
+    entry = catalog.devices()[device]["link"]
+    return parse_quantity(entry["bandwidth"], "B/s") if entry["name"] == link else 0.0
 
 
 def uses_nccl(setting: CostContext) -> bool:

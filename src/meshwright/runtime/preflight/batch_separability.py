@@ -21,15 +21,15 @@ A forward may change state that the next forward reads (a count of calls, runnin
 consecutive passes of the same rows. If their losses differ, plans that run several forwards per step are refused. Data
 parallelism is then also refused if the state depends on the rows.
 
-The check runs in training mode without dropout. If Python code of the model reads values (`if x.mean() > 0`), or if
-micro-batches are small, one forward of several micro-batches is also compared with separate forwards, because the
-halves of one micro-batch may take the same branch. A model that draws other random numbers is compared in evaluation
-mode, and in training mode by random_mixing.py. If it also draws random numbers in evaluation mode, the first comparison
-is skipped. In two cases only losses are compared: with a balance loss of experts, which is defined for each
-micro-batch; and with experts in 16 bits, where rounding decides which expert a token goes to. If the plan runs the
-whole batch in one pass, rows are not compared. If such a plan also does not use recompute `full`, only the repetition
-of a forward is checked. If the check finds no difference, it costs six to ten forwards and two forward-backward passes
-of one micro-batch, and two forward-backward passes of two rows.
+The check runs in training mode without dropout. If Python code of the model reads values (`if x.mean() > 0`), one
+forward of several micro-batches is also compared with separate forwards, because the halves of one micro-batch may take
+the same branch. A model that draws other random numbers is compared in evaluation mode, and in training mode by
+random_mixing.py. If it also draws random numbers in evaluation mode, the first comparison is skipped. In two cases only
+losses are compared: with a balance loss of experts, which is defined for each micro-batch; and with experts in 16 bits,
+where rounding decides which expert a token goes to. If the plan runs the whole batch in one pass, rows are not
+compared. If such a plan also does not use recompute `full`, only the repetition of a forward is checked. If the check
+finds no difference, it costs six to ten forwards and two forward-backward passes of one micro-batch, and two
+forward-backward passes of two rows.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ ROW_SAMPLES = 3
 MAX_JOINED_ELEMENTS = 1 << 14
 """If the model reads values, micro-batches with this number of elements (tokens) in all are compared in one forward, at
 least two of them."""
-MAX_SMALL_ELEMENTS = 1 << 12
-"""The same for other models, whose micro-batches are only joined if two of them have at most this number."""
 GRADIENT_TOLERANCE_FACTOR = 10.0
 """Tolerance of gradients as a multiple of the tolerance of losses."""
 
@@ -127,10 +125,8 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     if pieces == 1:
         return
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
-    everyone = gather_objects((engine.preflight.paths.asks, _largest_tensor(batches[0])))
-    reads_values = any(asks for asks, _ in everyone)
-    if reads_values or 2 * max(size for _, size in everyone) <= MAX_SMALL_ELEMENTS:
-        check_joined_separable(engine, batches, rows, pieces, reads_values)
+    if any(gather_objects(engine.preflight.paths.asks)):
+        check_joined_separable(engine, batches, rows, pieces)
     contents = _whole_batches(batches, rows) if counts else _row_samples(engine, batches)
     _check_rows_independent(engine, contents, pieces, counts, backward=False)
 
@@ -153,14 +149,12 @@ def _whole_batches(batches: Sequence[Batch], rows: int) -> Iterator[Batch]:
         yield equal_tokens(first, index)
 
 
-def check_joined_separable(
-    engine: Engine, batches: Sequence[Batch], rows: int, pieces: int, reads_values: bool = True
-) -> None:
+def check_joined_separable(engine: Engine, batches: Sequence[Batch], rows: int, pieces: int) -> None:
     """Checks that a forward of several micro-batches has the loss of separate forwards. `batches` are micro-batches,
     of which `rows` rows are compared at most; they are repeated if they have fewer. The losses are compared with
-    the model's weights, whose values decide which branches the code takes. If Python code of the model reads values
-    (`reads_values`), they are compared again with noise in constant weights, which may hide a difference. `pieces` is
-    the number of micro-batches of a step on all ranks. Every rank calls this function.
+    the model's weights, whose values decide which branches the code takes, and again with noise in constant weights,
+    which may hide a difference. `pieces` is the number of
+    micro-batches of a step on all ranks. Every rank calls this function.
 
     Raises:
         PlanRefused: rows affect each other. Every rank raises it.
@@ -168,21 +162,12 @@ def check_joined_separable(
     counts = engine.anatomy.unsupported.get("rows", "")
     if counts:
         return
-    limit = MAX_JOINED_ELEMENTS if reads_values else MAX_SMALL_ELEMENTS
-    most = min(max(limit // max(_largest_tensor(batches[0]), 1), 2), MAX_COMPARED_MICRO_BATCHES)
+    sizes = [value.numel() for value in batches[0].values() if isinstance(value, torch.Tensor)]
+    most = min(max(MAX_JOINED_ELEMENTS // max(sizes, default=1), 2), MAX_COMPARED_MICRO_BATCHES)
     joined, *parts = join_and_split(batches, min(rows, num_rows(batches[0]) * most))
-    why = (
-        Message("Python code reads a value of all rows, such as `if x.mean() > 0`")
-        if reads_values
-        else Message("a term that depends on values of all rows, such as `x * (x.sum() > 0)`")
-    )
-    for weights in (nullcontext(), perturb_constants(engine)) if reads_values else (nullcontext(),):
+    for weights in (nullcontext(), perturb_constants(engine)):
         with weights:
-            _check_rows_independent(engine, [joined], pieces, counts, backward=False, parts=parts, why=why)
-
-
-def _largest_tensor(batch: Batch) -> int:
-    return max((value.numel() for value in batch.values() if isinstance(value, torch.Tensor)), default=1)
+            _check_rows_independent(engine, [joined], pieces, counts, backward=False, parts=parts)
 
 
 def check_evaluation_separable(engine: Engine, batches: Sequence[Batch]) -> bool:
@@ -211,7 +196,6 @@ def _check_rows_independent(
     backward: bool = True,
     modes: Sequence[bool] = (True, False),
     parts: Sequence[Batch] = (),
-    why: Message | None = None,
 ) -> None:
     name = engine.mesh.plan.name
     for whole in contents:
@@ -219,13 +203,15 @@ def _check_rows_independent(
         if found is None:
             continue
         together, separate, gradient = found
-        cause = why or (
-            Message("{counts} orders tokens across all rows of the batch", counts=counts)
+        why = (
+            Message("Python code reads a value of all rows, such as `if x.mean() > 0`")
+            if parts
+            else Message("{counts} orders tokens across all rows of the batch", counts=counts)
             if counts
             else Message("a mean or a contrastive term over the batch, or a mean over labels")
         )
         if engine.preflight.generators.alive() and not counts and not parts:
-            cause = Message("such as random numbers of a torch.Generator, drawn for all rows together")
+            why = Message("such as random numbers of a torch.Generator, drawn for all rows together")
         shown = Message(
             "their loss is {together:.6g} in one pass but {separate:.6g} in separate passes (relative difference "
             "{difference:.1e})",
@@ -234,9 +220,7 @@ def _check_rows_independent(
             difference=relative_difference(together, separate),
         )
         if gradient.name:
-            cause = Message(
-                "a backward that is not linear, scale_grad_by_freq, or a contrastive term behind a gate of 0"
-            )
+            why = Message("a backward that is not linear, scale_grad_by_freq, or a contrastive term behind a gate of 0")
             shown = Message(
                 "the gradient of {name} in one pass differs from that in separate passes by {size:.3g} of its norm",
                 name=gradient.name,
@@ -247,7 +231,7 @@ def _check_rows_independent(
                 "plan {name}: rows of a batch depend on each other in this model or its loss ({why}): {shown}, and "
                 "this plan divides the batch into {pieces} parts: use dp1 with the batch as one micro-batch{gather}",
                 name=name,
-                why=cause,
+                why=why,
                 shown=shown,
                 pieces=pieces,
                 gather=Message(", or gather='batch' for a contrastive loss")

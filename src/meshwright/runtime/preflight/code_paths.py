@@ -208,12 +208,13 @@ def owner_of(frame: Any) -> int:
 MODE_METHODS = frozenset({"__torch_function__", "__torch_dispatch__"})
 
 
-def in_users_code(error: BaseException) -> bool:
+def in_users_code(error: BaseException, of_torch: bool = False) -> bool:
     """Returns whether a call of the user's code raised `error`. Calls of torch functions pass through modes of this
-    project, which do not count."""
+    project, which do not count. `of_torch`: whether a torch function must have raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    owners = [owner_of(frame) for frame in frames if frame.f_code.co_name not in MODE_METHODS]
-    return next((owner == USERS for owner in reversed(owners) if owner != LAYERS), False)
+    passing = [frame.f_code.co_name in MODE_METHODS or owner_of(frame) == LAYERS for frame in frames]
+    last = next((frame for frame, passes in zip(reversed(frames), reversed(passing), strict=True) if not passes), None)
+    return last is not None and owner_of(last) == USERS and (passing[-1] or not of_torch)
 
 
 def describe_path(codes: Mapping[int, tuple[CodeType, int]], places: Path) -> str:

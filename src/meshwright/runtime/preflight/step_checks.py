@@ -166,9 +166,11 @@ def _try_stage(
 
 
 @contextmanager
-def _refused_if_code_fails(plan: Plan, rows: int, pieces: int) -> Iterator[None]:
+def _refused_if_code_fails(plan: Plan, rows: int, pieces: int, of_torch: bool = False) -> Iterator[None]:
     """Refuses `plan` if the user's code fails inside the context, with the `rows` rows of a micro-batch or with fewer.
     One device does not run it with so few rows. If the batch has only one of `pieces`, errors are raised as they are.
+    `of_torch`: whether only errors of torch functions count, such as wrong shapes. A script may catch its own errors in
+    a micro-batch.
 
     Raises:
         PlanRefused: the model or its loss fails.
@@ -178,7 +180,7 @@ def _refused_if_code_fails(plan: Plan, rows: int, pieces: int) -> Iterator[None]
     except (MeshwrightError, MemoryError, torch.OutOfMemoryError, ConnectionError):
         raise
     except Exception as error:
-        if pieces == 1 or not in_users_code(error):
+        if pieces == 1 or not in_users_code(error, of_torch):
             raise
         raise PlanRefused(
             Message(
@@ -270,21 +272,24 @@ class Preflight:
         due = self.steps + 1 in CHECKED_STEPS and self.steps + 1 != self.checked
         pieces = count_pieces(engine.mesh.plan, batches)
         is_divided = pieces > 1
-        rows = due or (is_divided and not self.divided) if trains else not self.evaluated
-        if stages or rows:
+        is_due = due or (is_divided and not self.divided) if trains else not self.evaluated
+        if stages or is_due:
             engine.open_ungated()
             if stages:
                 self._run_stages(engine, batches[0])
-            if rows and not trains:
+            if is_due and not trains:
                 self.evaluated = check_evaluation_separable(engine, batches)
-            elif rows:
+            elif is_due:
                 parts = self._shortened(engine, batches)
-                with self.paths.learning(), _refused_if_code_fails(engine.mesh.plan, num_rows(batches[0]), pieces):
-                    self.once.names = check_pass_writes(engine, parts)
-                    check_own_generators(engine.mesh.plan, self.generators.alive(), engine.run.keeping.generators)
-                    check_batch_separable(engine, parts)
-                    if is_divided:
-                        check_random_mixing(engine, parts, pieces)
+                plan, rows = engine.mesh.plan, num_rows(batches[0])
+                with self.paths.learning():
+                    with _refused_if_code_fails(plan, rows, pieces, of_torch=True):
+                        self.once.names = check_pass_writes(engine, parts)
+                    check_own_generators(plan, self.generators.alive(), engine.run.keeping.generators)
+                    with _refused_if_code_fails(plan, rows, pieces):
+                        check_batch_separable(engine, parts)
+                        if is_divided:
+                            check_random_mixing(engine, parts, pieces)
                 self.checked, self.divided = self.steps + 1, self.divided or is_divided
             engine.zero.reshard_all()
             engine.forget()
