@@ -173,7 +173,8 @@ def quick_init() -> Iterator[None]:
 def build_model(sizes: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(1)
     with quick_init() if sizes["hidden"] >= 4096 else nullcontext():
-        return build_reference_model({"kind": "llama", **sizes})
+        kind = "decoder" if "experts" in sizes else "llama"
+        return build_reference_model({"kind": kind, **sizes})
 
 
 def make_trainer(sizes: dict[str, Any], plan: Plan | str, precision: Any, **optimizer: Any) -> Any:

@@ -31,6 +31,10 @@ from meshwright.spec.plan import parse_plan
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 """Relative differences in float32: of the first loss, and of a gradient with offloaded activations."""
 
+EXPERT_TOLERANCE, ROUNDED = 1e-4, 0.01
+"""Relative differences of a mixture of experts to one in float32 on the CPU: of a gradient in float32, whose products
+the device sums in another order, and of the first loss in bfloat16."""
+
 HIDDEN_GOAL = 0.7
 """Fraction of the time of copies during which kernels run."""
 
@@ -64,6 +68,25 @@ def gradient_difference(sizes: dict[str, Any], device: torch.device) -> float:
     return max(float((there[name] - value).norm() / value.norm().clamp_min(1e-30)) for name, value in here.items())
 
 
+def expert_differences(device: torch.device) -> tuple[float, float]:
+    """The largest relative difference of a gradient in float32 between a mixture of experts on the device and plain
+    PyTorch on the CPU, and the relative difference of the first loss in bfloat16."""
+    sizes, batch = TINY | {"experts": 8, "top_k": 2}, make_batch(TINY, ROWS)
+    plain = build_model(sizes)
+    logits = plain(input_ids=batch["input_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    loss.backward()
+    made = make_trainer(sizes, f"dp1.mb{ROWS}", "fp32").gradients(batch)[2]
+    apart = max(
+        float((made[name].cpu() - value.grad).norm() / value.grad.norm().clamp_min(1e-30))
+        for name, value in plain.named_parameters()
+        if value.grad is not None
+    )
+    free_memory(device)
+    rounded = make_trainer(sizes, f"dp1.mb{ROWS}", "bf16").step(batch).loss
+    return apart, abs(rounded / loss.item() - 1)
+
+
 def copies_and_overlap(sizes: dict[str, Any], device: torch.device) -> tuple[float, float]:
     """Seconds of copies between device and host in a step with offloaded activations, and the fraction of this time
     during which kernels run."""
@@ -92,6 +115,14 @@ def run(bench: Bench) -> Findings:
     sizes = TINY if bench.tiny else SIZES
     loss = first_loss_difference(bench.device)
     found.claim(f"first loss of plain PyTorch within {LOSS_TOLERANCE:.0e}", f"{loss:.1e}", loss <= LOSS_TOLERANCE)
+    gradient, rounded = expert_differences(bench.device)
+    found.data["experts"] = {"gradient": gradient, "bf16_loss": rounded}
+    found.claim(
+        f"experts: gradients in float32 within {EXPERT_TOLERANCE:.0e} of the CPU's",
+        f"{gradient:.1e}",
+        gradient <= EXPERT_TOLERANCE,
+    )
+    found.claim(f"experts: first loss in bf16 within {ROUNDED:.0%}", f"{rounded:.1e}", rounded <= ROUNDED)
     if bench.tiny:
         return found
     apart = gradient_difference(sizes, bench.device)
