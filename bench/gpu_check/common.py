@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -69,6 +70,7 @@ class Findings:
 
     def claim(self, text: str, figure: str, met: bool | None = None, required: bool = True) -> None:
         self.claims.append(Claim(text, figure, met, required))
+        print(f"  {self.claims[-1].verdict} {text}: {figure}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -112,7 +114,7 @@ def make_job(sizes: dict[str, Any], cluster: Cluster, batch: int, precision: str
         "workload.precision": precision, "cluster.name": "local:1",
     }  # fmt: skip
     job = resolve_job(read_job(None, (), options)).but(cluster=cluster)
-    return job.but(pins={**job.pins, "compile": True}) if compiled else job
+    return job.but(pins={**job.pins, "compile": compiled})
 
 
 def choose_plan(job: Job) -> tuple[Plan, Estimate] | None:
@@ -177,13 +179,14 @@ def build_model(sizes: dict[str, Any]) -> torch.nn.Module:
         return build_reference_model({"kind": kind, **sizes})
 
 
-def make_trainer(sizes: dict[str, Any], plan: Plan | str, precision: Any, **optimizer: Any) -> Any:
+def make_trainer(sizes: dict[str, Any], plan: Plan | str, precision: Any, prove: Any = None, **optimizer: Any) -> Any:
     return mw.parallelize(
         build_model(sizes),
         optimizer=lambda params: torch.optim.AdamW(params, **({"lr": 3e-4} | optimizer)),
         plan=plan,
         precision=precision,
         clip=1.0,
+        prove=prove,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ PLANS = (
 
 LIMIT, COMPILED_LIMIT = 45.0, 150.0
 """Time limits in seconds of a plan, and of one whose blocks are compiled."""
+
+ALONE = Lock()
+"""Held while this process trains on one device: threads share torch's random state and default dtype."""
 
 EQUAL_PLANS_GOAL = 20
 MOST_RANKS, SHARING_NCCL = 8, (2, 30)
@@ -126,7 +130,9 @@ def compare_one(pool: Any, model: str, plan: str) -> dict[str, Any]:
         failed = [result for result in results if isinstance(result, str)]
         if failed:
             return row | {"error": failed[0][-3000:]}
-        loss, gradient = check(alone(model, "fp64", 2), results, "fp64")
+        with ALONE:
+            reference = alone(model, "fp64", 2)
+        loss, gradient = check(reference, results, "fp64")
     except Exception as error:
         return row | {"error": str(error)[-3000:]}
     return row | {"loss": loss, "gradient": gradient, "seconds": time.monotonic() - began}

@@ -147,13 +147,21 @@ def measure(bench: Bench, compiled: bool) -> Findings:
     kind = "compiled" if compiled else "eager"
     before = free_memory(bench.device)
     laps = Laps()
-    trainer = make_trainer(sizes, plan, job.workload.recipe, fused=True)
+    trainer = make_trainer(sizes, plan, job.workload.recipe, prove="never" if compiled else "start", fused=True)
     laps.end(f"{kind} {plan.name}: build and parallelize")
     batch = make_batch(sizes, BATCH)
     losses = []
     for name in ("first step", "second step"):
         losses.append(trainer.step(batch).loss)
         laps.end(name)
+    if (proof := trainer.prover.last) is not None:
+        found.data["proof"] = proof.model_dump()
+        found.claim(
+            f"{kind}: the plan is equal to one device by a proof",
+            f"loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.contents[0]}, {proof.seconds:.1f} s",
+            proof.equal,
+        )
+        free_memory(bench.device)  # the peak below is that of steps, without the proof
 
     def timed_steps(count: int) -> list[float]:
         found = []
@@ -218,10 +226,10 @@ def run(bench: Bench) -> Findings:
         except Exception as error:  # an error in eager mode must not prevent the compiled run
             found.claim(f"{kind}: trains", first_line(error), False)
             found.data[f"{kind}_error"] = traceback.format_exc()
-            continue
-        found.claims += one.claims
-        found.data[kind] = one.data
-        found.save()
+        else:
+            found.claims += one.claims
+            found.data[kind] = one.data
+            found.save()
         if not bench.tiny:
             torch._dynamo.reset()
         free_memory(bench.device)

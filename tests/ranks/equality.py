@@ -69,10 +69,10 @@ def _hugging_face(name: str) -> nn.Module:
 
 
 def made(name: str, precision: str) -> nn.Module:
-    """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout:
-    what is rounded on shares now and then falls to the other side."""
-    model = make_model(name)
-    return use_float64(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
+    """The model; in float64 those that round to float32 inside (those of transformers) compute in float64 throughout:
+    what is rounded on shares now and then falls to the other side, and a device rounds in another order than a CPU."""
+    model, rounds = make_model(name), name.startswith("hf-") or MIXTURES.get(name, ("",))[0]
+    return use_float64(model.double()) if precision == "fp64" and rounds else model
 
 
 def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:

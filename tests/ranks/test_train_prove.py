@@ -6,14 +6,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import transformers
-from equality import make_batch
+from equality import SEQUENCE, make_batch
+from pool import RankFailure
 from test_proof import trainer_of
 from test_train_run import furnished, losses, train
 
-from meshwright.spec.record import ProofCost
+from meshwright.runtime.loss import Batch
+from meshwright.spec.record import ProofCost, ProofMode, ProofResult
+from meshwright.train.proof.reference_run import ReferenceRun
 
 OWN = """
 import torch
@@ -106,6 +111,9 @@ def test_a_hugging_face_folder_is_proven(tmp_path: Path, text: Path) -> None:
     assert {(proof["equal"], proof["parameters"]) for proof in proofs_of(place, "first")} == {(True, 21)}
 
 
+FORWARD = ReferenceRun.forward
+
+
 def dear(seconds: float) -> tuple[list[str], bool]:
     """What is said where a proof was priced so, and whether one ran."""
     trainer, lines = trainer_of("llama", "dp2", prove="auto"), list[str]()
@@ -124,3 +132,33 @@ def test_auto_says_in_a_line_that_a_proof_is_too_dear_and_trains(ranks: Any) -> 
         )
     for lines, is_proven in ranks.run(2, dear, 4.0):
         assert is_proven and lines[0].startswith(PROVEN)
+
+
+def with_memory_for(tokens: int, mode: ProofMode) -> tuple[list[str], ProofResult | None]:
+    """What is said and proven if the reference has memory for rows of `tokens` tokens."""
+
+    def forward(run: ReferenceRun, batch: Batch, scale: float) -> tuple[float, int]:
+        if batch["input_ids"].shape[1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB")
+        return FORWARD(run, batch, scale)
+
+    trainer, lines = trainer_of("llama", "dp2.z1", prove=mode), list[str]()
+    trainer.prover.say = lines.append
+    with mock.patch.object(ReferenceRun, "forward", forward):
+        for step in range(2):
+            trainer.step(make_batch("llama", step))
+    return lines, trainer.prover.last
+
+
+def test_a_proof_reads_fewer_tokens_if_rank_0_has_too_little_memory(ranks: Any) -> None:
+    for lines, proof in ranks.run(2, with_memory_for, SEQUENCE // 2, "start"):
+        assert proof.equal and proof.contents[0].endswith(f"the first {SEQUENCE // 2} tokens of each"), proof
+        assert lines[0].startswith(PROVEN), lines
+
+
+def test_auto_says_that_a_proof_does_not_fit_and_trains_and_start_refuses(ranks: Any) -> None:
+    said = "plan dp2.z1: rank 0 has too little memory to compute 8 tokens of each row"
+    for lines, proof in ranks.run(2, with_memory_for, 0, "auto"):
+        assert proof is None and len(lines) == 1 and lines[0].startswith(f"the plan is not proven: {said}"), lines
+    with pytest.raises(RankFailure, match=said):
+        ranks.run(2, with_memory_for, 0, "start")

@@ -133,6 +133,7 @@ class Backend(MappedMemory):
     nominal_flops: ClassVar[float] = 2e14
     """Assumed FLOP/s of a device. If a plan has no predicted step time, train/proof/ uses this value to estimate the
     time of a proof run, which compares the loss and the gradients under the plan with those of one device."""
+    nominal_fp32_flops: ClassVar[float] = 2.5e13  # matrix products in float32 without TF32
     nominal_flops_per_byte: ClassVar[float] = 100.0
     """Assumed FLOP/s of matrix products divided by the memory bandwidth in bytes/s. Accelerators: 400 TFLOP/s and
     4 TB/s. CPUs: 80 GFLOP/s and 27 GB/s."""
@@ -235,7 +236,7 @@ class CpuBackend(Backend):
     device_type = "cpu"
     memory_is_host = True
     has_fused_optimizer = True
-    nominal_flops = 3e10
+    nominal_flops = nominal_fp32_flops = 3e10
     nominal_flops_per_byte = 3.0
     profiling = ProfilingSizes(
         matmuls=(64, 128, 256, 512),

@@ -43,6 +43,9 @@ from meshwright.core.errors import (
 
 T = TypeVar("T")
 
+OOM_ERRORS = ("can't allocate memory", "out of memory")
+"""Substrings of OOM errors without a separate exception class: torch's on a CPU, the driver's for pinned memory."""
+
 STORE_POLL_SECONDS = 0.2
 """Seconds from the beginning of a wait to the first read of the store, and from one read to the next."""
 
@@ -350,6 +353,11 @@ def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractCont
     of collective calls."""
     calls = CURRENT_PROPAGATOR.get()
     return nullcontext() if calls is None else calls.interruptible_wait(process)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether `error` says that an allocation has failed."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OOM_ERRORS)
 
 
 def gather_objects(mine: T) -> list[T]:

@@ -19,6 +19,7 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
 from meshwright.runtime.backend import backend_of
+from meshwright.runtime.error_propagation import is_out_of_memory
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
@@ -26,8 +27,6 @@ RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for stor
 """Substrings of torch's error messages about a tensor whose storage is empty."""
 INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
 """A pattern of torch's error message about an in-place change of a tensor that backward needs."""
-OOM_ERRORS = ("can't allocate memory", "out of memory")
-"""Substrings of OOM errors without a separate exception class: torch's on a CPU, the driver's for pinned memory."""
 
 
 class OutOfMemory(MeshwrightError):
@@ -53,7 +52,7 @@ def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OOM_ERRORS):
+        if is_out_of_memory(error):
             raise OutOfMemory(oom_message(holder, doing, str(error))) from None
         if (overwritten := re.search(INPLACE_ERROR_PATTERN, str(error))) is not None:
             raise InputError(

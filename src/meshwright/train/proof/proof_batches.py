@@ -44,7 +44,7 @@ def build_proof_batches(
     found = num_rows(whole)
     if found > rows:
         whole = _slice_rows(whole, slice(0, rows))
-    length, title = _sequence_length(whole), f"{num_rows(whole)} rows of the batch"
+    length, title = sequence_length(whole), f"{num_rows(whole)} rows of the batch"
     uncut = whole if 0 < longest < length else None
     if 0 < longest < length:
         whole, length, title = (
@@ -148,7 +148,7 @@ def with_other_values(batch: Batch, own_loss: bool) -> Batch:
     return {name: other(name, value) for name, value in batch.items()}
 
 
-def _sequence_length(batch: Batch) -> int:
+def sequence_length(batch: Batch) -> int:
     """Returns the sequence length of the batch, or 0 if its rows are not sequences."""
     for name in ("labels", "input_ids"):
         value = batch.get(name)

@@ -27,13 +27,13 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.printable_text import reason_of
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.error_propagation import gather_objects, interruptible_wait
+from meshwright.runtime.error_propagation import gather_objects, interruptible_wait, is_out_of_memory
 from meshwright.runtime.gather_service import ElementRange, GatherService
 from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.spec.record import ProofResult
-from meshwright.train.proof.proof_batches import ProofBatch, build_proof_batches
+from meshwright.train.proof.proof_batches import ProofBatch, build_proof_batches, sequence_length
 from meshwright.train.proof.proof_tolerance import (
     LOW_PRECISION_FLOORS,
     STRICT_TOLERANCES,
@@ -191,19 +191,23 @@ class ReferenceSide:
 
     def _on_rank_0(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
         """Runs `run` on rank 0 while the other ranks serve its requests. Returns its result on every rank: loss, number
-        of labels, and an error text or ''. An exception of `run` becomes an error text."""
-        found = (0.0, 0, "")
+        of labels, and an error text or ''. An exception of `run` becomes an error text, or ReferenceTooLarge on every
+        rank if rank 0 has run out of memory."""
+        found, is_too_large = (0.0, 0, ""), False
         if not self.is_rank_0:
             self.tensors.serve()
         else:
             try:
                 found = run()
             except Exception as error:
-                found = (math.nan, 0, reason_of(error))
+                found, is_too_large = (math.nan, 0, reason_of(error)), is_out_of_memory(error)
             finally:
                 self.tensors.end()
         malloc_trim()
-        return self.shared(found)
+        (loss, labels, problem), is_too_large = self.shared((found, is_too_large))
+        if is_too_large:
+            raise ReferenceTooLarge(problem)
+        return loss, labels, problem
 
     def agreed(self, good: bool) -> bool:
         """Broadcasts rank 0's `good` to all ranks and returns it."""
@@ -242,6 +246,10 @@ class NothingProven(InputError):
     """Raised on every rank if no comparison is possible with this batch. Training continues."""
 
 
+class ReferenceTooLarge(InputError):
+    """Raised on every rank if rank 0 has too little memory for the reference. A proof of shorter rows needs less."""
+
+
 class ProofRun:
     """One proof. All ranks construct it and call `prove`. Rank 0 judges, and all ranks return its result."""
 
@@ -256,14 +264,17 @@ class ProofRun:
         self.compared: list[Batch] = []
         """The compared batches. For a truncated batch, also the batch before truncation: the sizes of both count as
         proven."""
+        self.length = 0
+        """The number of tokens of each row of the first batch, or 0 if its rows are not sequences."""
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
         """Runs the proof on batches that it derives from `batch` (proof_batches.py). All ranks call it. `longest`: the
-        maximum number of tokens per row, or 0 for no limit. Raises NothingProven if no batch can be compared, and
-        InputError if the model cannot be run on one device."""
+        maximum number of tokens per row, or 0 for no limit. Raises NothingProven if no batch can be compared,
+        ReferenceTooLarge if rank 0 has too little memory, and InputError if the model cannot be run on one device."""
         began = time.perf_counter()
         state, own_loss = self.state, self.side.skeleton.loss is not None
         contents = build_proof_batches(self.engine, batch, own_loss, longest)
+        self.length = sequence_length(contents[0].batch)
         found: list[tuple[ProofComparison, ProofOutcome]] = []
         first, done = "", []
         with perturb_constants(self.engine) as constants:

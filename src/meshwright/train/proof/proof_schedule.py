@@ -40,7 +40,7 @@ from torch import nn
 from meshwright.analysis.model_copy import ModelCopy, copy_to_meta
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.ipc import RankPhase
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.units import show_seconds
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.batch_loss import comparison_rows
@@ -51,6 +51,7 @@ from meshwright.runtime.error_propagation import gather_objects
 from meshwright.runtime.host_process import malloc_trim
 from meshwright.runtime.loss import Batch, LossFunction, num_rows
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
+from meshwright.spec.constraints import half_sequence_length
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 from meshwright.spec.record import (
@@ -64,7 +65,7 @@ from meshwright.spec.record import (
     is_proof_cheap,
     validate_proof_mode,
 )
-from meshwright.train.proof.proof_run import NothingProven, ProofRun
+from meshwright.train.proof.proof_run import NothingProven, ProofRun, ReferenceTooLarge
 from meshwright.train.proof.stored_values import (
     StoredValues,
     apply_changes,
@@ -131,6 +132,12 @@ UNREADABLE_LOSS_REASON = Message(
 """Why a plan is not proven if the loss function itself reads parameters of the model."""
 
 
+TOO_LARGE_TEXT = mark_msgid(
+    "plan {plan}: rank 0 has too little memory to compute {tokens} tokens of each row as one device does ({problem}); "
+    "prove='never' trains without a proof"
+)
+
+
 class ProofSchedule:
     """The schedule of proofs of one trainer. All ranks make equal calls.
 
@@ -175,6 +182,9 @@ class ProofSchedule:
         self.say: Callable[[str], None] = lambda line: None
         self.record: Callable[[ProofResult], None] = lambda proof: None
         self.predicted = ProofCost()
+        self.longest = 0
+        """The number of tokens of each row that a proof reads because more take too long or do not fit in memory; 0
+        if `predicted` decides."""
         self.expected_seconds = 0.0
         """The predicted seconds of the last proof, with the measurement of rounding if it took place."""
         self._updates = 0
@@ -231,6 +241,12 @@ class ProofSchedule:
             proof = self.prove(state, batch)
             if not proof.equal and state.mend():  # a replica had wrong weights, so the plan may be right
                 proof = self.prove(state, batch)
+        except ReferenceTooLarge as error:
+            if self.mode != "auto":
+                raise
+            self.required, self.skipped = "", Message("the plan is not proven: {error}", error=error)
+            self.say(self.skipped)
+            return
         except NothingProven as nothing:
             self.required = reason  # the batch, not the plan, prevents a comparison
             self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
@@ -253,6 +269,8 @@ class ProofSchedule:
 
     def prove(self, state: TrainState, batch: Batch | LocalBatch) -> ProofResult:
         """Runs a proof now and returns its result. All ranks call it.
+
+        If rank 0 has too little memory, the proof is repeated with half of the tokens of each row.
 
         Raises: NothingProven if `batch` allows no comparison. InputError if no proof is possible: with mode 'never',
         with DiLoCo, with a loss that reads parameters, or if one device cannot run the model.
@@ -285,16 +303,34 @@ class ProofSchedule:
         follow_frozen(self.skeleton.model, state.engine)
         self.plain, self.functions = now, functions
         unchanged = state.steps == 0 and weight_versions(state.engine) == self.versions
-        run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
-        self.last = run.prove(batch, self.predicted.length)
+        while True:
+            run = ProofRun(state, self.skeleton, self.fingerprints if unchanged else None)
+            try:
+                self.last = run.prove(batch, self.longest or self.predicted.length)
+                break
+            except ReferenceTooLarge as error:
+                problem = str(error)
+            self._shorten(state, run.length, problem)
         self.expected_seconds = self.predicted.seconds + self.predicted.rounding * run.measures_rounding
         if self.last.equal:
             self.sizes.add(run.compared)
         self.fingerprints = {}  # updates change the weights, so later proofs cannot use the fingerprints
-        gc.collect()  # the reference leaves cycles of references, which would keep weights and gradients in memory
+        self._free_memory(state)
+        return self.last
+
+    def _shorten(self, state: TrainState, length: int, problem: str) -> None:
+        """Halves the length of proofs after rank 0 had too little memory for `length` tokens of each row. Raises
+        ReferenceTooLarge if they cannot be shorter. All ranks call it."""
+        self.longest = half_sequence_length(state.plan, length)
+        self._free_memory(state)
+        if not self.longest:
+            raise ReferenceTooLarge(Message(TOO_LARGE_TEXT, plan=state.plan.name, tokens=length, problem=problem))
+
+    def _free_memory(self, state: TrainState) -> None:
+        """Frees the memory of a proof. Its reference leaves cycles of references to weights and gradients."""
+        gc.collect()
         shrink_staging_buffers([state.mesh.world])
         malloc_trim()
-        return self.last
 
     def resume(self, earlier: RecordedProof, updates: int) -> None:
         """Accepts `earlier`, a proof that this plan passed before the run was resumed, so that the proof before the
@@ -365,10 +401,18 @@ class ProofSchedule:
             default=1,
         )
         proven = min(rows, comparison_rows(plan, state.engine.batch_loss))
-        work = 2 * 8 * elements * proven * places  # FLOPs: 2 batches, 8 per parameter and token with recompute
-        step = 6 * elements * rows * places / plan.world
-        rate = backend_of(state.mesh.device).nominal_flops
-        return self._too_dear(work / rate, step / rate, state)
+        backend, low = backend_of(state.mesh.device), state.engine.recipe.size < 4
+        step = 6 * elements * rows * places / plan.world / backend.nominal_flops
+        length = places = max(gather_objects(places))
+
+        def seconds(length: int) -> float:
+            work = 2 * 8 * elements * proven * length  # FLOPs: 2 batches, 8 per parameter and token with recompute
+            return work / backend.nominal_fp32_flops + low * work / backend.nominal_flops
+
+        while not is_proof_cheap(seconds(length), step) and (half := half_sequence_length(plan, length)):
+            length = half
+        self.longest = length if length < places else 0
+        return self._too_dear(seconds(length), step, state)
 
     def _too_dear(self, seconds: float, step: float, state: TrainState) -> str:
         """Returns why mode 'auto' skips a proof that takes `seconds`, or '' if the proof is cheap. `step`: the seconds
