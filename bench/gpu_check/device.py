@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.core.units import show_bytes, show_rate
+from meshwright.planner.cost import constants
 
 TOKENS = 8192
 PRODUCTS = {
@@ -151,7 +152,7 @@ def run(bench: Bench) -> Findings:
     best = max(entry["rate"] for entry in data["products"].values())
     for name, measured, probed in (
         ("bf16 products", best, group.device.peak.get("bf16", 0.0)),
-        ("memory bandwidth", data["bandwidth"], group.device.bandwidth),
+        ("memory bandwidth", data["bandwidth"], group.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY),
         ("link to the host", min(data["to_device"], data["to_host"]), group.host_bandwidth),
     ):
         off = relative(probed, measured)

@@ -115,6 +115,16 @@ def accelerator(number: int, host: int, **more: object) -> DeviceProfile:
     return rank(number, host).but(name="NVIDIA H100 80GB HBM3", products=(product,), share=1.0, own=0.0, **more)
 
 
+def test_an_accelerator_has_the_memory_that_its_driver_reports_unless_less_is_described() -> None:
+    """The driver of an H100 reports 79.2 of 80 GiB."""
+    devices = tuple(accelerator(n, 0, memory=memory) for n, memory in enumerate((85017493504.0, 85017500000.0)))
+    known = parse_cluster("1x2:h100")
+    assert calibrate(ClusterProfile(devices=devices), known).cluster.groups[0].device.memory == 85017493504
+    (group,) = known.groups
+    less = known.but(groups=(group.but(device=group.device.but(memory=40e9)),))
+    assert calibrate(ClusterProfile(devices=devices), less).cluster.groups[0].device.memory == 40e9
+
+
 def test_the_text_of_a_probe_notes_warm_devices_and_how_they_are_connected() -> None:
     devices = tuple(
         accelerator(n, 0, warm=(620e12, 610e12, 615e12)[n], clock=1.395e9, power=696.0, gpudirect=n < 2)

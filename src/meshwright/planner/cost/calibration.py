@@ -243,14 +243,15 @@ def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
     """Returns a device with the median of each measured rate over `ranks`. `same`: whether the devices are of the type
-    `known`. In this case the memory size is that of `known`, because a rank cannot measure it."""
+    `known`. The memory size of a CPU rank is then that of `known`, because a rank cannot measure it. An accelerator has
+    at most the bytes that its driver reports: 79.2 of the 80 GiB of an H100."""
     on_host, share = ranks[0].name == "cpu", min(median(rank.share for rank in ranks), 1.0)
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
     peak = {name: median(rank.peak(name) * rank.share for rank in ranks) for name in sorted(precisions)}
     changes = {
         "name": ranks[0].name if on_host or not same else known.name,
-        "memory": known.memory if same else ranks[0].memory,
+        "memory": _memory_of(ranks, known) if same else ranks[0].memory,
         "bandwidth": median(rank.bandwidth * rank.share for rank in ranks) / constants.MEMORY_BANDWIDTH_EFFICIENCY,
         "peak": {**({} if on_host else known.peak), **peak},
         "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0)
@@ -265,6 +266,10 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
         "source": "measured by probe",
     }
     return known.but(**changes)
+
+
+def _memory_of(ranks: Sequence[DeviceProfile], known: Device) -> float:
+    return min([known.memory, *(rank.memory for rank in ranks if rank.name != "cpu" and rank.memory)])
 
 
 # --- links
