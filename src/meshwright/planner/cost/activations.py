@@ -19,6 +19,7 @@ Source: Korthikanti et al., arXiv 2205.05198, for activations under tensor and s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -30,8 +31,16 @@ from meshwright.planner.cost.cost_context import BLOCK, HEAD, CostContext, Layer
 from meshwright.planner.cost.cp_ep_comm import cp_backward_elements
 from meshwright.planner.cost.offload import offload_fractions
 from meshwright.planner.cost.pipeline import any_split_backward
-from meshwright.planner.cost.plan_grid import GRID_AXES, Array, PlanGrid, RecomputeChoice, broadcast_to_axis
-from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, stack_schedules
+from meshwright.planner.cost.plan_grid import (
+    GRID_AXES,
+    Array,
+    PlanGrid,
+    RecomputeChoice,
+    broadcast_to_axis,
+    pad_last_axis,
+    stack_schedules,
+)
+from meshwright.planner.cost.rank_contents import PeakMoments, RankContents
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 from meshwright.spec.model import LayerSpec
 
@@ -59,22 +68,45 @@ class ActivationBytes(NamedTuple):
         """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (axis c), over axes
         (b, s, c) of GRID_AXES. The stored tensors are the inputs of matrix products and the gradients of the outputs.
         Blocks with selective or full recompute store nothing until W."""
-        return np.stack(
-            [0.0 * self.deferred if kind in PER_BLOCK_RECOMPUTE else self.deferred for kind in kinds], axis=-1
-        )
+        found = np.zeros((*self.deferred.shape, len(kinds)))
+        for at, kind in enumerate(kinds):
+            if kind not in PER_BLOCK_RECOMPUTE:
+                found[..., at] = self.deferred
+        return found
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
         """Returns the saved bytes and the additional transient bytes of backward, as two arrays over axes (b, s, c) of
         GRID_AXES. The axis c has the recompute kinds `kinds`."""
-        none = 0.0 * self.whole
-        of = {
-            Recompute.none: (self.whole, none),
-            Recompute.attn: (self.whole - self.core, self.core),
-            Recompute.sac: (self.whole - self.derived, self.at_once),
-            Recompute.full: (self.entering, self.whole),
-        }
-        saved, alive = (np.stack([of[kind][which] for kind in kinds], axis=-1) for which in (0, 1))
+        saved, alive = np.zeros((2, *self.whole.shape, len(kinds)))
+        for at, kind in enumerate(kinds):
+            match kind:
+                case Recompute.none:
+                    saved[..., at] = self.whole
+                case Recompute.attn:
+                    saved[..., at], alive[..., at] = self.whole - self.core, self.core
+                case Recompute.sac:
+                    saved[..., at], alive[..., at] = self.whole - self.derived, self.at_once
+                case Recompute.full:
+                    saved[..., at], alive[..., at] = self.entering, self.whole
         return saved, self.passing[..., None] + alive
+
+
+def layer_activations(setting: CostContext, box: PlanGrid) -> list[ActivationBytes]:
+    """Returns the activation bytes of one layer of each layer run for one micro-batch. Results are cached by the choice
+    of micro-batch, because many grids have equal choices."""
+    key = ("activations", box.cut, box.pp > 1, box.sequence_parallel, box.compile, box.loss_chunks)
+    rows, known = setting.cache.get(key, ({}, None))
+    new = tuple(choice for choice in dict.fromkeys(box.micro_batches) if choice not in rows)
+    if new:
+        more, shape = replace(box, micro_batches=new), (len(new), len(box.sequence_parallel))
+        tokens = more.tokens(setting.job.workload.sequence)
+        parts = [activation_bytes(setting, entry, more, tokens) for entry in setting.entries]
+        found = np.array([[np.broadcast_to(part, shape) for part in layer] for layer in parts])
+        known = found if known is None else np.concatenate([known, found], axis=2)
+        rows = {**rows, **{choice: len(rows) + at for at, choice in enumerate(new)}}
+        setting.cache[key] = rows, known
+    chosen = known[:, :, [rows[choice] for choice in box.micro_batches]]
+    return [ActivationBytes(*layer) for layer in chosen]
 
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:
@@ -160,9 +192,9 @@ def deferred_wgrad_bytes(
     Only the columns that `deferred` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
     the axis c.
     """
-    split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
-    if not (box.compile and split_backward.any() and deferred.any()):
+    if not (box.compile and any_split_backward(box.orders) and deferred.any()):
         return 0.0
+    split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     columns = len(deferred) // len(layers)
     more = np.stack([layer.gates for layer in layers for _ in range(columns)], axis=1) * deferred[:, None]
     weights = np.concatenate([more, more, 0.0 * more], axis=1)[:, : table.shape[4]].repeat(each, axis=2)
@@ -261,13 +293,11 @@ class MomentBytes(NamedTuple):
         return (layers.reshape(len(weights), -1, layers.shape[4]) @ weights).reshape(self.saved.shape)
 
 
-def activation_peak(
-    setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
-) -> ActivationPeak:
+def activation_peak(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents]) -> ActivationPeak:
     """Returns the activation peak of each rank class, over GRID_AXES (the axis z has length 1). `ranks` has the
     contents for each schedule. Recompute choices with one kind for all blocks are computed together, other choices one
     by one."""
-    layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
+    layers = layer_activations(setting, box)
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
     # With a split backward, blocks with selective or full recompute save nothing until W. Source:
     # runtime/weight_gradients.py.
@@ -340,7 +370,7 @@ def _moment_bytes(
         for each in at_once
     ]
     most = max(each.layers.shape[3] for each in wide)
-    table = stack_schedules([_pad_columns(each.layers, most) for each in wide], kinds=1)
+    table = stack_schedules([pad_last_axis(each.layers, most) for each in wide], kinds=1)
     at_head = stack_schedules([each.at_head for each in wide], kinds=1)[..., None]
     kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
     never = [Recompute.none] * len(chosen)
@@ -398,11 +428,6 @@ def _offloaded_activation_peak(
     by_host = not setting.on_host and setting.host_memory > 0
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * removed + pinned, where.activations_files * removed)
-
-
-def _pad_columns(layers: Array, columns: int) -> Array:
-    """Returns `layers` padded with zeros to `columns` columns."""
-    return layers if layers.shape[3] == columns else np.pad(layers, ((0, 0),) * 3 + ((0, columns - layers.shape[3]),))
 
 
 def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:

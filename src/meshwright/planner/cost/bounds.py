@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants, offload
-from meshwright.planner.cost.activations import activation_bytes, activation_peak
+from meshwright.planner.cost.activations import activation_peak, layer_activations
 from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel, RankClasses, sharded_numel, sum_layers
 from meshwright.planner.cost.dp_comm import dp_traffic, update_seconds
@@ -69,7 +69,7 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
     tokens = box.tokens(setting.job.workload.sequence)
-    alive = activation_peak(setting, box, tokens, ranks.of_order)
+    alive = activation_peak(setting, box, ranks.of_order)
     moving = transient_buffers(setting, box, states, tokens)
     everything = persistent_bytes(setting, box, states)
     on_device = sum(everything) - sum(offloaded_bytes(setting, box, states, everything[1]))
@@ -115,9 +115,7 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
     not meet the requirement of [Note: least bytes], returns infinity, with which the bound excludes no plan."""
     setting = pricer.setting
     blocks = [
-        activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))
-        for entry in setting.entries
-        if entry.is_block
+        layer for entry, layer in zip(setting.entries, layer_activations(setting, box), strict=True) if entry.is_block
     ]
     if not blocks:
         return broadcast_to_axis(np.inf, "")

@@ -216,8 +216,16 @@ def _communicator_sums(
     combinations that are not legal, whose context ranks are not part of the data ranks."""
 
     def total(choice: ZeroChoice, cp: int, heads: int, divided: bool) -> float:
-        split = RankSplit(cp, heads, divided) if choice.replicas * choice.holders % cp == 0 else RankSplit()
-        return sum(communicator_bytes(links, each) for each in communicators(layout, choice, split))
+        # Without expert ranks, neither sequence parallelism nor the ZeRO stage changes the communicators.
+        dense, replicas, holders = layout.ep == 1, choice.replicas, choice.holders
+        if dense and (replicas, holders, cp, heads) in sums:
+            return sums[replicas, holders, cp, heads]
+        split = RankSplit(cp, heads, divided) if replicas * holders % cp == 0 else RankSplit()
+        found = sum(communicator_bytes(links, each) for each in communicators(layout, choice, split))
+        sums[replicas, holders, cp, heads] = found
+        return found
+
+    sums: dict[tuple[int, int, int, int], float] = {}
 
     known = {
         pair: [[total(choice, *pair, divided) for choice in shards] for divided in sequence_parallel]

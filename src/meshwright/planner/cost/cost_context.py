@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
@@ -163,6 +163,19 @@ class CostContext:
     entries: tuple[LayerRun, ...]
     notes: tuple[str, ...]
     practice: RuntimeModel = MESHWRIGHT_RUNTIME
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """Returns a dict that is empty at first. Functions store results in it that many grids share. A key has the
+        name of the function and the arguments on which the result depends."""
+        return {}
+
+    def trained(self, tp: int) -> float:
+        """Returns the cached result of `ModelSpec.trained` for the compute dtype."""
+        key = ("trained", tp)
+        if key not in self.cache:
+            self.cache[key] = self.job.model.trained(tp, self.recipe.size)
+        return float(self.cache[key])
 
     @cached_property
     def imbalance(self) -> float:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.cost import constants, cp_ep_comm, offload
-from meshwright.planner.cost.activations import activation_bytes, activation_peak
+from meshwright.planner.cost.activations import activation_peak, layer_activations
 from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
 from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
@@ -43,6 +43,7 @@ from meshwright.planner.cost.plan_grid import (
     TpEpShape,
     broadcast_to_axis,
     shard_fraction,
+    stack_schedules,
 )
 from meshwright.planner.cost.rank_contents import (
     ModelBuckets,
@@ -50,7 +51,6 @@ from meshwright.planner.cost.rank_contents import (
     RankContents,
     group_equal_ranks,
     list_ranks,
-    stack_schedules,
 )
 from meshwright.planner.cost.step_terms import step_terms
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
@@ -181,7 +181,7 @@ class CostModel:
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
         self.blocks = np.array([entry.is_block for entry in self.setting.entries])
-        self._work: dict[tuple[TpEpShape, int, bool], tuple[dict[float, int], LayerTimes | None]] = {}
+        self._work: dict[tuple[TpEpShape, int, bool], tuple[dict[float, int], Array | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
         """Computes the cost of every plan of `box`, including combinations that are not legal plans."""
@@ -198,16 +198,19 @@ class CostModel:
 
     def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
         """Returns the bytes on each class of `ranks`."""
-        tokens = self._tokens(box)
-        alive = activation_peak(self.setting, box, tokens, ranks.of_order)
-        return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
+        alive = activation_peak(self.setting, box, ranks.of_order)
+        return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, self._tokens(box))
 
     # --- shared between grids
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
         """Returns the classes of pipeline ranks of each schedule of `box`. `each`: whether every rank is a separate
         class."""
-        return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
+        key = ("ranks", box.orders, box.pp, each)
+        if key not in self.setting.cache:
+            found = RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
+            self.setting.cache[key] = found
+        return self.setting.cache[key]  # type: ignore[no-any-return]
 
     def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
         """Returns `RankClasses` with the rank classes `found` for every schedule of `box`. The result is not cached."""
@@ -302,21 +305,13 @@ class CostModel:
         tokens = self._tokens(box).tolist()
         new = sorted(set(tokens) - found.keys())
         if new:
-            more = layer_times(self.setting, *key, np.array(new), parallel)
-            known = (
-                more
-                if known is None
-                else LayerTimes(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
-            )
+            more = np.stack(layer_times(self.setting, *key, np.array(new), parallel))
+            known = more if known is None else np.concatenate([known, more], axis=2)
             found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
             self._work[key] = found, known
         assert known is not None
-        chosen = np.ix_(
-            range(len(self.blocks)),
-            [found[count] for count in tokens],
-            [int(choice) for choice in box.sequence_parallel],
-        )
-        return LayerTimes(*(part[chosen] for part in known))
+        rows, columns = [found[count] for count in tokens], [int(choice) for choice in box.sequence_parallel]
+        return LayerTimes(*known[:, :, rows][..., columns])
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
         """Returns the parts of the time of a step for the rank classes `ranks`. `found` is the sizes of their flat
@@ -353,8 +348,7 @@ class CostModel:
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
         """Returns the bytes of activations of one micro-batch that each class of `ranks` would offload, over
         GRID_AXES."""
-        tokens = self._tokens(box)
-        layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
+        layers = layer_activations(self.setting, box)
         found = 0.0
         for kind in {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}:
             each = np.stack([layer.when([kind])[0][..., 0] for layer in layers])

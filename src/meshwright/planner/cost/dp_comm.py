@@ -95,10 +95,16 @@ def expert_group_rates(
 def _rates_by_choice(
     setting: CostContext, ranks: list[int], strides: list[int], wire: CompressionRatio
 ) -> CollectiveRates:
-    found = stack_rates(
-        [collective_rates(setting.fabric, count, stride, wire) for count, stride in zip(ranks, strides, strict=True)]
-    )
-    return CollectiveRates(*(broadcast_to_axis(values, "z") for values in found))
+    key = ("rates", *ranks, *strides, wire)
+    if key not in setting.cache:
+        found = stack_rates(
+            [
+                collective_rates(setting.fabric, count, stride, wire)
+                for count, stride in zip(ranks, strides, strict=True)
+            ]
+        )
+        setting.cache[key] = CollectiveRates(*(broadcast_to_axis(values, "z") for values in found))
+    return setting.cache[key]  # type: ignore[no-any-return]
 
 
 def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward: Array, backward: Array) -> DpTraffic:
@@ -108,7 +114,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     if setting.on_host:
         forward, backward = forward * 0.0, backward * 0.0
     volumes = reduction_volumes(setting, box, states)
-    trained = setting.job.model.trained(box.tp, setting.recipe.size)
+    trained = setting.trained(box.tp)
     sent = _sent_fraction(setting) * trained
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
     over_replicas: Array = sum(
@@ -279,7 +285,7 @@ def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> A
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
-    trained = setting.job.model.trained(box.tp, recipe.size)
+    trained = setting.trained(box.tp)
     return (states.shard * trained) * (
         moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY) + newton_schulz_seconds(setting)
     )

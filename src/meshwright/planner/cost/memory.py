@@ -41,9 +41,11 @@ from meshwright.planner.cost.plan_grid import (
     PlanGrid,
     TpEpShape,
     broadcast_to_axis,
+    pad_last_axis,
     shard_fraction,
+    stack_schedules,
 )
-from meshwright.planner.cost.rank_contents import RankContents, stack_schedules
+from meshwright.planner.cost.rank_contents import RankContents
 from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
 
 
@@ -144,7 +146,7 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
     if setting.practice.once_per_step and box.pp > 1:
         parameters = parameters + np.where(zero == 3, whole, 0) * recipe.size
         gradients = gradients + np.where(zero >= 2, whole, 0) * (setting.practice.reduced or setting.gradient)
-    trained = setting.job.model.trained(box.tp, setting.recipe.size)
+    trained = setting.trained(box.tp)
     updated = np.where(zero >= 1, shard, whole)
     gradients = (gradients + asked.residual_bytes(setting, box, whole, updated)) * trained
     stored = (
@@ -172,7 +174,7 @@ def offloaded_bytes(
         return (broadcast_to_axis(0.0, ""),) * 3
     weights, sums, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
     trained, each = (
-        setting.job.model.trained(box.tp, setting.recipe.size),
+        setting.trained(box.tp),
         setting.recipe.master + optimizer_state_bytes(setting),
     )
     return (
@@ -190,7 +192,7 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (removed > 0 for removed in offload_fractions(box).offloaded)
     stay = np.maximum(states.states_offloaded - weights * states.weights_offloaded, 0)
-    return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp, setting.recipe.size)
+    return optimizer * stay * setting.recipe.size * setting.trained(box.tp)
 
 
 class TransientBuffers(NamedTuple):
@@ -338,8 +340,9 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
     `layers` is the number of layers (r, o, layer run)."""
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
-    below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
-    per_layer = _buffer_numel(box, ranks, None) if any(three) else None
+    bucket = max(-(-box.bucket // setting.recipe.size), 1)
+    below = None if all(three) else _shared_buffer_numel(setting, box, ranks, bucket)
+    per_layer = _shared_buffer_numel(setting, box, ranks, None) if any(three) else None
     found = below or per_layer or []
     if below is not None and per_layer is not None:
         found = [
@@ -351,6 +354,20 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
     )  # type: ignore[call-arg]
 
 
+def _shared_buffer_numel(
+    setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None
+) -> list[Array]:
+    """Returns the result of `_buffer_numel`, which grids share if they differ only in other choices."""
+    shares = (box.offload_share, box.weights_share)
+    if any(isinstance(share, np.ndarray) for share in shares):
+        return _buffer_numel(box, ranks, bucket)
+    holders = tuple(choice.holders for choice in box.shards)
+    key = ("buffers", tuple(ranks), box.cut, bucket, holders, box.weight, box.heft, *shares)
+    if key not in setting.cache:
+        setting.cache[key] = _buffer_numel(box, ranks, bucket)
+    return setting.cache[key]  # type: ignore[no-any-return]
+
+
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
     """Returns a list of arrays. The first four count elements over axes (r, o, z, f) of GRID_AXES: of the padded
     buffers, of the rank's shards, and of these shards the elements with offloaded states and with offloaded weights.
@@ -360,9 +377,7 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
     for o, each in enumerate(found):
         lengths[o, : len(each.lengths)] = each.lengths
-        times.append(
-            np.pad(each.times, ((0, 0), (0, width - len(each.lengths)))) if len(each.lengths) < width else each.times
-        )
+        times.append(pad_last_axis(each.times, width))
     whole, number = padded_numel(lengths[:, :, None], box.holders), stack_schedules(times, kinds=0, orders=0)
     even = whole // box.holders
     own = shard_numel(whole, box.holders, box.heft) if box.heft else even if box.weight == 1.0 else box.weight * even

@@ -38,6 +38,8 @@ Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhanda
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -70,13 +72,22 @@ class OffloadFractions(NamedTuple):
 
 def offload_fractions(box: PlanGrid) -> OffloadFractions:
     """Returns the offloaded fraction of each kind of memory for the offload choices of `box`."""
-    share = {
-        **dict.fromkeys(OPTIMIZER_OFFLOADS, box.offload_share),
-        **dict.fromkeys(PARAMETER_OFFLOADS, box.weights_share),
-    }
+    shares = box.offload_share, box.weights_share
+    if any(isinstance(share, np.ndarray) for share in shares):
+        return _fractions(box.offload, *shares)
+    return _cached_fractions(box.offload, *shares)
+
+
+def _fractions(
+    choices: tuple[tuple[Offload, ...], ...], states: Array | float, weights: Array | float
+) -> OffloadFractions:
+    share = {**dict.fromkeys(OPTIMIZER_OFFLOADS, states), **dict.fromkeys(PARAMETER_OFFLOADS, weights)}
     return OffloadFractions(
-        *(share.get(what, 1.0) * broadcast_to_axis([what in choice for choice in box.offload], "f") for what in Offload)
+        *(share.get(what, 1.0) * broadcast_to_axis([what in choice for choice in choices], "f") for what in Offload)
     )
+
+
+_cached_fractions: Callable[..., OffloadFractions] = lru_cache(maxsize=1 << 10)(_fractions)
 
 
 def offload_wait_seconds(

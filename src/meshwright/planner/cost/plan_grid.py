@@ -60,14 +60,39 @@ def broadcast_to_axis(array: Any, axes: str) -> Array:
     """Returns `array` with all axes of GRID_AXES. `axes` has one letter for each dimension of `array`, in the order of
     GRID_AXES. The result has length 1 along the other axes."""
     values = np.asanyarray(array)
-    return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
+    return values[_axis_index(axes, values.ndim)]
 
 
 @cache
-def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
-    """Returns, for each letter of GRID_AXES, its position in `axes`, or -1 if `axes` does not contain the letter."""
+def _axis_index(axes: str, dimensions: int) -> tuple[slice | None, ...]:
+    """Returns the index that adds an axis of length 1 for each letter of GRID_AXES that is not in `axes`."""
     assert dimensions == len(axes) and list(axes) == sorted(axes, key=GRID_AXES.index)
-    return tuple(axes.find(axis) for axis in GRID_AXES)
+    return tuple(slice(None) if axis in axes else None for axis in GRID_AXES)
+
+
+def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
+    """Stacks the arrays of several schedules along a new axis with index `orders`. `kinds` is the index of the axis of
+    rank classes. Schedules with fewer rank classes repeat their first class."""
+    width, shape = max(array.shape[kinds] for array in arrays), list(arrays[0].shape)
+    shape[kinds] = width
+    shape.insert(orders, len(arrays))
+    found = np.empty(shape, dtype=arrays[0].dtype)
+    before: tuple[Any, ...] = (slice(None),) * orders
+    for o, array in enumerate(arrays):
+        if array.shape[kinds] < width:
+            at = np.arange(width)
+            array = np.take(array, np.where(at < array.shape[kinds], at, 0), axis=kinds)
+        found[(*before, o)] = array
+    return found
+
+
+def pad_last_axis(array: Array, length: int) -> Array:
+    """Returns `array` with zeros at the end of the last axis, so that this axis has length `length`."""
+    if array.shape[-1] == length:
+        return array
+    found = np.zeros((*array.shape[:-1], length), dtype=array.dtype)
+    found[..., : array.shape[-1]] = array
+    return found
 
 
 class TpEpShape(NamedTuple):
@@ -328,7 +353,9 @@ class PlanGrid:
         shard group, and the expert ranks match the layout. (o, c): the recompute choice differs from all other choices.
         (z, f): the ZeRO stage shards the weights and gradients that are offloaded.
         """
-        rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
+        rules = {(order.schedule, order.actions): order.rules for order in self.orders}
+        accepted = {key: each.accepts(self.pp, self.counts) for key, each in rules.items()}
+        rounds = np.array([accepted[order.schedule, order.actions] for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         state_ranks = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
         shared = state_ranks % cp == 0

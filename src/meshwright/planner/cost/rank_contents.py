@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,8 @@ import numpy as np
 from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE
 from meshwright.planner.cost.cost_context import HEAD, LayerRun
 from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
-from meshwright.spec.schedules.schedule import stage_to_rank
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.schedules.schedule import find_schedule, stage_to_rank
 
 StageContent = tuple[int, ...]
 """The number of layers of each layer run on one virtual stage."""
@@ -226,21 +228,6 @@ class RankContents:
         return self._flat[cut, bucket]
 
 
-def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
-    """Stacks the arrays of several schedules along a new axis with index `orders`. `kinds` is the index of the axis of
-    rank classes. Schedules with fewer rank classes repeat their first class."""
-    width = max(array.shape[kinds] for array in arrays)
-    wide = (
-        array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds)
-        for array in arrays
-    )
-    return np.stack(list(wide), axis=orders)
-
-
-def _pad_with_first(length: int, width: int) -> Array:
-    return np.where(np.arange(width) < length, np.arange(width), 0)
-
-
 def peak_moments(
     order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, blocks: Sequence[bool] = ()
 ) -> BackwardMoments:
@@ -289,14 +276,24 @@ def _round_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> BackwardM
     """Returns the moments for one round and for two rounds of micro-batches, over (rounds, moments)."""
     cases = []
     for rounds in (1, 2):
-        moments = order.rules.in_flight(kind.rank, pp, order.virtual_stages, rounds * pp)
-        loads = np.array([moment.alive for moment in moments]) @ kind.layers
+        alive, turns = _rounds_in_flight(order.schedule, order.actions, order.virtual_stages, kind.rank, pp, rounds)
+        loads = alive @ kind.layers
         peaks = sorted({0, *loads.argmax(axis=0).tolist()})
-        cases.append([step for at in peaks for step in _walk_backward(loads[at], kind.layers[moments[at].turn])])
+        cases.append([step for at in peaks for step in _walk_backward(loads[at], kind.layers[turns[at]])])
     length = len(cases[-1])
     cases = [(case * length)[:length] for case in cases]
     rows = np.array([[row for _, row in case] for case in cases])
     return np.array([[entry for entry, _ in case] for case in cases]), rows, 0 * rows
+
+
+@lru_cache(maxsize=1 << 12)
+def _rounds_in_flight(
+    schedule: ScheduleName, actions: tuple[str, ...], virtual_stages: int, rank: int, pp: int, rounds: int
+) -> tuple[Array, tuple[int, ...]]:
+    """Returns `Schedule.in_flight` for `rounds` rounds of micro-batches: the micro-batches in flight on each stage of
+    the rank (moments, stages), and the stage that runs backward at each moment."""
+    moments = find_schedule(schedule, actions).in_flight(rank, pp, virtual_stages, rounds * pp)
+    return np.array([moment.alive for moment in moments]), tuple(moment.turn for moment in moments)
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:

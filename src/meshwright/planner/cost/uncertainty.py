@@ -119,6 +119,7 @@ def is_trusted(job: Job, field: str, value: Any) -> bool:
     return job.trust == "all" or is_on_host(job.cluster) or is_measured(field, value)
 
 
+@cache
 def is_measured(field: str, value: Any) -> bool:
     """Returns whether a published run has the value `value` of the field `field`, or the field does not matter.
 

@@ -79,8 +79,8 @@ def candidate_grids(box: PlanGrid, near: Array) -> Iterator[tuple[PlanGrid, Arra
     cells that are in `near` and in no other part. The schedules are divided among the parts so that a part has at most
     about MAX_GRID_PLANS plans."""
     cells = np.stack(np.nonzero(near))
-    each = prod(len(np.unique(choices)) for choices in cells[1:]) * len(box.recompute) * len(box.offload)
-    orders, count = np.unique(cells[0]), max(MAX_GRID_PLANS // max(each, 1), 1)
+    each = prod(len(_distinct(choices)) for choices in cells[1:]) * len(box.recompute) * len(box.offload)
+    orders, count = _distinct(cells[0]), max(MAX_GRID_PLANS // max(each, 1), 1)
     for first in range(0, len(orders), count):
         last = orders[min(first + count, len(orders)) - 1]
         yield _grid_of_cells(box, cells[:, (cells[0] >= orders[first]) & (cells[0] <= last)])
@@ -89,14 +89,19 @@ def candidate_grids(box: PlanGrid, near: Array) -> Iterator[tuple[PlanGrid, Arra
 def _grid_of_cells(box: PlanGrid, cells: Array) -> tuple[PlanGrid, Array]:
     """Returns the smallest part of `box` that contains `cells`, indices over axes (o, b, s, z), and the mask of `cells`
     in it."""
-    orders, micro_batches, parallel, shards = map(np.unique, cells)
     # Shard groups of one rank are legal only with offload, and are then searched where any other choice is.
-    shards = np.union1d(shards, [z for z, choice in enumerate(box.shards) if choice.lone]).astype(int)
+    lone = [z for z, choice in enumerate(box.shards) if choice.lone]
+    orders, micro_batches, parallel, shards = map(_distinct, (*cells[:3], np.append(cells[3], lone).astype(int)))
     part = box.part(orders=orders, micro_batches=micro_batches, sequence_parallel=parallel, shards=shards)
     mask = np.zeros((len(orders), len(micro_batches), len(parallel), len(shards)), dtype=bool)
     pairs = zip((orders, micro_batches, parallel, shards), cells, strict=True)
     mask[tuple(np.searchsorted(choices, which) for choices, which in pairs)] = True
     return part, mask
+
+
+def _distinct(indices: Array) -> Array:
+    """Returns the distinct elements of `indices` in ascending order, without an import of numpy.ma as in np.unique."""
+    return np.flatnonzero(np.bincount(indices))
 
 
 def crop_size(mask: Array) -> int:

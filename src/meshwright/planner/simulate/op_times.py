@@ -212,7 +212,7 @@ def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
     experts = GroupCommCost(shard, replicate, int(box.expert_holders.item()))
     size = setting.recipe.size
     fetched = 0 if shared_on_host(setting, box).any() else size
-    trained = setting.job.model.trained(box.tp, size)
+    trained = setting.trained(box.tp)
     sent = (setting.practice.reduced or setting.recipe.gradient_size) * trained
     return DataParallelCost(dense, experts, size, sent, box.shards[0].zero, fetched, trained)
 

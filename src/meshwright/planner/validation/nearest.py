@@ -38,15 +38,22 @@ def nearest_runs(
     differ only in their result, the first is returned. Rows that state too little are omitted."""
     wanted, kinds = _plan_sizes(job, plan), _plan_kinds(job, plan)
     found: dict[tuple[object, ...], NearestRun] = {}
+    nearest: list[float] = []  # the `count` least distances so far
     for row in read_measurements() if rows is None else rows:
         if row.text("status") != "ok" or not (row.text("step_time_s") or row.text("tokens_per_s_per_gpu")):
             continue
+        devices = row.count("gpus", 0)
+        if devices <= 0 or (len(nearest) == count and abs(log2(wanted[1] / devices)) > nearest[-1]):
+            continue
         sizes = _row_sizes(row)
         if min(sizes) > 0:
-            other = [float(mine != theirs) for mine, theirs in zip(kinds, _row_kinds(row), strict=True)]
-            squares = [log2(mine / theirs) ** 2 for mine, theirs in zip(wanted, sizes, strict=True)]
-            key = (row.text("family"), row.text("model"), *sizes, *_row_kinds(row))
-            found.setdefault(key, NearestRun(row, sqrt(sum(squares) + sum(other))))
+            theirs = _row_kinds(row)
+            other = [float(mine != their) for mine, their in zip(kinds, theirs, strict=True)]
+            squares = [log2(mine / their) ** 2 for mine, their in zip(wanted, sizes, strict=True)]
+            key = (row.text("family"), row.text("model"), *sizes, *theirs)
+            if key not in found:
+                found[key] = NearestRun(row, sqrt(sum(squares) + sum(other)))
+                nearest = sorted([*nearest, found[key].distance])[:count]
     return sorted(found.values(), key=lambda each: each.distance)[:count]
 
 

@@ -34,8 +34,9 @@ class MeasurementRow:
 
     def number(self, name: str) -> float | None:
         """Returns the cell of column `name` as a number, or None if the cell is empty or not a number."""
+        cell = self.text(name)
         try:
-            return float(self.text(name))
+            return float(cell) if cell else None
         except ValueError:
             return None
 
