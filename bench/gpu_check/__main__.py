@@ -3,7 +3,7 @@
     A device    matrix products, attention, memory, copies, and the result of `meshwright probe`
     B training  layers of Llama 3 8B, eager and compiled: MFU, step time and memory
     C memory    plans that save memory: bytes, peaks and losses
-    D options   the first loss in float32, offloaded activations, fp8
+    D options   the first loss in float32, offloaded activations, fp8, packed documents
     E mesh      2 to 8 ranks over NCCL, every plan compared with one device
     F faults    training that is killed and resumed
 

@@ -1,6 +1,6 @@
 """Part D, options: compares the first loss in float32 with plain PyTorch, the gradients of offloaded activations with
 those of activations on the device, and the speed of fp8 with that of bf16. Measures how far copies to the host overlap
-with kernels."""
+with kernels. kernels.py has the checks of float8 products and of packed documents."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from bench.gpu_check.common import (
     make_trainer,
     train,
 )
+from bench.gpu_check.kernels import check_kernels
 from bench.gpu_check.memory import SIZES
 
 import meshwright as mw
@@ -123,6 +124,7 @@ def run(bench: Bench) -> Findings:
         gradient <= EXPERT_TOLERANCE,
     )
     found.claim(f"experts: first loss in bf16 within {ROUNDED:.0%}", f"{rounded:.1e}", rounded <= ROUNDED)
+    check_kernels(found, bench)
     if bench.tiny:
         return found
     apart = gradient_difference(sizes, bench.device)

@@ -10,7 +10,7 @@ import torch
 from equality import anatomy_of, difference, make_batch, make_model, measured
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.float8 import Float8Matmul, check_precision_support
+from meshwright.runtime.float8 import Float8Layer, check_precision_support
 from meshwright.runtime.optim.rule_probe import ELEMENTWISE, UpdateRule, check_update_rule
 from meshwright.runtime.shard.low_bit import GlobalIndex, hash_key, random_bits, stochastic_round, stochastic_round_into
 from meshwright.spec.plan import parse_plan
@@ -151,9 +151,11 @@ def test_lossy_recipes_stay_near_float32_and_hold_the_bytes_that_they_say(
 
 def test_float8_products_are_near_exact_ones_forward_and_backward() -> None:
     torch.manual_seed(0)
-    x, weight = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in ((32, 64), (48, 64)))
+    x = torch.randn(32, 64, dtype=torch.bfloat16).requires_grad_()
     gradient = torch.randn(32, 48, dtype=torch.bfloat16)
-    output = Float8Matmul.apply(x, weight)
+    layer = torch.nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+    weight = layer.weight
+    output = Float8Layer(layer).forward(x)
     output.backward(gradient)
     pairs = [(output, x @ weight.t()), (x.grad, gradient @ weight), (weight.grad, gradient.t() @ x)]
     for found, exact in pairs:
@@ -164,8 +166,8 @@ def test_float8_products_are_near_exact_ones_forward_and_backward() -> None:
 def test_a_device_without_such_products_is_refused_in_one_line(name: str, line: str) -> None:
     with pytest.raises(InputError, match=line):
         check_precision_support(recipe(name), torch.device("cpu"))
-    with pytest.raises(InputError, match="fp8 runs without tensor parallelism"):
-        check_update_rule("cuda", ELEMENTWISE, recipe("fp8"), parse_plan("tp2"))
+    with pytest.raises(InputError, match="fp8 runs without zero-bubble schedules"):
+        check_update_rule("cuda", ELEMENTWISE, recipe("fp8"), parse_plan("pp2.zbh1"))
 
 
 def test_contradictory_recipes_are_refused_in_one_line() -> None:

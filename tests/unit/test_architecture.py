@@ -68,7 +68,7 @@ SUBLAYERS = {
         "tensor_parallel": 5,
         "context_parallel": 5,
         "activation_recompute": 5,
-        "float8": 5,
+        "float8": 4,
         "zero": 6,
         "expert_parallel": 6,
         "optim": 7,

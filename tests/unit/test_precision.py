@@ -185,22 +185,29 @@ def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
     assert any(each.count and each.reason in reasons for each in found.rejected)
 
 
-@pytest.mark.parametrize(
-    ("plan", "part"), [("dp4.tp2.z1", "tp2"), ("pp8.zbh1", "zbh1"), ("dp2.cp2.tp2.sp", "tp2"), ("pp8.zbv", "zbv")]
-)
-def test_float8_with_tensor_ranks_or_zero_bubbles_is_estimated_and_never_called_runnable(plan: str, part: str) -> None:
-    asked, given = job("1x8:h100", precision="fp8"), mw.parse_plan(plan)
-    full = mw.estimate(job("1x8:h100", precision="bf16"), plan)
-    assert 0.5 < mw.estimate(asked, plan).time.step / full.time.step <= 1.0
-    assert unsupported_parts(given, asked.workload.recipe) == (f"fp8 with {part}",) and not unsupported_parts(given)
-    with pytest.raises(InputError, match=f"fp8 with {part} can be planned but cannot be trained yet"):
+@pytest.mark.parametrize("schedule", ["zbh1", "zbv"])
+def test_float8_with_zero_bubbles_is_estimated_and_never_called_runnable(schedule: str) -> None:
+    asked, given = job("1x8:h100", precision="fp8"), mw.parse_plan(f"pp8.{schedule}")
+    full = mw.estimate(job("1x8:h100", precision="bf16"), given.name)
+    assert 0.5 < mw.estimate(asked, given.name).time.step / full.time.step <= 1.0
+    assert unsupported_parts(given, asked.workload.recipe) == (f"fp8 with {schedule}",) and not unsupported_parts(given)
+    with pytest.raises(InputError, match=f"fp8 with {schedule} can be planned but cannot be trained yet"):
         check_supported(given, asked.workload.recipe)
-    pins = {"tp": given.tp} if given.tp > 1 else {"schedule": given.schedule, "pp": 8}
-    pinned = asked.but(pins={**asked.pins, **pins})
+    pinned = asked.but(pins={**asked.pins, "schedule": given.schedule, "pp": 8})
     assert not search_plans(pinned, 1).chosen.runs
-    with pytest.raises(InputError, match="fp8 runs without tensor parallelism and zero-bubble schedules"):
+    with pytest.raises(InputError, match="fp8 runs without zero-bubble schedules"):
         search_plans(pinned, 1, runnable=True)
-    assert search_plans(asked, 1, runnable=True).chosen.runs
+
+
+def test_float8_with_tensor_ranks_is_trained_and_counts_one_byte_per_cast() -> None:
+    asked, full = job("1x8:h100", precision="fp8"), job("1x8:h100", precision="bf16")
+    linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    for plan, ranks in (("dp8.z1", 1), ("dp2.tp4.z1", 4), ("dp2.tp4.z3", 0)):
+        assert not unsupported_parts(mw.parse_plan(plan), asked.workload.recipe)
+        one, other = (mw.estimate(each, plan).memory.total for each in (asked, full))
+        assert one - other == (linear / ranks if ranks else 0)
+    pinned = asked.but(pins={**asked.pins, "tp": 4})
+    assert search_plans(pinned, 1, runnable=True).chosen.runs
 
 
 def test_plans_that_an_update_does_not_go_with_are_counted_once() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.model_io import ModelOutput, document_mask, output_with_loss
+from meshwright.models.documents import AttentionMask, attention_mask, causal_attention, is_varlen_head
+from meshwright.models.model_io import ModelOutput, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class GPT2Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden, config.hidden)
         self.dropout = config.dropout
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: AttentionMask = None) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = (
             part.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
             for part in self.c_attn(x).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+        y = causal_attention(q, k, v, mask, dropout)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -78,13 +79,14 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: AttentionMask = None) -> torch.Tensor:
         x = x + self.dropout(self.attn(self.ln_1(x), mask))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
 class GPT2Transformer(nn.Module):
-    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C)."""
+    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C). `needs_dense_mask`: whether
+    attention over packed documents needs a dense mask (documents.py)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -93,11 +95,12 @@ class GPT2Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.hidden, eps=config.eps)
+        self.needs_dense_mask = config.dropout > 0 or not is_varlen_head(config.hidden // config.heads)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         places = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
-        mask = None if position_ids is None else document_mask(position_ids)
         x = self.dropout(self.wte(input_ids) + self.wpe(places))
+        mask = attention_mask(position_ids, x, self.needs_dense_mask)
         for block in self.h:
             x = block(x, mask)
         return self.ln_f(x)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.model_io import ModelOutput, document_mask, output_with_loss
+from meshwright.models.documents import AttentionMask, attention_mask, causal_attention, is_varlen_head
+from meshwright.models.model_io import ModelOutput, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.eps) if config.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask = None
     ) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
@@ -109,9 +110,7 @@ class LlamaAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rotary(each.transpose(1, 2), *positions) for each in (q, k))
         v = self.v_proj(x).view(shape).transpose(1, 2)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        y = causal_attention(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -139,7 +138,7 @@ class LlamaBlock(nn.Module):
         self.mlp = LlamaFeedForward(config)
 
     def forward(
-        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: AttentionMask = None
     ) -> torch.Tensor:
         normed = self.input_layernorm(x)
         if self.post_attention_layernorm is None:
@@ -149,7 +148,8 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C)."""
+    """Embeddings, blocks and final norm. Maps token ids (B, T) to hidden states (B, T, C). `needs_dense_mask`: whether
+    attention over packed documents needs a dense mask (documents.py)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -157,11 +157,12 @@ class LlamaDecoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_size, config.rope_base)
         self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
+        self.needs_dense_mask = not is_varlen_head(config.head_size)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
         positions = self.rotary(x, position_ids)
-        mask = None if position_ids is None else document_mask(position_ids)
+        mask = attention_mask(position_ids, x, self.needs_dense_mask)
         for layer in self.layers:
             x = layer(x, positions, mask)
         return self.norm(x)

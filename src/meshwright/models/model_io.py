@@ -1,7 +1,4 @@
-"""The inputs and outputs of the reference models: packed documents, labels and the loss.
-
-A sequence may contain several documents. A token begins a document unless its position is the previous position plus
-one. Attention does not cross documents. Hugging Face models interpret `position_ids` in the same way.
+"""The outputs of the reference models: logits and the loss.
 
 A model returns logits, and with labels the mean loss over valid labels. A label of -100 is invalid. For a causal model
 the labels equal the input ids, and the model shifts them by one, as Hugging Face models do.
@@ -13,18 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-
-
-def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """Returns a mask (B, 1, T, T): each query attends to the keys of its own document up to its own position.
-
-    >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
-    documents = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0)).cumsum(-1)
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
-
 
 IGNORE_INDEX = -100
 

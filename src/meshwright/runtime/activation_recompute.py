@@ -50,6 +50,7 @@ from meshwright.analysis.recompute_min_cut import RematPlanCache
 from meshwright.analysis.recompute_tape import RematTape, active_saved_tensor_hooks
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
+from meshwright.models.documents import document_attention
 from meshwright.runtime.offload.activation_offload import (
     ActivationOffload,
     BlockActivations,
@@ -379,16 +380,16 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Makes scaled_dot_product_attention save only its inputs. Has no effect inside an activation checkpoint of the
-    model's own code, which already recomputes attention. torch.compile traces this mode, so compiled blocks recompute
-    attention too."""
+    """Makes scaled_dot_product_attention, or attention over packed documents, save only its inputs. Has no effect
+    inside an activation checkpoint of the model's own code, which already recomputes attention. torch.compile traces
+    this mode, so compiled blocks recompute attention too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.met, self.keeper = False, active_saved_tensor_hooks()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_core = function is F.scaled_dot_product_attention
+        is_core = function in (F.scaled_dot_product_attention, document_attention)
         self.met |= is_core
         if not is_core or (not torch.compiler.is_compiling() and active_saved_tensor_hooks() != self.keeper):
             return function(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import ROUTER_LOGITS_FLAG, AuxLoss
 from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
+from meshwright.runtime.float8 import Float8Casts
 from meshwright.runtime.loss import Batch, LossHead
 from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.offload.swap_file import ActivationStore
@@ -335,6 +336,8 @@ class Engine:
     coupled_at_start: str = ""
     """The path of a norm that computed batch statistics when sharding began, '' if there was none. A norm in evaluation
     mode does not compute them."""
+    float8_casts: Float8Casts | None = None
+    """The casts of weights to float8, which the micro-batches of a step reuse. None if no layer is in float8."""
 
     @property
     def model(self) -> nn.Module:
@@ -424,7 +427,8 @@ class Engine:
             for mixture in self.mixtures:
                 mixture.begin_step(batches)
         self.open_ungated()
-        total = self.pipeline.run(batches, scale)
+        with nullcontext() if self.float8_casts is None else self.float8_casts.reused():
+            total = self.pipeline.run(batches, scale)
         self.preflight.after(self, batches, scale is not None)
         self.zero.reshard_all()
         return total

@@ -136,8 +136,7 @@ def unsupported_float8(plan: Plan, recipe: Recipe) -> str:
     """Returns the part of the plan under which float8 products can be estimated but not run, or ''."""
     if recipe.products != "fp8":
         return ""
-    split = any(plan.splits_backward(stage) for stage in range(plan.stages))
-    return f"tp{plan.tp}" if plan.tp > 1 else str(plan.schedule) if split else ""
+    return str(plan.schedule) if any(plan.splits_backward(stage) for stage in range(plan.stages)) else ""
 
 
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
@@ -145,8 +144,8 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
     recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if update.trains and unsupported_float8(plan, recipe):
         yield Violation(
-            "fp8 needs full weights and one backward action",
-            Message("fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16"),
+            "fp8 needs one backward action",
+            Message("fp8 runs without zero-bubble schedules: use 1f1b, or bf16"),
         )
     if recipe.compression is not None and plan.shard_weights:
         yield Violation(

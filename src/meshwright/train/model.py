@@ -405,7 +405,7 @@ def _masks_by_positions(kind: type) -> bool:
     except (OSError, TypeError, KeyError):
         return False
     return (
-        re.search(r"(create_causal_mask\([^)]*position_ids=|\"position_ids\": |document_mask\()position_ids", code)
+        re.search(r"(create_causal_mask\([^)]*position_ids=|\"position_ids\": |= attention_mask\()position_ids", code)
         is not None
     )
 

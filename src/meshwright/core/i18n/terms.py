@@ -144,7 +144,7 @@ TERMS: dict[str, dict[str, str]] = {
         "exact sums need equal micro-batches": "exact sums need equal micro-batches",
         "exact sums need another micro-batch size": "exact sums need another micro-batch size",
         "no rank has all experts": "no rank has all experts",
-        "fp8 needs full weights and one backward action": "fp8 needs full weights and one backward action",
+        "fp8 needs one backward action": "fp8 needs one backward action",
         "more blocks than a stage has": "more blocks than a stage has",
         "no disk": "no disk",
         "no link to the host": "no link to the host",

@@ -38,16 +38,17 @@ figure 6 of this guide.
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.cost_context import BLOCK, EMBEDDING, HEAD, CostContext
+from meshwright.planner.cost.float8 import MAGNITUDE_BYTES, float8_weights, scale_exchanges
 from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.cost.plan_grid import Array, TpEpShape
-from meshwright.spec.model import LayerSpec
+from meshwright.spec.model import LayerSpec, ParameterSpec
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.cost_context import CostContext
@@ -61,11 +62,13 @@ def sustained_flops(setting: CostContext, precision: str) -> float:
     return peak * device.efficiency * device.sustained.get(precision, constants.SUSTAINED_MATMUL_FRACTION)
 
 
-def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, inside: bool) -> tuple[Array, Array]:
+def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, lower: Array) -> tuple[Array, Array]:
     """Returns the seconds of all matrix products of a layer in forward and in backward, over axes (b) of GRID_AXES.
-    `tokens` is the tokens of a micro-batch (b). `inside`: whether the layer is a block."""
-    precision = setting.practice.products if inside and setting.practice.products else setting.recipe.rate
-    rate = sustained_flops(setting, precision)
+    `tokens` is the tokens of a micro-batch (b). `lower` is the result of `lower_precision_products`."""
+    rate: Any = sustained_flops(setting, setting.recipe.rate)
+    if lower.any():
+        rate = lower * sustained_flops(setting, setting.practice.products) + (1.0 - lower) * rate
+        rate = rate[:, None]
     size = setting.recipe.size
     flops = parts.flops[:, None] * tokens
     ramp = parts.products[:, None] * constants.MATMUL_RAMP_SECONDS
@@ -74,7 +77,7 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
         move = size * (parts.weights[:, None] + (parts.outputs + parts.inputs)[:, None] * tokens) / bandwidth
         forward = (np.maximum(flops / rate, move) + ramp).sum(axis=0)
         return forward, constants.BACKWARD_FORWARD_RATIO * forward
-    rates = rate * _aligned_fraction(parts, size)[:, None]
+    rates: Array = rate * _aligned_fraction(parts, size)[:, None]
     outputs, inputs = parts.outputs[:, None] + 0 * tokens, parts.inputs[:, None] + 0 * tokens
     rows = tokens + 0 * outputs
     forward = _tiled_matmul_seconds(setting, (rows, outputs, inputs), flops, rates, size)
@@ -159,8 +162,7 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape) -> MatmulShapes:
     LoRA adapters on frozen weights do not count as products. Their memory traffic is part of `layer.moved`
     (planner/inputs/job.py).
     """
-    weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
-    weights = [weight for weight in weights if weight.frozen] or weights
+    weights = _matmul_weights(layer)
     whole = sum(weight.numel for weight in weights)
     rows = []
     for weight in weights:
@@ -178,6 +180,21 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape) -> MatmulShapes:
             )
         )
     return MatmulShapes(*np.array(rows, dtype=float).reshape(-1, 5).T)
+
+
+def _matmul_weights(layer: LayerSpec) -> list[ParameterSpec]:
+    weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
+    return [weight for weight in weights if weight.frozen] or weights
+
+
+def lower_precision_products(setting: CostContext, layer: LayerSpec) -> Array:
+    """Returns 1 for each weight of `matmul_shapes` whose products have the precision `RuntimeModel.products`, else 0.
+    This runtime multiplies in float8 only weights that are linear layers."""
+    weights = _matmul_weights(layer)
+    if layer.name != BLOCK or not setting.practice.products:
+        return np.zeros(len(weights))
+    own = {weight.name for weight in float8_weights(setting, layer)}
+    return np.array([1.0 * (weight.name in own or not setting.recipe.products) for weight in weights])
 
 
 def layer_times(
@@ -224,7 +241,8 @@ def _compute_seconds(
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut)
     context = setting.job.workload.sequence
-    forward_products, backward_products = matmul_seconds(setting, parts, tokens, layer.name == BLOCK)
+    lower = lower_precision_products(setting, layer)
+    forward_products, backward_products = matmul_seconds(setting, parts, tokens, lower)
     frozen = any(parameter.frozen for parameter in layer.parameters)
     if frozen:  # backward of frozen weights computes only the gradients of inputs
         backward_products = backward_products / 2.0
@@ -245,11 +263,11 @@ def _compute_seconds(
         + constants.BACKWARD_FORWARD_RATIO * rest
         + accumulation
     )
-    if practice.products and layer.name == BLOCK:
+    if lower.any():
         casts = constants.FP8_CAST_PASSES * size / bandwidth * tokens[:, None]
         forward, backward = (
-            forward + parts.inputs.sum() * casts,
-            backward + (parts.inputs.sum() + parts.outputs.sum()) * casts,
+            forward + (lower * parts.inputs).sum() * casts,
+            backward + (lower * (parts.inputs + parts.outputs)).sum() * casts,
         )
     packed = sum(cut.numel(weight) for weight in layer.parameters if weight.bits is not None)
     if packed:  # each product converts its weight to the compute dtype, in forward and in backward
@@ -328,7 +346,8 @@ def _tp_comm_seconds(
         sums = convolutions or constants.TP_ALL_REDUCES_PER_BLOCK
         seen = sums * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
         behind = np.where(sequence_parallel, ranks.gather(state) + gather, total) * setting.practice.dgrad_hidden
-        return seen * total, seen * (total + gather - behind), seen * behind
+        one, other = (ranks.reduce(count * MAGNITUDE_BYTES, count) for count in scale_exchanges(setting, layer))
+        return seen * total + one, seen * (total + gather - behind) + other, seen * behind
     if layer.name == EMBEDDING:
         return ranks.reduce(state) + none, gather + none, none
     if layer.name == HEAD:

@@ -19,6 +19,7 @@ from meshwright.planner.cost.activations import activation_peak, layer_activatio
 from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
 from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
+from meshwright.planner.cost.float8 import cast_seconds
 from meshwright.planner.cost.links import p2p_seconds
 from meshwright.planner.cost.memory import (
     MemoryFootprint,
@@ -317,6 +318,8 @@ class CostModel:
         """Returns the parts of the time of a step for the rank classes `ranks`. `found` is the sizes of their flat
         buffers."""
         one = self.passes(box, ranks)
+        casting, cast_once = cast_seconds(self.setting, box, found.casts)
+        one = one._replace(compute=one.compute + casting)
         data = dp_traffic(self.setting, box, found, one.forward, one.backward)
         hidden = self._offloaded(box, ranks, found, one, data)
         updating, on_host = offload.offloaded_update_seconds(
@@ -328,7 +331,11 @@ class CostModel:
         passing, terms = self._passing(box, busy), step_terms(self.setting, box)
         once, last, imbalance = (
             part.max(axis=0, keepdims=True)
-            for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
+            for part in (
+                data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers),
+                updating + cast_once,
+                on_host,
+            )
         )
         step = busy + passing + once + last + imbalance + terms.sum(axis=0)
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, terms, each, step)

@@ -6,7 +6,7 @@
 - Optimizer: main weights and states. A rank stores them for full buffers, or from ZeRO 1 on for a shard of each.
 - Activations: saved activations of all micro-batches in flight, plus the transient peak of a backward.
 - Buffers: transient full gradients before they are reduced to shards (ZeRO 2 and 3), gathered weights (ZeRO 3),
-  pipeline messages, staging buffers, and conversions of an update.
+  pipeline messages, staging buffers, casts to float8, and conversions of an update.
 - Host and files: the offloaded bytes of these kinds.
 
 The module also computes the sizes of the flat buffers of pipeline ranks for a whole plan grid (`state_sizes`).
@@ -28,6 +28,7 @@ from meshwright.planner.cost import optimizer as asked
 from meshwright.planner.cost.activations import ActivationPeak
 from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.cp_ep_comm import shared_buffer_bytes
+from meshwright.planner.cost.float8 import cast_bytes, cast_numel
 from meshwright.planner.cost.offload import offload_fractions, swap_buffer_bytes
 from meshwright.planner.cost.optimizer import (
     full_tensor_bytes,
@@ -57,7 +58,7 @@ class StateSizes(NamedTuple):
     With expert parallelism, the experts of each layer form a separate parameter group. `experts` is the elements of all
     these groups, `expert_units` the number of groups, and `expert` the elements of the largest. `shard` is the elements
     of the shards of a rank, experts included. `states_offloaded` and `weights_offloaded` are the elements in these
-    shards whose states or weights are offloaded.
+    shards whose states or weights are offloaded. `casts` is the elements of the weights with float8 products.
     """
 
     numel: Array
@@ -78,6 +79,7 @@ class StateSizes(NamedTuple):
     shard: Array
     states_offloaded: Array
     weights_offloaded: Array
+    casts: Array
 
 
 class MemoryFootprint(NamedTuple):
@@ -210,7 +212,8 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     ZeRO 2 and 3 reduce each parameter group as soon as its gradient is complete. The last reductions of a backward
     finish during the next backward. With several micro-batches, the buffers of these reductions therefore exist at the
     peak of activations. Ranks of one host reduce through permanent staging buffers. ZeRO 3 stores the full weights of
-    the running layer and of the prefetched layer, unless the ranks of a host share the full weights.
+    the running layer and of the prefetched layer, unless the ranks of a host share the full weights. Casts of weights
+    to float8 exist until the last backward.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
     zero, shards = box.zero, broadcast_to_axis(box.holders, "z")
@@ -242,6 +245,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
         )
     message_buffers = constants.P2P_BUFFERS_SHARED_MEMORY if setting.shares_memory else constants.P2P_BUFFERS
     messages = message_buffers * p2p_message_bytes(setting, box, tokens) / size
+    messages = messages + cast_bytes(box, states.casts) / size
     at_head, other_backward = at_head + messages, other_backward + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = largest_shard_numel(box, states)
@@ -349,8 +353,14 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
             np.where(broadcast_to_axis(three, "z"), last, first) for first, last in zip(below, per_layer, strict=True)
         ]
     (numel, *runs), (experts, *expert_runs), other = found[:4], expert_numel[:4], found[4:]
+    casts = np.array([cast_numel(setting, entry.layer, box.cut) for entry in setting.entries], dtype=float)
     return StateSizes(
-        numel, *other, experts, *expert_numel[4:], *(run + more for run, more in zip(runs, expert_runs, strict=True))
+        numel,
+        *other,
+        experts,
+        *expert_numel[4:],
+        *(run + more for run, more in zip(runs, expert_runs, strict=True)),
+        broadcast_to_axis(layers @ casts, "ro"),
     )  # type: ignore[call-arg]
 
 

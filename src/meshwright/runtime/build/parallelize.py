@@ -145,10 +145,10 @@ CHANGES: tuple[BuildPass, ...] = (
     drop_other_stages,
     install_loss,
     flatten_parameters,
+    low_precision_matmul,
     defer_weight_grads,
     reduce_gradients,
     wrap_blocks,
-    low_precision_matmul,
     assemble,
 )
 """Passes that change the model in place."""

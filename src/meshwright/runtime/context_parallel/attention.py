@@ -187,12 +187,16 @@ def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[
 
 
 def use_torch_sdpa(model: nn.Module) -> None:
-    """Switches a Hugging Face model with its own attention code to torch's attention. Does nothing if the model has no
-    option for its attention code.
+    """Switches a Hugging Face model with its own attention code to torch's attention, and a reference model to dense
+    masks of packed documents, because a rank has only a piece of the sequence. Does nothing if the model has no option
+    for its attention code.
 
     Raises:
         CannotCutSequence: transformers has no torch attention for this model.
     """
+    for module in model.modules():
+        if isinstance(getattr(module, "needs_dense_mask", None), bool):
+            module.needs_dense_mask = True  # type: ignore[assignment]
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":

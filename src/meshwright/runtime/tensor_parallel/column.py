@@ -32,6 +32,14 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.async_collectives import CollectiveWork
 from meshwright.runtime.comm.graph_collectives import sum_gradient
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.float8 import (
+    Float8Layer,
+    float8_layer,
+    gradient_factor,
+    input_factor,
+    scaled_product,
+    weight_factor,
+)
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.graph_region import column_layers
 from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
@@ -93,9 +101,17 @@ class RegionInput:
             self.buffer = gradient @ weight
         else:
             self.buffer.addmm_(gradient, weight)
+        self._count(self.buffer, shape)
+
+    def add_product(self, product: torch.Tensor, shape: torch.Size) -> None:
+        """Adds `product` (N, in), which no other code uses, like `add`."""
+        self.buffer = product if self.buffer is None else self.buffer.add_(product)
+        self._count(self.buffer, shape)
+
+    def _count(self, buffer: torch.Tensor, shape: torch.Size) -> None:
         self.unread += 1
         if self.unread == self.readers:
-            self._start(self.buffer.view(shape))
+            self._start(buffer.view(shape))
 
     def _start(self, gradient: torch.Tensor) -> None:
         if not self.sequence_parallel:
@@ -175,7 +191,8 @@ class RegionEntryHook:
         traced = self.traced
         if traced is None or traced.hidden is not hidden:
             entered = enter_in_graph(hidden, self.group, self.sequence_parallel)
-            weights = [column.local_weight() for column in self.columns]
+            is_float8 = any(float8_layer(column.module) is not None for column in self.columns)
+            weights = [] if is_float8 else [column.local_weight() for column in self.columns]
             outputs = column_layers(hidden, weights, self.group.key, self.sequence_parallel) if weights else []
             traced = TracedRegion(hidden, entered, outputs, self.modules + len(outputs))
             self.traced = traced
@@ -191,7 +208,7 @@ class RegionEntryHook:
         """Returns the output of the column layer with index `column` while a graph is traced, if its input `x` is the
         input of the region."""
         traced = self.traced
-        if traced is None or x is not traced.entered:
+        if traced is None or not traced.outputs or x is not traced.entered:
             return None
         output = traced.outputs[column]
         self._has_read(traced)
@@ -242,6 +259,10 @@ class ColumnLinear:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        products = float8_layer(self.module)
+        if products is not None:
+            product = self._float8_product(x, products)
+            return product if bias is None else product + bias
         if torch.compiler.is_compiling():
             product = self.entry.output_in_graph(x, self.index)
             if product is None:
@@ -252,6 +273,14 @@ class ColumnLinear:
             return matmul_forward(self.module, x, bias, self.linear)
         leave = getattr(self.module, "put_off", None)
         output: torch.Tensor = _ColumnMatmul.apply(x, weight, bias, crossing, self.linear, leave)
+        crossing.read()
+        return output
+
+    def _float8_product(self, x: torch.Tensor, products: Float8Layer) -> torch.Tensor:
+        crossing = self.entry.crossing
+        if torch.compiler.is_compiling() or crossing is None or x is not crossing.entered:
+            return products.multiply(x)
+        output: torch.Tensor = _Float8ColumnMatmul.apply(x, products.weight, crossing, products)
         crossing.read()
         return output
 
@@ -318,3 +347,35 @@ class _ColumnMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             bias_gradient = flat.sum(0)
         return None, weight_gradient, bias_gradient, None, None, None
+
+
+class _Float8ColumnMatmul(torch.autograd.Function):
+    """Computes x W^T in float8 (float8.py), and otherwise does what `_ColumnMatmul` does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, crossing: RegionInput, products: Float8Layer
+    ) -> torch.Tensor:
+        stored, undo = products.operand()
+        rows = input_factor(x.flatten(0, -2), products.input_keys)
+        ctx.crossing, ctx.keys, ctx.shape = crossing, products.gradient_keys, x.shape
+        ctx.save_for_backward(crossing.saved_input(), stored, undo, rows.undo)
+        product = scaled_product(rows, weight_factor(stored, undo), x.dtype, fast=True)
+        return product.reshape(*x.shape[:-1], -1).data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        crossing: RegionInput = ctx.crossing
+        saved, stored, undo, x_undo = ctx.saved_tensors
+        factor = gradient_factor(gradient.flatten(0, -2), ctx.keys)
+        crossing.start_gather(saved)
+        if ctx.needs_input_grad[0]:
+            product = scaled_product(factor, weight_factor(stored, undo).transposed, gradient.dtype)
+            crossing.add_product(product.contiguous(), ctx.shape)
+        x = crossing.recompute_input(saved).flatten(0, -2)
+        weight_gradient = None
+        if ctx.needs_input_grad[1]:
+            rows = input_factor(x, undo=x_undo)
+            weight_gradient = scaled_product(factor.transposed, rows.transposed, gradient.dtype)
+        return None, weight_gradient, None, None

@@ -34,6 +34,7 @@ from meshwright.analysis.local_layers import (
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.float8 import float8_layer
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
 from meshwright.runtime.tensor_parallel.random import install_tp_rng
@@ -231,8 +232,13 @@ def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split:
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        mine = shard_view(weight, split, group.index, group.size)
         own = None if bias is None else shard_view(bias, along_bias, group.index, group.size)
+        products = float8_layer(module)
+        if products is not None:
+            output = products.multiply_replicated(x, group)
+            output = shard_view(output, replace(split, dim=output.ndim - 1), group.index, group.size)
+            return output if own is None else output + own
+        mine = shard_view(weight, split, group.index, group.size)
         return F.linear(x, mine if split.dim == 0 else mine.t(), own)
 
     forward.is_traceable = True  # type: ignore[attr-defined]
@@ -268,6 +274,10 @@ class RowLinear:
         return output if bias is None else output + bias
 
     def _summed_product(self, x: torch.Tensor) -> torch.Tensor:
+        leave = collectives.reduce_scatter_from_region if self.sequence_parallel else collectives.reduce_from_region
+        products = float8_layer(self.module)
+        if products is not None:
+            return leave(products.multiply(x), self.group)
         weight = self.module._parameters["weight"]
         assert weight is not None
         sliced = self.group.size if self.sequence_parallel else 1
@@ -279,7 +289,6 @@ class RowLinear:
         if chunks > 1 and not is_functorch_tensor(x):
             sink = getattr(self.module, "put_off", None)
             return row_forward(x, weight, chunks, (self.group, self.sequence_parallel, self.linear, sink))
-        leave = collectives.reduce_scatter_from_region if self.sequence_parallel else collectives.reduce_from_region
         return leave(matmul_forward(self.module, x, None, self.linear), self.group)
 
 

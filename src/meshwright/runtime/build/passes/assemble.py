@@ -37,6 +37,7 @@ from meshwright.runtime.zero.diloco import make_outer_optimizer
         "updater",
         "cursor",
         "wrappers",
+        "float8_casts",
     ),
     writes=("engine",),
 )
@@ -90,4 +91,5 @@ def assemble(build: Build) -> None:
         make_outer_optimizer(build.recipe, build.reducer),
         build.uninitialized,
         build.batch_norm,
+        build.float8_casts,
     )

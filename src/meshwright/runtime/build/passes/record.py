@@ -23,6 +23,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import AuxLoss
 from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
+from meshwright.runtime.float8 import Float8Casts
 from meshwright.runtime.loss import ChunkedHead, LossFunction
 from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.optim.full_tensor import FullTensorNeeds
@@ -121,6 +122,7 @@ class Build:
     wgrad_accumulation = WriteOnce[StepBackward]()  # defer_weight_grads
     reducer = WriteOnce[GradReducer]()  # reduce_gradients
     updater = WriteOnce[Updater]()  # reduce_gradients
+    float8_casts = WriteOnce[Float8Casts | None]()  # low_precision_matmul
     cursor = WriteOnce[StageCursor]()  # wrap_blocks
     wrappers = WriteOnce[Sequence[BlockWrapper]]()  # wrap_blocks
     engine = WriteOnce[Engine]()  # assemble

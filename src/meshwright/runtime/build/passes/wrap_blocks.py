@@ -16,6 +16,7 @@ from meshwright.runtime.build.passes.wrap_modules import BlockSteps, cut_head_in
 from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.compile import compile_block
 from meshwright.runtime.context_parallel.blocks import ContextState
+from meshwright.runtime.float8 import Float8Casts
 from meshwright.runtime.offload.activation_offload import storage_id
 from meshwright.runtime.pipeline.block_wrapper import BoundaryState, StageCursor
 from meshwright.spec.enums import Recompute
@@ -24,7 +25,7 @@ from meshwright.spec.plan import Plan
 
 
 @build_pass(
-    reads=("model", "partition", "context", "sequence", "local", "flat", "reducer", "aux_loss"),
+    reads=("model", "partition", "context", "sequence", "local", "flat", "reducer", "aux_loss", "float8_casts"),
     writes=("cursor", "wrappers"),
 )
 def wrap_blocks(build: Build) -> None:
@@ -45,7 +46,7 @@ def wrap_blocks(build: Build) -> None:
         shared=build.local.copies,
     )
     table = {layer.name: layer.parameters for layer in partition.table if not layer.also}
-    inner = _BlockComputation(model, graph, plan, stage_bounds(stage_graph, plan), build.sequence)
+    inner = _BlockComputation(model, graph, plan, stage_bounds(stage_graph, plan), build.sequence, build.float8_casts)
     steps = BlockSteps(inner, *hidden_functions(context, stage_graph.count, graph, build.sequence))
     build.wrappers = wrap_modules(model, stage_graph, plan, cursor, build.flat.layers, table, partition.reads, steps)
     if build.sequence is not None:
@@ -55,7 +56,8 @@ def wrap_blocks(build: Build) -> None:
 
 class _BlockComputation:
     """Makes the innermost function of a wrapper: the forward of a block on this rank's piece of the sequence, compiled
-    if the plan compiles. `bounds`: for each stage, its first block and the index after its last block."""
+    if the plan compiles, after the casts of its weights to float8 (`casts`). `bounds`: for each stage, its first block
+    and the index after its last block."""
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class _BlockComputation:
         plan: Plan,
         bounds: dict[int, tuple[int, int]],
         sequence: ContextState | None,
+        casts: Float8Casts | None,
     ) -> None:
-        self.model, self.graph, self.sequence = model, graph, sequence
+        self.model, self.graph, self.sequence, self.casts = model, graph, sequence, casts
         self.is_compiled = plan.compile and graph.blocks is not None
         self.sac, self.deferred = _sac_blocks(plan, bounds), _deferred_wgrad_blocks(plan, bounds)
 
@@ -74,6 +77,8 @@ class _BlockComputation:
         if self.is_compiled:
             block = self.model.get_submodule(self.graph.block(index))
             forward = compile_block(forward, block, index in self.sac, index in self.deferred)
+        if self.casts is not None:
+            forward = self.casts.around(forward, index)
         return forward if self.sequence is None else self.sequence.around(forward, index)
 
 
