@@ -93,6 +93,8 @@ WORKLOAD_PARTS: dict[str, tuple[str, Any, str, str]] = {
     "optimizer.betas: [0.85, 0.98]": ("betas", (0.85, 0.98), "betas", "betas"),
     "optimizer.eps: 1e-07": ("eps", 1e-7, "epsilon", "epsilon"),
     "optimizer.weight_decay: 0.05": ("weight_decay", 0.05, "weight decay", "权重衰减"),
+    "optimizer.decay: matrices": ("decay", "matrices", "parameters with weight decay", "有权重衰减的参数"),
+    "optimizer.decay: all": ("decay", "all", "", ""),
     "optimizer.clip: 0.5": ("clip", 0.5, "norm of clipping", "裁剪的范数"),
 }
 """Entries of the section `workload` of a job, likewise."""
@@ -190,7 +192,7 @@ def workload_rows(system: System) -> Iterator[FlagRow]:
     before = ("", "")
     for here, (field, value, *meaning) in WORKLOAD_PARTS.items():
         before = (meaning[0] or before[0], meaning[1] or before[1])
-        setting = {"name": "optimizer", "schedule": "decay", "betas": "beta1"}.get(field, field)
+        setting = {"name": "optimizer", "schedule": "decay", "decay": "decayed", "betas": "beta1"}.get(field, field)
         made = with_field(USUAL, field, value)
         others = [USUAL, *([with_field(USUAL, field, OTHERS[field])] if field in OTHERS else [])]
         found = [keys for other in others if (keys := changed_keys(system, (plan, plan), (made, other)))]

@@ -274,6 +274,7 @@ def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
     assert found.job["workload"]["batch"] == 64 and found.job["workload"]["precision"] == "bf16"
     assert found.not_carried == (
         "--dataset_name: not a key of DeepSpeed, left to your script",
+        "no file states these keys; the job has the defaults of Meshwright: steps 200",
         "no file states the sizes of the model; --model gives it",
     )
 
@@ -536,7 +537,7 @@ def test_assumptions_of_an_import_are_named(tmp_path: Path) -> None:
     text = json.dumps({"zero_optimization": {"stage": "three"}, "train_batch_size": 8})
     lines = import_plan(*write_files(tmp_path, {"ds.json": text})).not_carried
     assert lines[0] == "zero_optimization.stage=three: no equivalent of this value"
-    assert lines[1] == "the number of devices is in no file: the smallest number is assumed; --devices sets it"
+    assert "the number of devices is in no file: the smallest number is assumed; --devices sets it" in lines
     toml = "[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = 'selective'\n"
     found = import_plan(*write_files(tmp_path, {"a.toml": toml}))
     assert "activation_checkpoint.selective_ac_option=2: no equivalent of this value" in found.not_carried

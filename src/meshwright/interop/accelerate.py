@@ -13,7 +13,13 @@ from typing import Any
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.interop.formats import argument_words, split_options, write_yaml
-from meshwright.interop.hf_arguments import FSDP1_STAGES, TRAINER_NUMERICS, hf_keys
+from meshwright.interop.hf_arguments import (
+    FSDP1_STAGES,
+    TRAINER_DEFAULTS,
+    TRAINER_NUMERICS,
+    adjust_schedule,
+    hf_keys,
+)
 from meshwright.interop.settings import ALL_STATES, Settings
 from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, read_nothing, read_only, write_only
 from meshwright.spec.enums import Recompute
@@ -45,6 +51,23 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         settings["dp_shard"] = keys.get("parallelism_config.parallelism_config_dp_shard_size", 1)
     elif "dp_replicate" in settings and not zero:
         del settings["dp_replicate"]
+    adjust_schedule(settings, keys)
+    _set_defaults(settings, keys)
+
+
+def _set_defaults(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the defaults of the script. Scripts without the Trainer have other option names and do not clip
+    (examples/pytorch/language-modeling/run_clm_no_trainer.py of huggingface/transformers); which of their parameters
+    decay depends on the names in the model. Without options, the script has all of these settings."""
+    defaults = TRAINER_DEFAULTS
+    if {"--max_train_steps", "--num_warmup_steps"} & keys.keys():
+        defaults = {name: value for name, value in defaults.items() if name != "decayed"} | {"clip": None}
+    elif not any(name.startswith("--") for name in keys):
+        for name in ("beta1", "beta2", "eps", "weight_decay", "seed"):
+            settings.pop(name, None)
+        return
+    for name, value in defaults.items():
+        settings.setdefault(name, value)
 
 
 def _fsdp(name: str, value: Any, at_stages: tuple[int, ...] = (2, 3)) -> Key:
@@ -131,7 +154,7 @@ ACCELERATE = System(
     limits=LIMITS,
     write=write,
     framework="Hugging Face",
-    workload={"precision": ("bf16", "fp16", "fp8", "fp32"), "optimizer": ("adamw",)},
+    workload={"precision": ("bf16", "fp16", "fp8", "fp32"), "optimizer": ("adamw",), "decayed": ("matrices",)},
     numerics=TRAINER_NUMERICS,
     open_arguments=True,
     adjust=_adjust,

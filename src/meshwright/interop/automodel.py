@@ -23,6 +23,7 @@ from meshwright.interop.system import (
     System,
     read_nothing,
     read_only,
+    remark,
     write_only,
 )
 from meshwright.spec.enums import Recompute
@@ -57,6 +58,27 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
                     stages=settings["virtual_stages"],
                 )
             )
+    _set_schedule(settings, keys)
+
+
+def _set_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the defaults of the section lr_scheduler (nemo_automodel/components/optim/config.py, LRSchedulerConfig).
+    Without the section the learning rate is constant."""
+    if not any(name.startswith("lr_scheduler.") for name in keys):
+        settings |= {"decay": "constant", "warmup": 0}
+        return
+    settings.setdefault("decay", "cosine")
+    if "min_lr" not in settings:
+        settings["final_lr"] = 0.01
+    if "warmup" not in settings and "steps" in settings:
+        settings["warmup"] = min(1000, settings["steps"] // 10)
+    lr = settings.get("lr", 0.0)
+    start = keys.get("lr_scheduler.init_lr", 0.1 * lr)
+    if settings.get("warmup") and start:
+        remark(
+            settings,
+            Message("lr_scheduler.init_lr={value}: the warmup here starts at lr / warmup", value=f"{start:.3g}"),
+        )
 
 
 def _strategy(name: str, value: Any) -> Key:
@@ -143,6 +165,7 @@ KEYS = (
     ),
     Key("lr_scheduler.lr_warmup_steps", "warmup"),
     Key("lr_scheduler.min_lr", "min_lr"),
+    read_only("lr_scheduler.init_lr", "lr", read_nothing),
     Key("clip_grad_norm.max_norm", "clip"),
 )
 
@@ -191,6 +214,7 @@ AUTOMODEL = System(
         "precision": ("bf16", "bf16-pure"),
         "reduce": ("fp32",),
         "optimizer": ("adamw", "adam", "sgd"),
+        "decayed": ("all",),
     },
     numerics=(
         NumericsNote(
@@ -202,5 +226,7 @@ AUTOMODEL = System(
             "nemo_automodel/components/distributed/config.py:258",
         ),
     ),
+    defaults={"clip": 1.0, "decayed": "all", "optimizer": "adamw", "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    | {"weight_decay": 0.01},
     adjust=_adjust,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.core.messages import Message
 from meshwright.interop.formats import argument_words, split_options, write_json
-from meshwright.interop.hf_arguments import hf_keys
+from meshwright.interop.hf_arguments import READ_DECAYS, TRAINER_DEFAULTS, adjust_schedule, hf_keys
 from meshwright.interop.settings import Settings
 from meshwright.interop.system import (
     ABSENT,
@@ -23,6 +23,8 @@ from meshwright.interop.system import (
     System,
     read_nothing,
     read_only,
+    remark,
+    remark_value,
     write_only,
 )
 from meshwright.spec.enums import ContextParallelMethod, Offload, Recompute
@@ -59,13 +61,95 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         settings["dp_shard"] = keys["zero_optimization.mics_shard_size"]
     if settings.get("cp", 1) > 1:
         settings["context"] = "ulysses"
-    if settings.get("decay") == "constant":
-        settings.pop("min_lr", None)
+    _set_optimizer(settings, keys)
+    _set_schedule(settings, keys)
 
 
-def _scheduler(settings: Settings) -> str:
-    """Returns the scheduler with the decay of the learning rate. DeepSpeed has no warmup-stable-decay."""
-    return {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}.get(settings["decay"], "WarmupLR")
+def _is_trainer(keys: Mapping[str, Any]) -> bool:
+    """Returns whether the options are those of the Trainer of transformers."""
+    return bool({"--per_device_train_batch_size", "--lr_scheduler_type", "--max_steps", "--bf16"} & keys.keys())
+
+
+def _set_optimizer(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the defaults of the section `optimizer`. Adam is AdamW unless adam_w_mode is false (engine.py:2490), and the
+    defaults are those of deepspeed/ops/adam/fused_adam.py:76. Parameters without groups of a script decay all
+    (engine.py:659, src/transformers/integrations/deepspeed.py:577). Without this section, the optimizer is that of the
+    Trainer or of the script."""
+    if settings.get("optimizer") == "adam" and keys.get("optimizer.params.adam_w_mode", True):
+        settings["optimizer"] = "adamw"
+    if settings.get("optimizer") == "sgd" and settings.get("momentum", 0.0) > 0:
+        settings["optimizer"] = "sgd-momentum"
+    if "optimizer.type" in keys:
+        settings.setdefault("lr", 1e-3)
+        settings["decayed"] = "all"
+        if keys.get("optimizer.params.torch_adam") and not {WEIGHT_DECAY, "--weight_decay"} & keys.keys():
+            settings["weight_decay"] = 0.01 if settings.get("optimizer") == "adamw" else 0.0
+    elif _is_trainer(keys):
+        for name in ("optimizer", "lr", "decayed"):
+            settings.setdefault(name, TRAINER_DEFAULTS[name])
+    if not _is_trainer(keys):  # the defaults of the Trainer do not hold
+        options = {} if "optimizer.type" in keys else SCRIPT_OPTIONS
+        for name, option in {"seed": "--seed", **options}.items():
+            if option not in keys:
+                settings.pop(name, None)
+
+
+def _set_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets the defaults of the section `scheduler` (deepspeed/runtime/lr_schedules.py:703 to 902), and reports what is
+    lost: a logarithmic warmup, which is the default there, and other schedulers."""
+    kind, start = keys.get("scheduler.type"), "scheduler.params."
+    if kind is None:
+        if _is_trainer(keys):
+            adjust_schedule(settings, keys)
+            given = READ_DECAYS.get(keys.get("--lr_scheduler_type", "linear"), "linear")
+            settings |= {"decay": given, "final_lr": settings.get("final_lr", 0.0)}
+            settings.setdefault("warmup", 0)
+        else:
+            settings |= {"decay": "constant", "warmup": 0}
+            remark(settings, Message("no file has a scheduler: the job has a constant learning rate"))
+        return
+    if kind not in SCHEDULERS:
+        remark_value(settings, "scheduler.type", kind)
+        return
+    settings["decay"] = SCHEDULERS[kind]
+    if keys.get(start + "warmup_num_steps") is None:
+        settings["warmup"] = 1000
+    if kind == "WarmupDecayLR":
+        settings["final_lr"] = 0.0
+    elif kind == "WarmupCosineLR":
+        settings.setdefault("final_lr", 1e-4)
+    form = keys.get(start + "warmup_type", "log")
+    if settings.get("warmup") and form != "linear":
+        remark(
+            settings,
+            Message(
+                "scheduler.params.warmup_type={form}: the warmup here is linear, its learning rates are lower",
+                form=form,
+            ),
+        )
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if keys.get(start + name) not in (None, "auto", 0):
+            remark_value(settings, start + name, keys[start + name])
+
+
+def _scheduler(settings: Settings) -> Any:
+    """Returns the scheduler with the decay of the learning rate. DeepSpeed has no warmup-stable-decay, and it refuses a
+    warmup of 0 steps: a constant rate without warmup needs no scheduler."""
+    names = {ours: theirs for theirs, ours in SCHEDULERS.items()}
+    name = names.get(settings["decay"], "WarmupLR")
+    return ABSENT if name == "WarmupLR" and not settings["warmup"] else name
+
+
+def _scheduled(value: Any) -> Any:
+    """Returns how a parameter of the scheduler is written: not at all without a scheduler."""
+    return lambda s: ABSENT if _scheduler(s) is ABSENT else value(s)
+
+
+SCHEDULERS = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
+WEIGHT_DECAY = "optimizer.params.weight_decay"
+SCRIPT_OPTIONS = {"beta1": "--adam_beta1", "beta2": "--adam_beta2", "eps": "--adam_epsilon"} | {
+    "weight_decay": "--weight_decay"
+}
 
 
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -116,26 +200,42 @@ JSON_KEYS = (
         write=lambda s: (s["beta1"], s["beta2"]) if s["optimizer"] in ("adamw", "adam") else ABSENT,
         read=lambda v, k: {"beta1": v[0], "beta2": v[1]} if isinstance(v, tuple) else {},
     ),
-    Key("optimizer.params.eps", "eps", write=lambda s: s["eps"] if s["optimizer"] in ("adamw", "adam") else ABSENT),
-    Key("optimizer.params.weight_decay", "weight_decay"),
     Key(
-        "scheduler.type",
-        "decay",
-        write=_scheduler,
-        read=lambda v, k: {"decay": {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(v, "constant")},
+        "optimizer.params.eps",
+        "eps",
+        default=1e-8,
+        always=True,
+        write=lambda s: s["eps"] if s["optimizer"] in ("adamw", "adam") else ABSENT,
     ),
-    Key("scheduler.params.warmup_num_steps", "warmup"),
+    Key(WEIGHT_DECAY, "weight_decay", default=0.0, always=True),
+    Key(
+        "optimizer.params.adam_w_mode",
+        "optimizer",
+        write=lambda s: False if s["optimizer"] == "adam" else ABSENT,
+        read=read_nothing,
+    ),
+    read_only("optimizer.params.momentum", "momentum"),
+    read_only("optimizer.params.torch_adam", "optimizer", read_nothing),
+    Key("scheduler.type", "decay", write=_scheduler, read=read_nothing),
+    Key(
+        "scheduler.params.warmup_num_steps",
+        "warmup",
+        write=_scheduled(lambda s: max(s["warmup"], 1)),
+        read=lambda v, k: {"warmup": v} if isinstance(v, int) else {},
+    ),
+    write_only("scheduler.params.warmup_type", "warmup", _scheduled(lambda s: "linear")),
     Key(
         "scheduler.params.warmup_max_lr",
         "lr",
-        write=lambda s: s["lr"] if _scheduler(s) != "WarmupCosineLR" else ABSENT,
+        write=_scheduled(lambda s: s["lr"] if _scheduler(s) != "WarmupCosineLR" else ABSENT),
         read=lambda v, k: {} if "optimizer.params.lr" in k else {"lr": v},
     ),
     read_only("scheduler.params.warmup_min_lr", "lr", read_nothing),
+    read_only("scheduler.params.warmup_min_ratio", "lr", read_nothing),
     Key(
         "scheduler.params.total_num_steps",
         "steps",
-        write=lambda s: ABSENT if _scheduler(s) == "WarmupLR" else s["steps"],
+        write=_scheduled(lambda s: ABSENT if _scheduler(s) == "WarmupLR" else s["steps"]),
     ),
     Key(
         "scheduler.params.cos_min_ratio",
@@ -192,7 +292,10 @@ DEEPSPEED = System(
     repository="deepspeedai/DeepSpeed",
     version="0.19",
     keys=JSON_KEYS
-    + tuple(key for key in hf_keys("--") if key.setting not in ("decay", "final_lr"))
+    + tuple(
+        key._replace(write=lambda settings: ABSENT) if key.setting in ("decay", "final_lr") else key
+        for key in hf_keys("--")
+    )
     + (read_only("--deepspeed", "engine", read_nothing, also=("--deepspeed_config",)),),
     limits=LIMITS,
     write=write,
@@ -201,6 +304,7 @@ DEEPSPEED = System(
         "precision": ("bf16", "fp16", "fp32"),
         "optimizer": ("adamw", "adam", "sgd", "muon"),
         "decay": ("linear", "cosine", "constant"),
+        "decayed": ("all",),
     },
     numerics=(
         NumericsNote(
@@ -225,5 +329,6 @@ DEEPSPEED = System(
     ),
     renamed={"zero_allow_untested_optimizer_legacy": "zero_allow_untested_optimizer"},
     open_arguments=True,
+    defaults={"clip": 1.0},
     adjust=_adjust,
 )

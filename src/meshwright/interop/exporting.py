@@ -15,7 +15,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, translate
 from meshwright.interop.for_system import best_plan_for
 from meshwright.interop.registry import find_system
-from meshwright.interop.settings import Settings, settings_of
+from meshwright.interop.settings import OPTIMIZER_FIELDS, Settings, settings_of
 from meshwright.interop.system import ANY, PlanSpaceLimit, System, encode
 from meshwright.planner.cost.overlap import with_chosen_bucket
 from meshwright.planner.cost.step import estimate
@@ -210,7 +210,7 @@ def _unsupported_settings(job: Job, settings: Settings, system: System) -> list[
         Message(
             "{system} has no {name}={value}; it has {allowed}: results differ",
             system=system.title,
-            name=name,
+            name=f"optimizer.{OPTIMIZER_FIELDS[name]}" if name in OPTIMIZER_FIELDS else name,
             value=settings[name],
             allowed=" or ".join(map(str, allowed)),
         )

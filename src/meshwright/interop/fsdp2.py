@@ -37,6 +37,7 @@ KEYS = (
     Key("BETAS", "beta1", write=lambda s: (s["beta1"], s["beta2"]), read=lambda v, k: {"beta1": v[0], "beta2": v[1]}),
     Key("EPS", "eps"),
     Key("WEIGHT_DECAY", "weight_decay"),
+    Key("DECAY", "decayed", {"matrices": "matrices", "all": "all"}, default="all", always=True),
     Key("CLIP", "clip", write=lambda s: s["clip"], read=lambda v, k: {"clip": v}),
     Key("SEED", "seed"),
 )
@@ -57,6 +58,13 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
         "train.py": body.replace("# CONSTANTS", constants),
         "launch.sh": torchrun_line(settings, "train.py\n"),
     }
+
+
+def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets what the script of an export has without a constant."""
+    settings["optimizer"] = "adamw"
+    if "MIN_LR" in keys:
+        settings["decay"] = "cosine"
 
 
 FSDP2 = System(
@@ -82,4 +90,5 @@ FSDP2 = System(
             "torch/distributed/fsdp/_fully_shard/_fsdp_api.py:33",
         ),
     ),
+    adjust=_adjust,
 )

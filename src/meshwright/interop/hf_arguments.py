@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.core.messages import Message
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key, NumericsNote
+from meshwright.interop.system import ABSENT, Key, NumericsNote, remark_value
 
 FSDP1_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
 """The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
@@ -27,15 +27,22 @@ DECAYS = {
 cosine_with_min_lr."""
 
 
+READ_DECAYS = {theirs: ours for ours, theirs in DECAYS.items()} | {
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+}
+TRAINER_DEFAULTS: Settings = {"decay": "linear", "final_lr": 0.0, "lr": 5e-5, "warmup": 0, "clip": 1.0} | {
+    "optimizer": "adamw",
+    "decayed": "matrices",
+}
+"""The training settings of the Trainer that no option states (src/transformers/training_args.py:787 to 866). Weight
+decay leaves out biases and norms (src/transformers/trainer.py:1408)."""
+
+
 def _read_decay(value: Any, keys: Mapping[str, Any]) -> Settings:
-    ours = {theirs: ours for ours, theirs in DECAYS.items()} | {
-        "cosine_with_min_lr": "cosine",
-        "constant": "constant",
-        "warmup_stable_decay": "warmup-stable-decay",
-    }
-    if value not in ours:
+    if value not in READ_DECAYS:
         return {}
-    return {"decay": ours[value], **({"final_lr": 0.0} if value in ("linear", "cosine") else {})}
+    return {"decay": READ_DECAYS[value], "final_lr": 0.0}
 
 
 def _write_decay(settings: Settings) -> Any:
@@ -44,21 +51,53 @@ def _write_decay(settings: Settings) -> Any:
     return DECAYS[settings["decay"]]
 
 
-def _decay_options(settings: Settings) -> dict[str, float]:
+def _decay_options(settings: Settings) -> dict[str, Any]:
     """Returns the fields of lr_scheduler_kwargs."""
     if settings["decay"] == "cosine" and settings["final_lr"] > 0:
         return {"min_lr_rate": settings["final_lr"]}
     if settings["decay"] == "warmup-stable-decay":
         decay = round(settings["cooldown"] * settings["steps"])
-        return {"num_decay_steps": decay, "min_lr_ratio": settings["final_lr"]}
+        return {"num_decay_steps": decay, "min_lr_ratio": settings["final_lr"], "decay_type": "linear"}
     return {}
 
 
-def _read_decay_options(text: Any, keys: Mapping[str, Any]) -> Settings:
-    """Reads the JSON of --lr_scheduler_kwargs, whose quotation marks the shell has removed."""
+def option(keys: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Returns the value of an option of the Trainer, from a JSON file or a command line."""
+    return keys.get(name, keys.get(f"--{name}", default))
+
+
+def adjust_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Sets what depends on several options of the schedule, and reports what is lost: the Trainer's `constant` has no
+    warmup, and its warmup_stable_decay falls as a cosine unless decay_type says otherwise
+    (src/transformers/optimization.py:508)."""
+    kind, kwargs = option(keys, "lr_scheduler_type"), _schedule_options(keys)
+    if kind is not None and kind not in READ_DECAYS:
+        remark_value(settings, "lr_scheduler_type", kind)
+    if kind == "constant":
+        settings["warmup"] = 0
+    if settings.get("decay") == "warmup-stable-decay" and kwargs.get("decay_type") != "linear":
+        remark_value(settings, "lr_scheduler_kwargs.decay_type", kwargs.get("decay_type", "cosine"))
+    if "num_decay_steps" in kwargs and settings.get("steps"):
+        settings["cooldown"] = min(float(kwargs["num_decay_steps"]) / settings["steps"], 1.0)
+    if "min_lr" in kwargs:
+        lr = settings.get("lr", TRAINER_DEFAULTS["lr"])
+        settings["final_lr"] = min(float(kwargs["min_lr"]) / lr, 1.0) if lr else 0.0
+
+
+def _schedule_options(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of lr_scheduler_kwargs, from the keys of a JSON file or the JSON of a command line, whose
+    quotation marks the shell has removed."""
+    start = "lr_scheduler_kwargs."
+    found = {name.removeprefix(start): value for name, value in keys.items() if name.startswith(start)}
+    text = keys.get("--lr_scheduler_kwargs", "")
     words = " ".join(map(str, text)) if isinstance(text, tuple) else str(text)
-    found = re.search(r"min_lr_(?:rate|ratio): ?([\d.e-]+)", words)
-    return {"final_lr": float(found[1])} if found else {}
+    return found | dict(re.findall(r"(\w+): ?([\w.+-]+)", words.replace('"', "").replace("'", "")))
+
+
+def _read_decay_options(text: Any, keys: Mapping[str, Any]) -> Settings:
+    found = _schedule_options(keys)
+    rate = found.get("min_lr_rate", found.get("min_lr_ratio"))
+    return {} if rate is None else {"final_lr": float(rate)}
 
 
 def _decay_keys(prefix: str) -> tuple[Key, ...]:
@@ -72,7 +111,7 @@ def _decay_keys(prefix: str) -> tuple[Key, ...]:
                 read=_read_decay_options,
             ),
         )
-    names = ("min_lr_rate", "min_lr_ratio", "num_decay_steps")
+    names = ("min_lr_rate", "min_lr_ratio", "min_lr", "num_decay_steps", "decay_type")
     return tuple(_decay_option_key(name) for name in names)
 
 
@@ -81,7 +120,7 @@ def _decay_option_key(name: str) -> Key:
         f"lr_scheduler_kwargs.{name}",
         "final_lr",
         write=lambda s: _decay_options(s).get(name, ABSENT),
-        read=lambda v, k: {} if name == "num_decay_steps" else {"final_lr": v},
+        read=lambda v, k: {"final_lr": v} if name in ("min_lr_rate", "min_lr_ratio") else {},
     )
 
 

@@ -19,7 +19,7 @@ from meshwright.core.messages import Message
 from meshwright.interop.exporting import describe_violation
 from meshwright.interop.formats import ConfigFile, read_config
 from meshwright.interop.registry import SYSTEMS, find_system
-from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, workload_of
+from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, unstated_defaults, workload_of
 from meshwright.interop.system import DecodedKeys, System, decode
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.plan import Plan
@@ -100,6 +100,7 @@ def import_plan(
     _check_limits(found, plan)
     not_carried += _lost_values(decoded, settings, keys)
     workload = _checked_workload(settings, not_carried)
+    not_carried += _lost_schedule(workload)
     sizes = _checked_sizes(settings, not_carried)
     job = _job_sections(settings, plan, workload, sizes)
     if not sizes and "model" not in job:
@@ -135,6 +136,28 @@ def _lost_values(decoded: DecodedKeys, settings: Settings, keys: Mapping[str, An
         if settings.get(name, expected) != expected
     ]
     return lines + settings.get("remarks", [])
+
+
+def _lost_schedule(workload: Mapping[str, Any]) -> list[Message]:
+    """Returns what the job does not take from the files: keys that they do not state, and a warmup that is too long."""
+    unstated = unstated_defaults(workload)
+    lines = []
+    if unstated:
+        values = ", ".join(f"{name} {'null' if value is None else value}" for name, value in unstated.items())
+        lines.append(
+            Message("no file states these keys; the job has the defaults of Meshwright: {values}", values=values)
+        )
+    warmup, steps = workload.get("optimizer", {}).get("warmup", 0), workload.get("steps")
+    if steps and warmup > steps // 2:
+        lines.append(
+            Message(
+                "warmup {warmup} of {steps} steps: at most half of the steps warm up here, {half}",
+                warmup=warmup,
+                steps=steps,
+                half=steps // 2,
+            )
+        )
+    return lines
 
 
 def _check_repeated(file: ConfigFile, keys: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from meshwright.interop.system import (
     System,
     read_nothing,
     read_only,
+    remark_value,
     write_only,
 )
 from meshwright.spec.enums import MESH_AXES, Offload, Recompute
@@ -144,6 +145,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     cooldown = keys.get("--lr-wsd-decay-iters")
     if isinstance(cooldown, int) and settings.get("steps"):
         settings["cooldown"] = min(cooldown / settings["steps"], 1.0)
+    _report_schedule(settings, keys, decay)
     if precision == "fp16" and "--accumulate-allreduce-grads-in-fp32" not in keys:
         settings["reduce"] = "fp16"
     if "--num-query-groups" not in keys and "heads" in settings:
@@ -156,6 +158,15 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         settings["moe_ffn"] = settings.get("ffn")
     if settings.get("pp", 1) > 1 and settings.get("virtual_stages", 1) > 1:
         settings["schedule"] = "interleaved"
+
+
+def _report_schedule(settings: Settings, keys: Mapping[str, Any], decay: Any) -> None:
+    """Reports a decay that does not end with the last step, and one of warmup-stable-decay that is not linear (the
+    default there is exponential: megatron/training/arguments.py, --lr-wsd-decay-style)."""
+    if isinstance(decay, int) and settings.get("decay") != "constant" and decay != settings.get("steps"):
+        remark_value(settings, "--lr-decay-iters", decay)
+    if settings.get("decay") == "warmup-stable-decay" and keys.get("--lr-wsd-decay-style") != "linear":
+        remark_value(settings, "--lr-wsd-decay-style", keys.get("--lr-wsd-decay-style", "exponential"))
 
 
 MODEL_KEYS = (
@@ -313,7 +324,7 @@ TRAINING_KEYS = (
     read_only("--lr-warmup-fraction", "warmup", read_nothing),
     read_only("--lr-warmup-samples", "warmup", read_nothing),
     Key("--optimizer", "optimizer", {"adamw": OneOf(ABSENT, "adam"), "sgd-momentum": "sgd", "muon": "muon"}),
-    read_only("--sgd-momentum", "momentum", read_nothing),
+    Key("--sgd-momentum", "momentum", write=lambda s: s["momentum"] if s["optimizer"] == "sgd-momentum" else ABSENT),
     Key("--adam-beta1", "beta1", default=0.9),
     Key("--adam-beta2", "beta2", default=0.999),
     Key("--adam-eps", "eps", default=1e-8),
@@ -399,6 +410,7 @@ MEGATRON = System(
     workload={
         "precision": ("bf16", "fp8", "fp16", "fp32"),
         "optimizer": ("adamw", "sgd-momentum", "muon"),
+        "decayed": ("matrices",),
         "mlp": ("swiglu", "gelu", "gelu_new", "relu2"),
         "pos": ("rope", "learned"),
     },
@@ -428,5 +440,6 @@ MEGATRON = System(
         "--warmup": "--lr-warmup-fraction",
         "--checkpoint-activations": "--recompute-granularity full",
     },
+    defaults={"clip": 1.0, "decayed": "matrices"},
     adjust=_adjust,
 )

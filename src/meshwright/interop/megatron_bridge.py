@@ -66,7 +66,10 @@ OTHER_SPELLINGS = {
     "train.train_iters": ("trainer.max_steps",),
     "optimizer.lr": ("optimizer.finetune_lr", "model.optim.lr"),
 }
-NO_DEFAULT = ("--attention-dropout", "--adam-beta1", "--adam-beta2", "--weight-decay", "--lr-decay-style", "--seed")
+NO_DEFAULT = (
+    *("--attention-dropout", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--seed"),
+    *("--lr-decay-style", "--lr-warmup-iters", "--min-lr"),
+)
 """Options whose defaults belong to Megatron-LM: the recipe determines the value if the key is absent."""
 
 
@@ -146,7 +149,8 @@ MEGATRON_BRIDGE = MEGATRON._replace(
     keys=KEYS,
     write=write,
     needs_sizes=False,
-    workload={"precision": ("bf16", "fp8", "fp16"), "optimizer": ("adamw", "sgd-momentum", "muon")},
+    workload={"precision": ("bf16", "fp8", "fp16"), "optimizer": ("adamw", "sgd-momentum", "muon")}
+    | {"decayed": ("matrices",)},
     numerics=(
         MEGATRON.numerics[0]._replace(repository=MEGATRON.repository),
         NumericsNote(
@@ -158,6 +162,7 @@ MEGATRON_BRIDGE = MEGATRON._replace(
         ),
     ),
     renamed={"model.activations_checkpoint_granularity": "model.recompute_granularity"},
+    defaults={"decayed": "matrices"},
     adjust=_adjust,
 )
 """Its profile in the planner is that of Megatron-Core."""

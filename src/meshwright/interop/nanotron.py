@@ -12,7 +12,19 @@ from typing import Any
 from meshwright.core.messages import Message
 from meshwright.interop.formats import torchrun_line, write_yaml
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, ANY, Key, NumericsNote, OneOf, PlanSpaceLimit, System, write_only
+from meshwright.interop.system import (
+    ABSENT,
+    ANY,
+    Key,
+    NumericsNote,
+    OneOf,
+    PlanSpaceLimit,
+    System,
+    read_nothing,
+    read_only,
+    remark_value,
+    write_only,
+)
 from meshwright.spec.enums import Recompute
 
 
@@ -27,6 +39,13 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     start = keys.get("optimizer.learning_rate_scheduler.lr_decay_starting_step")
     if isinstance(start, int) and isinstance(steps, int) and settings.get("decay") == "linear" and start > warmup:
         settings |= {"decay": "warmup-stable-decay", "cooldown": (steps - start) / steps}
+    if "min_lr" not in settings:
+        settings["final_lr"] = 1.0  # min_decay_lr is the learning rate unless it is set
+    for name in (SCHEDULE + "lr_warmup_style", "optimizer.optimizer_factory.name", *MODEL_VALUES):
+        if keys.get(name) not in (None, FIXED[name]):
+            remark_value(settings, name, keys[name])
+    if keys.get(EXCLUDED):
+        remark_value(settings, EXCLUDED, keys[EXCLUDED])
 
 
 def _decay_start(settings: Settings) -> Any:
@@ -54,6 +73,9 @@ FIXED: Mapping[str, Any] = {
     "tokens.val_check_interval": -1,
 }
 """Keys that nanotron needs and that no setting determines."""
+MODEL_VALUES = ("model.init_method.std", CONFIG + "hidden_act")
+EXCLUDED = "optimizer.weight_decay_exclude_named_params"
+"""Names of parameters without weight decay; all others decay (src/nanotron/helpers.py, the parameter groups)."""
 KEYS = (
     *(_fixed(name, value) for name, value in FIXED.items()),
     Key("general.seed", "seed", default=42, always=True),
@@ -70,6 +92,7 @@ KEYS = (
     write_only("optimizer.accumulate_grad_in_fp32", "reduce", lambda s: s["reduce"] == "fp32"),
     Key("optimizer.zero_stage", "zero", default=0, always=True),
     Key("optimizer.weight_decay", "weight_decay"),
+    read_only(EXCLUDED, "decayed", read_nothing),
     Key("optimizer.clip_grad", "clip", write=lambda s: s["clip"], read=lambda v, k: {"clip": v}),
     Key("optimizer.optimizer_factory.adam_beta1", "beta1"),
     Key("optimizer.optimizer_factory.adam_beta2", "beta2"),
@@ -146,6 +169,7 @@ NANOTRON = System(
         "pos": ("rope",),
         "experts": (0,),
         "decay": ("linear", "cosine", "warmup-stable-decay"),
+        "decayed": ("all",),
     },
     numerics=(
         NumericsNote(
@@ -160,5 +184,6 @@ NANOTRON = System(
             "src/nanotron/optim/gradient_accumulator.py:58",
         ),
     ),
+    defaults={"clip": None, "decayed": "all", "optimizer": "adamw"},
     adjust=_adjust,
 )

@@ -25,7 +25,7 @@ from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import recipe
-from meshwright.spec.workload import OptimizerConfig, Workload
+from meshwright.spec.workload import OPTIMIZERS_BY_FIELD, OptimizerConfig, Workload
 
 Settings = dict[str, Any]
 
@@ -57,8 +57,8 @@ PLAN_FIELDS = (
 """The fields of a plan that systems can express. No system expresses the others, except the bucket size, which only
 affects speed."""
 WORKLOAD_FIELDS = ("sequence", "batch", "steps", "precision", "reduce", "seed", "expert_capacity", "expert_bias_rate")
-OPTIMIZER_FIELDS = {"optimizer": "name", "decay": "schedule"} | {
-    name: name for name in ("lr", "eps", "weight_decay", "warmup", "clip", "cooldown", "final_lr")
+OPTIMIZER_FIELDS = {"optimizer": "name", "decay": "schedule", "decayed": "decay"} | {
+    name: name for name in ("lr", "eps", "weight_decay", "momentum", "warmup", "clip", "cooldown", "final_lr")
 }
 """Settings of the optimizer, with the fields of `OptimizerConfig`."""
 NATIVE_REDUCE = {"fp8": "bf16", "bf16-pure": "bf16", "tf32": "fp32"} | {
@@ -283,10 +283,28 @@ def workload_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "beta1" in settings or "beta2" in settings:
         default = OptimizerConfig().betas
         optimizer["betas"] = [settings.get("beta1", default[0]), settings.get("beta2", default[1])]
-    if optimizer.get("name", "adamw") not in ("adamw", "adam", "muon"):
-        optimizer.pop("betas", None)
-        optimizer.pop("eps", None)
+    chosen = optimizer.get("name", "adamw")
+    for field, names in OPTIMIZERS_BY_FIELD.items():
+        if chosen not in names:
+            optimizer.pop(field, None)
     return {**found, **({"optimizer": optimizer} if optimizer else {})}
+
+
+def unstated_defaults(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys that change the result and that the section `workload` of an import does not have, each with the
+    value that it then has in the job. The sequence is left out: it depends on the model."""
+    given = workload.get("optimizer", {})
+    name, schedule = given.get("name", OptimizerConfig().name), given.get("schedule", OptimizerConfig().schedule)
+    idle = {field for field, names in OPTIMIZERS_BY_FIELD.items() if name not in names} | {"matrix_lr", "state"}
+    idle |= {"final_lr"} if schedule == "constant" else set()
+    idle |= {"cooldown"} if schedule != "warmup-stable-decay" else set()
+    found = {
+        f"optimizer.{field}": info.default
+        for field, info in OptimizerConfig.model_fields.items()
+        if field not in given and field not in idle
+    }
+    found |= {name: Workload.model_fields[name].default for name in ("steps", "seed") if name not in workload}
+    return found | ({} if "precision" in workload else {"precision": "of the devices"})
 
 
 def sizes_of(settings: Mapping[str, Any]) -> dict[str, Any]:

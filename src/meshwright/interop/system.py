@@ -93,6 +93,16 @@ def read_only(
     return Key(name, setting, values, write=lambda settings: ABSENT, read=read, also=also)
 
 
+def remark(settings: Settings, text: Message) -> None:
+    """Adds a line to what an import reports as not carried over."""
+    settings["remarks"] = [*settings.get("remarks", []), text]
+
+
+def remark_value(settings: Settings, key: str, value: Any) -> None:
+    """Reports a value of a known key that is not carried over."""
+    remark(settings, Message("{key}={value}: no equivalent of this value", key=key, value=value))
+
+
 class PlanSpaceLimit(NamedTuple):
     """The plans of one mode of a system. `fields` are the allowed values by field of `Plan`; a field that is not named
     must have its default. `why` names the mode. `rule` returns why a plan of the mode is refused, '' if it is not."""
@@ -134,7 +144,8 @@ class System(NamedTuple):
     the keys and the settings. `framework` is the name of its profile in the planner (planner/validation/frameworks.py).
     `version` is the version whose keys are read and written. `workload` are the values of workload settings that it
     has; other settings have every value. `renamed` are keys of older versions, with the keys that replace them.
-    `open_arguments`: whether scripts of the user may add options to the command line.
+    `open_arguments`: whether scripts of the user may add options to the command line. `defaults` are the values of
+    settings that no key states, beyond the defaults of the keys.
     """
 
     name: str
@@ -150,6 +161,7 @@ class System(NamedTuple):
     numerics: tuple[NumericsNote, ...] = ()
     renamed: Mapping[str, str] = {}
     open_arguments: bool = False
+    defaults: Mapping[str, Any] = {}
     adjust: Callable[[Settings, Mapping[str, Any]], None] = lambda settings, keys: None
 
     @property
@@ -237,7 +249,7 @@ def decode(system: System, keys: Mapping[str, Any], given: Mapping[str, Any]) ->
         candidates[setting] = [value for value in before if value in values] or before, name
     settings |= {name: values[0] for name, (values, _) in candidates.items() if values and name not in settings}
     system.adjust(settings, keys)
-    return DecodedKeys(settings, tuple(unknown))
+    return DecodedKeys({**system.defaults, **settings}, tuple(unknown))
 
 
 def _candidates(key: Key, value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from meshwright.interop.system import (
     System,
     read_nothing,
     read_only,
+    remark_value,
     write_only,
 )
 from meshwright.interop.torchtitan_python import SECTIONS, python_config
@@ -92,9 +93,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         )
     if keys.get("activation_checkpoint.mode") == "selective" and keys.get(AC_OPTION, "2") != "op":
         settings["recompute"] = "none"
-        settings.setdefault("remarks", []).append(
-            Message("{key}={value}: no equivalent of this value", key=AC_OPTION, value=keys.get(AC_OPTION, "2"))
-        )
+        remark_value(settings, AC_OPTION, keys.get(AC_OPTION, "2"))
     world = settings.get("world") or replicate * max(shard, 1) * tp * pp * cp
     shard = world // (replicate * tp * pp * cp) if shard < 1 else shard
     settings["dp_shard"] = max(shard, 1)
@@ -141,11 +140,12 @@ def _set_decay(settings: Settings, keys: Mapping[str, Any]) -> None:
         ratio = keys["lr_scheduler.decay_ratio"]
         settings["decay"] = "constant" if ratio == 0 else "warmup-stable-decay"
         settings |= {"cooldown": ratio} if ratio else {}
+    kind = keys.get("lr_scheduler.decay_type", "linear")
+    if settings.get("decay") == "warmup-stable-decay" and kind == "cosine":
+        remark_value(settings, "lr_scheduler.decay_type", kind)
     settings.setdefault("decay", "linear")
-    if keys.get("lr_scheduler.decay_type") == "sqrt":
-        settings.setdefault("remarks", []).append(
-            Message("{key}={value}: no equivalent of this value", key="lr_scheduler.decay_type", value="sqrt")
-        )
+    if kind == "sqrt":
+        remark_value(settings, "lr_scheduler.decay_type", kind)
 
 
 def _model_part(part: str) -> Any:
@@ -328,6 +328,7 @@ TORCHTITAN = System(
         "precision": ("bf16", "bf16-pure", "fp8", "fp32"),
         "reduce": ("fp32",),
         "optimizer": ("adamw", "adam"),
+        "decayed": ("all",),
     },
     numerics=(
         NumericsNote(
@@ -358,5 +359,6 @@ TORCHTITAN = System(
         "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
         "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
     },
+    defaults={"clip": 1.0, "decayed": "all"},
     adjust=_adjust,
 )

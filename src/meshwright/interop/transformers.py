@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.interop.formats import torchrun_line, write_json
-from meshwright.interop.hf_arguments import FSDP1_STAGES, TRAINER_NUMERICS, hf_keys
+from meshwright.interop.hf_arguments import (
+    FSDP1_STAGES,
+    TRAINER_DEFAULTS,
+    TRAINER_NUMERICS,
+    adjust_schedule,
+    hf_keys,
+)
 from meshwright.interop.settings import ALL_STATES, Settings
 from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, write_only
 from meshwright.spec.enums import Recompute
@@ -36,9 +42,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if not zero:
             settings["dp"] = settings.pop("dp_replicate", 1)
     settings["zero"] = zero
-    if "decay" not in settings:
-        settings |= {"decay": "linear", "final_lr": 0.0}  # the default of the Trainer
-    settings.setdefault("lr", 5e-5)
+    adjust_schedule(settings, keys)
 
 
 def _fsdp(name: str, value: Any) -> Key:
@@ -112,8 +116,9 @@ TRANSFORMERS = System(
     limits=LIMITS,
     write=write,
     framework="Hugging Face",
-    workload={"precision": ("bf16", "fp16", "tf32", "fp32"), "optimizer": ("adamw",)},
+    workload={"precision": ("bf16", "fp16", "tf32", "fp32"), "optimizer": ("adamw",), "decayed": ("matrices",)},
     numerics=TRAINER_NUMERICS,
     open_arguments=True,
+    defaults=TRAINER_DEFAULTS,
     adjust=_adjust,
 )
