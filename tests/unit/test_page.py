@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from brute_force import attending
 from hypothesis import HealthCheck, example, given, settings
 from jobs import cluster, decoder, named_job, small_job
-from test_search import attending, small_jobs
+from test_search import small_jobs
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError

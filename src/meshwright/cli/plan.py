@@ -203,10 +203,10 @@ def _print_cost(question: Job, answer: SearchResult, length: RunLengthOptions, l
     from meshwright.planner.search.run_cost import parse_token_count, run_cost, run_cost_messages, usage_message
     from meshwright.report.plans import messages_text
 
-    cost = run_cost(question, answer.chosen, parse_token_count(length.tokens or "1B"))
+    cost = run_cost(question, answer.chosen, parse_token_count("1B" if length.tokens is None else length.tokens))
     said = (
         run_cost_messages(question, cost, length.price is not None)
-        if length.tokens
+        if length.tokens is not None
         else [usage_message(question, cost)]
     )
     print_output("\n" + messages_text(said, language))
@@ -231,6 +231,14 @@ def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOpt
         return question, wanted.objective, float("inf")
     if length.tokens is None:
         raise InputError(Message("--by {date} needs --tokens", date=length.by))
+    if wanted.objective == "headroom":
+        raise InputError(
+            Message(
+                "--objective headroom ranks plans by memory, whatever time they take: leave --by {date} out, or choose "
+                "another objective",
+                date=length.by,
+            )
+        )
     steps = parse_token_count(length.tokens) / question.workload.tokens
     left = seconds_until(length.by, datetime.now(UTC))
     return question, "fewest" if wanted.objective == "fastest" else wanted.objective, left / max(steps, 1.0)
@@ -260,11 +268,13 @@ def _search_after_trials(
 ) -> tuple[Job, SearchResult] | None:
     """Returns the job and its `count` best plans, after the trials of the options. Returns None on a rank other than 0,
     which only takes part in trials."""
+    from meshwright.cli.device_checks import check_devices
     from meshwright.cli.trials import job_from_trials, with_fastest_first
 
     question = _pinned_job(file, wanted)
     if not wanted.trials:
         return _search(question, wanted, count, length)
+    check_devices(question, 0)
     found = job_from_trials(file, question, wanted.trials, language)
     if found is None:
         return None

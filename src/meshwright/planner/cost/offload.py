@@ -189,7 +189,8 @@ def offloaded_update_seconds(
         seconds = where.optimizer * over_link
     if setting.storage_bandwidth:
         both_ways = 2.0 * elements * optimizer_bytes_per_param(setting) / setting.storage_bandwidth
-        on_host = on_device if setting.on_host else over_link
+        # Without a link to the host, nothing is known about its update: it is no faster than that of the device.
+        on_host = over_link if setting.host_bandwidth and not setting.on_host else on_device
         files, staying = where.optimizer_files, (where.optimizer_files > 0) * (1.0 - where.optimizer_files) * on_device
         seconds = seconds + np.maximum(files * both_ways, files * on_host + staying) - staying
         ways = 1.0 if setting.recipe.master else 2.0

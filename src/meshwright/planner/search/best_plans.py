@@ -50,7 +50,8 @@ class SearchObjective(StrEnum):
     energy = "energy"
     """The least energy of the devices in a step, on any number of nodes."""
     headroom = "headroom"
-    """The lowest memory on the rank with the highest peak, without offload."""
+    """The lowest memory on the rank with the highest peak, without offload, and with one kind of recompute for all
+    blocks of a stage."""
 
 
 class RankedPlan(StrictModel):

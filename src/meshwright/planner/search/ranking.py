@@ -146,7 +146,7 @@ def _too_slow_error(job: Job, runnable: bool, longest: float) -> NothingFits:
     return NothingFits(
         Message(
             "no plan is fast enough: the step may take {longest:seconds}, and the fastest plan ({plan}) takes "
-            "{seconds:seconds} on {devices:count device}",
+            "{seconds:seconds} on {devices:count device}: allow more time, or add devices",
             longest=longest,
             plan=fastest.name,
             seconds=fastest.estimate.time.step,
@@ -223,10 +223,12 @@ def search_cluster_sizes(
     for cluster in smaller_clusters(job.cluster):
         price = cluster.price
         if objective == SearchObjective.cheapest and price is None:
+            unpriced = dict.fromkeys(group.device.name for group in cluster.groups if group.device.price is None)
             raise InputError(
                 Message(
-                    "the cheapest plan needs a price: add --price, or give each device of the cluster file a price, "
-                    "in money per device hour"
+                    "the cheapest plan needs the price of {devices}: add --price, or give each device of the cluster "
+                    "file a price, in money per device hour",
+                    devices=", ".join(unpriced),
                 )
             )
         try:

@@ -120,7 +120,7 @@ def seconds_until(date: str, now: datetime.datetime) -> float:
         raise InputError(Message("--by {date!r} is not a date; write it like 2027-03-01", date=date)) from None
     end = datetime.datetime(day.year, day.month, day.day, tzinfo=datetime.UTC) + datetime.timedelta(days=1)
     if end <= now:
-        raise InputError(Message("--by {date} is in the past", date=date))
+        raise InputError(Message("--by {date} is in the past: name a day from {today} on", date=date, today=now.date()))
     return (end - now).total_seconds()
 
 
