@@ -3,7 +3,9 @@ repeat."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,6 +156,32 @@ def test_a_proof_reads_fewer_tokens_if_rank_0_has_too_little_memory(ranks: Any) 
     for lines, proof in ranks.run(2, with_memory_for, SEQUENCE // 2, "start"):
         assert proof.equal and proof.contents[0].endswith(f"the first {SEQUENCE // 2} tokens of each"), proof
         assert lines[0].startswith(PROVEN), lines
+
+
+def after_proof(tokens: int) -> list[bool]:
+    """Whether the engine and its model are in memory after a trainer that was proven is dropped."""
+
+    def forward(run: ReferenceRun, batch: Batch, scale: float) -> tuple[float, int]:
+        found = FORWARD(run, batch, scale)
+        if batch["input_ids"].shape[1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    def seen() -> list[weakref.ref[Any]]:
+        trainer = trainer_of("llama", "dp1.mb1", prove="start")
+        assert trainer.prove(make_batch("llama", 0)).equal
+        trainer.close()
+        return [weakref.ref(trainer.engine), weakref.ref(trainer.engine.model)]
+
+    with mock.patch.object(ReferenceRun, "forward", forward):
+        left = seen()
+    gc.collect()
+    return [each() is not None for each in left]
+
+
+def test_a_proof_leaves_nothing_of_a_dropped_trainer_in_memory(ranks: Any) -> None:
+    assert ranks.run(1, after_proof, SEQUENCE) == [[False, False]]
+    assert ranks.run(1, after_proof, SEQUENCE // 2) == [[False, False]]
 
 
 def test_auto_says_that_a_proof_does_not_fit_and_trains_and_start_refuses(ranks: Any) -> None:

@@ -71,6 +71,8 @@ class ReferenceSide:
         self.misplaced: list[str] = []
         """The names of weights whose values on the ranks differ from those of the original model."""
         self.notes: list[str] = []
+        self.runs: list[ReferenceRun] = []
+        """The runs of rank 0."""
         self.streamed = StreamingLevel.ROWS
         # The recompute of a streamed block would repeat the block's writes to buffers.
         if any(gather_objects(bool(engine.preflight.written))):
@@ -112,8 +114,7 @@ class ReferenceSide:
 
         def run() -> tuple[float, int, str]:
             nonlocal reference
-            reference = ReferenceRun(self.skeleton, self.engine, self.tensors, options)
-            self._set_modes(reference.model)
+            reference = self._make(options)
             reference.expected, self.expected = self.expected, {}
             found = reference.forward(content.batch, 1.0)
             self.misplaced += reference.misplaced
@@ -122,6 +123,7 @@ class ReferenceSide:
         with self.isolated():
             loss, labels, problem = self._on_rank_0(run)
         if (problem or math.isnan(loss)) and options.streamed:
+            self.close()
             self.stream_less(
                 StreamingLevel(options.streamed - 1), "weights of blocks are read outside of their forward"
             )
@@ -168,16 +170,27 @@ class ReferenceSide:
         found = OutputDigests()
 
         def run() -> tuple[float, int, str]:
-            reference = ReferenceRun(self.skeleton, self.engine, self.tensors, self.options(self.is_low))
-            self._set_modes(reference.model)
+            reference = self._make(self.options(self.is_low))
             with found.of(reference.model):
                 reference.forward(batch, 1.0)
-            reference.close()
             return 0.0, 0, ""
 
         with self.isolated():
             self._on_rank_0(run)
+        self.close()
         return found
+
+    def _make(self, options: ReferenceOptions) -> ReferenceRun:
+        reference = ReferenceRun(self.skeleton, self.engine, self.tensors, options)
+        self.runs.append(reference)
+        self._set_modes(reference.model)
+        return reference
+
+    def close(self) -> None:
+        """Frees the memory of all runs. Python's garbage collection does not see the references of autograd's graph, so
+        a run that has failed would stay in memory with its engine."""
+        while self.runs:
+            self.runs.pop().close()
 
     def _set_modes(self, model: nn.Module) -> None:
         """Sets each module of the skeleton to the training mode of that module in the trained model. A module that is
@@ -272,6 +285,12 @@ class ProofRun:
         maximum number of tokens per row, or 0 for no limit. Raises NothingProven if no batch can be compared,
         ReferenceTooLarge if rank 0 has too little memory, and InputError if the model cannot be run on one device."""
         began = time.perf_counter()
+        try:
+            return self._prove(batch, longest, began)
+        finally:
+            self.side.close()
+
+    def _prove(self, batch: Batch | LocalBatch, longest: int, began: float) -> ProofResult:
         state, own_loss = self.state, self.side.skeleton.loss is not None
         contents = build_proof_batches(self.engine, batch, own_loss, longest)
         self.length = sequence_length(contents[0].batch)
@@ -382,9 +401,8 @@ class ProofRun:
         if not self.side.trains:
             return False
         self.side.seed += 1
-        reference, (again, _, _) = self.side.forward(content, self.side.options(self.side.is_low))
-        if reference is not None:
-            reference.close()
+        _, (again, _, _) = self.side.forward(content, self.side.options(self.side.is_low))
+        self.side.close()
         if abs(again - loss) <= RANDOMNESS_TOLERANCE * abs(loss):
             return False
         self.side.trains = False

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -348,13 +349,19 @@ class ReferenceRun:
             parameter.data = self._absent(parameter)
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+        """Returns the hook that takes the gradient of the parameter `name`. It refers to this object weakly: Python's
+        garbage collection does not see the references of hooks of parameters, so a strong one would keep this object
+        and its engine in memory for ever."""
+        this = weakref.ref(self)
+
         def take(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            self.reached.append(name)
-            self._waiting[name] = parameter.grad
+            run = this()
+            assert run is not None and parameter.grad is not None
+            run.reached.append(name)
+            run._waiting[name] = parameter.grad
             parameter.grad = None
-            if sum(gradient.numel() for gradient in self._waiting.values()) >= MAX_PENDING_GRADIENT_ELEMENTS:
-                self._flush()
+            if sum(gradient.numel() for gradient in run._waiting.values()) >= MAX_PENDING_GRADIENT_ELEMENTS:
+                run._flush()
 
         return take
 
