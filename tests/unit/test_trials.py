@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.catalog.read import devices
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.job import read_job, resolve_job
@@ -20,16 +21,16 @@ from meshwright.planner.search.trials import (
     scale_cluster,
 )
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, parse_plan
 
 
-def job(cluster: str = "2x4:cpu@1Gb", batch: int = 32) -> Job:
+def job(cluster: str = "2x4:cpu@1Gb", batch: int = 32, precision: str = "fp32") -> Job:
     entries = {
         "model.name": "llama-tiny",
         "cluster.name": cluster,
         "workload.batch": batch,
         "workload.sequence": 128,
-        "workload.precision": "fp32",
+        "workload.precision": precision,
     }
     return resolve_job(read_job(None, (), entries))
 
@@ -119,3 +120,11 @@ def test_shares_of_a_plan_are_not_lost_between_processes() -> None:
     assert Trial.model_validate_json(trial.to_json()) == trial
     with pytest.raises(InputError):
         trial.but(busy=-1.0)
+
+
+@pytest.mark.parametrize("device", sorted(name for name, row in devices().items() if "bf16" in row["peak"]))
+def test_trials_refit_a_cluster_of_every_device_of_the_catalog(device: str) -> None:
+    asked, plan = job(f"1x1:{device}", 8, "bf16"), parse_plan("dp1.mb8")
+    predicted = estimate(asked, plan).time.step
+    again = refit_job(asked, [Trial(plan=plan, predicted=predicted, measured=3 * predicted)])
+    assert 2 * predicted < estimate(again, plan).time.step < 4 * predicted

@@ -63,9 +63,9 @@ fastest plan in the mean with them, and 8 % if all variance is of neighbours."""
 
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
-REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
+REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e4
 """The number of iterations of the refit, and a speed-up so large that the accelerated devices or links take almost no
-time."""
+time, and with which all rates are still valid in a cluster."""
 
 MAX_TRIAL_CANDIDATES = 40
 """Number of ranked plans from which the next trial is chosen."""

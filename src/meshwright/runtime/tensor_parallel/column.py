@@ -261,8 +261,8 @@ class ColumnLinear:
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         products = float8_layer(self.module)
         if products is not None:
-            product = self._float8_product(x, products)
-            return product if bias is None else product + bias
+            rounded = self._float8_product(x, products)
+            return rounded if bias is None else rounded + bias
         if torch.compiler.is_compiling():
             product = self.entry.output_in_graph(x, self.index)
             if product is None:
