@@ -48,6 +48,7 @@ from meshwright.data.records import first_record
 from meshwright.data.sampler import derive_key, random_uniform, random_words
 from meshwright.data.token_arrays import (
     DIGESTS_FILE,
+    INDEX_SUFFIX,
     ChecksummedArray,
     has_block_digests,
     open_token_arrays,
@@ -271,6 +272,7 @@ def open_dataset(
     form = form_of_records(first_record(files) or {}, data.field, name, objective == "preference")
     if form:
         return _open_instruction_dataset(data, files, form, sequence, objective, vocabulary, positions, say)
+    files = [path for path in files if path.suffix != INDEX_SUFFIX or not path.with_suffix(".bin").is_file()]
     arrays = [path for path in files if path.suffix.lower() in ARRAY_SUFFIXES]
     if arrays and len(arrays) < len(files):
         other = next(path for path in files if path not in arrays)
@@ -369,7 +371,9 @@ def _file_signatures(files: list[Path]) -> list[list[object]]:
 def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> TokenCorpus:
     tokenizer = None if data.tokenizer in ("auto", "bytes", "bpe") else open_tokenizer(data.tokenizer)
     bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
-    names = [f"array-{_json_digest(_CACHE_VERSION, signature, bound > 2**16)}" for signature in _file_signatures(files)]
+    indexed = [[path, *filter(Path.is_file, [path.with_suffix(INDEX_SUFFIX)])] for path in files]
+    signatures = [seen[0] if len(seen) == 1 else seen for seen in map(_file_signatures, indexed)]
+    names = [f"array-{_json_digest(_CACHE_VERSION, signature, bound > 2**16)}" for signature in signatures]
     arrays, documents, largest = open_token_arrays(files, names, bound)
     digest_folders = [
         cached_folder(f"blocks-{name}", partial(write_block_digests, array), has_block_digests)

@@ -1,7 +1,7 @@
-"""Opens token arrays that the user provides (dataset.py): .npy files of integers, and .bin files of raw uint16 or
-uint32 tokens.
+"""Opens token arrays that the user provides (dataset.py): .npy files of integers, and .bin files of raw tokens.
 
-An array counts as one document, since it does not mark the ends of documents. A .bin file has uint32 tokens if its name
+An array counts as one document, since it does not mark the ends of documents. The .bin file of an indexed dataset of
+Megatron-LM has the type that the .idx file of the same name states. Another .bin file has uint32 tokens if its name
 ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
 
 Every array is divided into blocks of DIGEST_BLOCK_TOKENS tokens. The xxh3 digest of each block is computed at the first
@@ -19,6 +19,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ from meshwright.data.cache import cached_folder
 from meshwright.data.packing import CorruptBlock, DocumentIndex, TokenArray
 
 _SCAN_BLOCK_TOKENS = 2**22
+INDEX_SUFFIX = ".idx"
+INDEX_MAGIC = b"MMIDIDX\0\0"
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""The header of an index: magic, version, code of the type, number of sequences, number of document ends."""
+INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""The integer types of an index, by their codes (`DType`, likewise)."""
 
 
 class ArrayInfo(StrictModel):
@@ -57,6 +64,9 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
                     Message("data file {path!r} holds {dtype}, not integer tokens", path=str(path), dtype=array.dtype)
                 )
             return array.reshape(-1)
+        index = path.with_suffix(INDEX_SUFFIX)
+        if index.is_file():
+            return _open_indexed(path, index)
         wide = vocabulary > 2**16 or path.name.endswith(".uint32.bin")
         dtype = np.dtype("<u4" if wide else "<u2")
         if path.stat().st_size % dtype.itemsize:
@@ -78,6 +88,37 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
                 "data file {path!r} is not a complete array: {error}", path=str(path), error=str(error).splitlines()[0]
             )
         ) from None
+
+
+def _open_indexed(path: Path, index: Path) -> TokenArray:
+    """Returns the tokens of an indexed dataset of Megatron-LM, in the order of its sequences (`_IndexReader` in
+    megatron/core/datasets/indexed_dataset.py: a header, then the length of each sequence and the byte at which it
+    starts).
+
+    Raises: InputError if the two files do not fit together, or if the tokens are not integers.
+    """
+    with index.open("rb") as file:
+        header = file.read(INDEX_HEADER.size)
+    magic, version, code, count, _ = INDEX_HEADER.unpack(header.ljust(INDEX_HEADER.size, b"\0"))
+    if len(header) < INDEX_HEADER.size or magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
+        raise InputError(
+            Message("data file {path!r} is not an index of Megatron-LM with integer tokens", path=str(index))
+        )
+    dtype = np.dtype(INDEX_DTYPES[code])
+    lengths = np.fromfile(index, "<i4", count, offset=INDEX_HEADER.size)
+    starts = np.fromfile(index, "<i8", count, offset=INDEX_HEADER.size + lengths.nbytes)
+    expected = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * dtype.itemsize
+    if len(starts) < count or path.stat().st_size != expected[-1] or (starts != expected[:-1]).any():
+        raise InputError(
+            Message(
+                "data file {path!r} does not fit its index {index!r}: {size:,} bytes instead of {expected:,}",
+                path=str(path),
+                index=index.name,
+                size=path.stat().st_size,
+                expected=int(expected[-1]),
+            )
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
