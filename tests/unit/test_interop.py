@@ -275,7 +275,7 @@ def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
     assert found.not_carried == (
         "--dataset_name: not a key of DeepSpeed, left to your script",
         "no file states these keys; the job has the defaults of Meshwright: steps 200",
-        "no file states the sizes of the model; --model gives it",
+        "no file states the sizes of the model; --model names one, a folder, or module:function",
     )
 
 
@@ -454,7 +454,10 @@ def test_a_configuration_for_another_number_of_devices_is_refused(tmp_path: Path
     assert main(wanted) == 2
     assert main(["plan", "--config", str(path), "--model", "llama2-7b"]) == 2
     (path,) = write_files(tmp_path, {"ds.json": json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}})})
-    assert "no file states the sizes of the model; --model gives it" in import_plan(path, devices=8).not_carried
+    assert (
+        "no file states the sizes of the model; --model names one, a folder, or module:function"
+        in import_plan(path, devices=8).not_carried
+    )
     assert main(["plan", "--for", "deepspeed", "--config", str(path), "--cluster", "1x8:a100-80gb"]) == 2
 
 

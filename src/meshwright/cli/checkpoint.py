@@ -228,7 +228,7 @@ def import_(
         Path,
         Parameter(
             name="SOURCE",
-            help="a checkpoint of torch DCP or DeepSpeed, or a safetensors file or folder (Hugging Face: weights only)",
+            help="a checkpoint of torch DCP, DeepSpeed or Megatron-LM, or safetensors (Hugging Face: weights only)",
         ),
     ],
     folder: Annotated[Path, Parameter(name="FOLDER", help="folder of checkpoints in which the step is written")],

@@ -66,7 +66,7 @@ def import_(
         print_output("\n".join(f"==> {name} <==\n{text}" for name, text in texts.items()).rstrip())
     else:
         command = ["meshwright", "verify", str(out / "job.yaml"), "--cluster", f"local:{found.plan.world}"]
-        command += ["--model", "NAME"] if "model" not in job else []
+        command += ["--model", "MODEL"] if "model" not in job else []
         paths = ", ".join(str(out / name) for name in texts)
         print_note(Message("written: {paths}; next: {command}", paths=paths, command=join(command)), language)
     return 0

@@ -106,9 +106,11 @@ def import_plan(
     if not sizes and "model" not in job:
         model = settings.get("model")
         not_carried.append(
-            Message("model {model}: not in the catalog; --model gives it", model=model)
+            Message(
+                "model {model}: not in the catalog; --model names one of it, a folder, or module:function", model=model
+            )
             if model
-            else Message("no file states the sizes of the model; --model gives it")
+            else Message("no file states the sizes of the model; --model names one, a folder, or module:function")
         )
     return ImportedPlan(
         system=found,
