@@ -107,8 +107,9 @@ class PlanSearch:
         """Runs the search: computes the cost of every plan that may be among the results, and counts rejected plans."""
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
-        groups = groups if self.ranking.by_family else [group for group in groups if self._may_fit(group)]
         bounds = [GroupBounds(self.pricer, group) for group in groups]
+        if not isfinite(self.ranking.ceiling):  # with a ceiling, few groups are fast enough to need their memory
+            bounds = [each for each in bounds if self._is_needed(each)]
         self._price_in_order(bounds)
         for group, box, priced in self._without_margin:
             self._price_memory_choices(group, box, priced)
@@ -137,11 +138,10 @@ class PlanSearch:
         `obsczf` of GRID_AXES."""
         return risk_factors(unmeasured_counts(self.pricer.setting.job.cluster, box))
 
-    def _may_fit(self, group: DegreeGroup) -> bool:
-        """Returns whether some plan of the group may fit, by the lower bound of memory."""
-        return bool(
-            (lower_bounds(self.pricer, group.box, group.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
-        )
+    def _is_needed(self, each: GroupBounds) -> bool:
+        """Returns whether the results need the plans of a group: all families, or only groups of which some plan may
+        fit by the lower bound of memory."""
+        return self.ranking.by_family or each.lowest_memory <= self._usable
 
     def _price_in_order(self, groups: Sequence[GroupBounds]) -> None:
         """Computes the cost of the plans in the boxes of `groups`, which form the plan families, in the order of the
@@ -154,7 +154,9 @@ class PlanSearch:
             box = each.group.box
             if is_exact:
                 self._price_default_layouts(each)
-            elif low <= self.ranking.bound(box).max() or self._searches_all or self.ranking.wanting(box).any():
+            elif (
+                low <= self.ranking.bound(box).max() or self._searches_all or self.ranking.wanting(box).any()
+            ) and self._is_needed(each):
                 heappush(waiting, (float(each.bounds.min()), at, True))
 
     @property
@@ -193,7 +195,7 @@ class PlanSearch:
         """Computes the cost of the plans with other orders of axes, if such a plan can be the best plan."""
         record, limit = (np.inf, np.inf) if self._searches_all else (self.ranking.record, self.ranking.limit)
         near = legal_cells(each.group.box) & (each.floor.seconds[..., None] * (1 - SCORE_TOLERANCE) <= record)
-        for axes in each.group.axes if near.any() else ():
+        for axes in each.group.axes if near.any() and self._is_needed(each) else ():
             for box, cells in candidate_grids(each.group.other(axes), near):
                 cells = cells & (score_floor(self.pricer, box, step_floor(self.pricer, box)) <= record)
                 for part, near_part in candidate_grids(box, cells) if cells.any() else ():

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from meshwright.planner.cost.bounds import StepFloor, data_floor, step_floor
+from meshwright.planner.cost.bounds import StepFloor, data_floor, lower_bounds, step_floor
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.plan_grid import Array, PlanGrid
 from meshwright.planner.cost.step import compile_seconds
@@ -30,23 +30,32 @@ SMALL_GROUP_PLANS = 1 << 14
 
 
 class GroupBounds:
-    """The lower bounds of the scores of the cells of `group`. `low` is a lower bound of all scores.
-
-    The bound of a step without data-parallel communication takes little time. The bounds of the cells are computed only
-    when they are needed.
-    """
+    """The lower bounds of the scores and of the memory of the plans of `group`. They are computed only when they are
+    needed."""
 
     def __init__(self, pricer: CostModel, group: DegreeGroup) -> None:
         self.pricer, self.group = pricer, group
-        self.floor = step_floor(pricer, group.box)
-        self.low = float(self.floor.seconds.min()) * (1 - SCORE_TOLERANCE)
+
+    @cached_property
+    def floor(self) -> StepFloor:
+        """Returns the lower bound of the step without data-parallel communication."""
+        return step_floor(self.pricer, self.group.box)
+
+    @property
+    def low(self) -> float:
+        """Returns a lower bound of all scores, which takes little time."""
+        return float(self.floor.seconds.min()) * (1 - SCORE_TOLERANCE)
+
+    @cached_property
+    def lowest_memory(self) -> float:
+        """Returns a lower bound of the reserved bytes of all plans of the group."""
+        taken = lower_bounds(self.pricer, self.group.box, self.group.ways).taken
+        return float(np.fmin.reduce(taken, axis=None)) * (1 - SCORE_TOLERANCE)
 
     @cached_property
     def bounds(self) -> Array:
         """Returns the lower bounds of the scores of the cells."""
-        found = score_floor(self.pricer, self.group.box, self.floor, self.group.box.size > SMALL_GROUP_PLANS)
-        self.low = float(found.min())
-        return found
+        return score_floor(self.pricer, self.group.box, self.floor, self.group.box.size > SMALL_GROUP_PLANS)
 
 
 def score_floor(pricer: CostModel, box: PlanGrid, floor: StepFloor, with_data: bool = True) -> Array:
