@@ -37,9 +37,9 @@ PARTS = {
             "ranks": "all_parameters_present buffers communication compile compression consistency context_parallel "
             "custom_optimizers deferred_init float8 interop_script packed_documents "
             "exact_reduction expert_capacity expert_parallel local_sgd optimizers partial_batches pipeline "
-            "plain_modules plans precision_recipes preferences qlora rank_order shared_weights stage_check "
-            "tensor_parallel trainer trainer_state triples uneven_batches uneven_shards vocab_gradients vocab_parallel "
-            "zero3_shared_weights",
+            "plain_modules plans precision_recipes preferences qlora rank_order shared_experts shared_weights "
+            "stage_check tensor_parallel trainer trainer_state triples uneven_batches uneven_shards vocab_gradients "
+            "vocab_parallel zero3_shared_weights",
         },
     ),
     "cuda": SoakPart(

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from race_detector import RaceDetector, detected_races, join
-from residual_model import Model, adamw, batch, made
+from residual_model import WIDTH, Model, adamw, batch, made
 from test_parameter_access import USES
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim.swa_utils import AveragedModel
 from traced_mesh import SEQUENCE, constant_model, graph_of, still, traced_rank
@@ -45,9 +46,9 @@ def slow_gathers(dropped: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def trainer_of(plan: str, precision: str = "fp32") -> Iterator[tuple[Model, Trainer]]:
+def trainer_of(plan: str, precision: str = "fp32", model: Model | None = None) -> Iterator[tuple[Model, Trainer]]:
     with traced_rank(0, 2) as rank:
-        model = made()
+        model = model or made()
         trainer = parallelize(model, adamw, parse_plan(plan).but(bucket=1), precision=precision, prove="never")
         rank.trains = True
         trainer.engine.preflight.skip()
@@ -81,7 +82,7 @@ def test_steps_that_all_gather_async_equal_those_that_wait(
         with trainer_of(plan, precision) as (model, trainer), slow_gathers():
             losses = []
             for step in range(4):
-                losses.append(trainer.step(batch(step)).loss)
+                losses.append(trainer.step(batch(step), wait=False).loss)
                 assert gathering(trainer) == (0 if waits else 6)
             losses.append(trainer.evaluate(batch(9)))
             assert not gathering(trainer)
@@ -92,7 +93,7 @@ def test_steps_that_all_gather_async_equal_those_that_wait(
 
 def test_a_forward_without_the_wait_is_seen() -> None:
     with trainer_of("dp2.z1") as (_, trainer), slow_gathers(dropped=True):
-        trainer.step(batch(0))
+        trainer.step(batch(0), wait=False)
         assert trainer.evaluate(batch(1)) != trainer.evaluate(batch(1))  # NaN
 
 
@@ -108,7 +109,7 @@ ALL_USES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("use", [name for name in ALL_USES if name != "saves the model"])
 def test_every_use_between_steps_waits_for_the_weights(use: str) -> None:
     with trainer_of("dp2.z1", "fp64") as (model, trainer), slow_gathers():
-        trainer.step(batch(0))
+        trainer.step(batch(0), wait=False)
         assert gathering(trainer) and values(model.head)[0].isnan().any()
         with torch.no_grad():
             ALL_USES[use](model)
@@ -116,9 +117,55 @@ def test_every_use_between_steps_waits_for_the_weights(use: str) -> None:
         assert type(model.head.weight) is torch.nn.Parameter
 
 
+def test_compiled_code_between_steps_reads_weights_that_have_arrived() -> None:
+    """It gets the parameter itself, without torch's dispatch of functions."""
+    with trainer_of("dp2.z1", "fp64") as (model, trainer), slow_gathers():
+        trainer.step(batch(0))
+        assert not gathering(trainer) and type(model.head.weight) is torch.nn.Parameter
+        before = values(model)
+        dist.broadcast(model.head.weight, 0)
+        assert all(map(torch.equal, before, values(model))) and not before[0].isnan().any()
+
+
+class CompiledCode(torch.autograd.Function):
+    """A kernel of a C++ extension, which reads the memory of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.save_for_backward(x, weight.detach().clone())
+            return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight.sum(), (gradient * x).sum().expand_as(weight)
+
+
+class ExtendedModel(Model):
+    """Layers before and after the blocks use compiled code. Both ranks have a part of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.full((8, WIDTH), 0.01)) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = CompiledCode.apply(self.words(input_ids), self.first)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(CompiledCode.apply(x, self.last))
+
+
+def test_compiled_code_outside_of_blocks_reads_weights_that_have_arrived() -> None:
+    with trainer_of("dp2.z1", "fp64", ExtendedModel()) as (_, trainer), slow_gathers():
+        losses = [trainer.step(batch(step), wait=False).loss for step in range(3)]
+        assert gathering(trainer)
+        assert torch.isfinite(torch.tensor(losses)).all() and len(set(losses)) == 3
+
+
 def test_the_form_of_a_weight_needs_no_wait() -> None:
     with trainer_of("dp2.z1") as (model, trainer), slow_gathers():
-        trainer.step(batch(0))
+        trainer.step(batch(0), wait=False)
         before = gathering(trainer)
         weight = model.head.weight
         assert (weight.shape, weight.requires_grad, weight.grad, isinstance(weight, torch.nn.Parameter)) == (
@@ -129,7 +176,7 @@ def test_the_form_of_a_weight_needs_no_wait() -> None:
 
 def test_a_copy_of_a_model_is_one_of_ordinary_parameters() -> None:
     with trainer_of("dp2.z1") as (model, trainer), slow_gathers():
-        trainer.step(batch(0))
+        trainer.step(batch(0), wait=False)
         copied = AveragedModel(model)
         assert {type(each) for each in copied.parameters()} == {torch.nn.Parameter}
         assert all(map(torch.equal, values(copied.module), values(model)))
@@ -152,7 +199,7 @@ def test_a_compiled_block_never_waits_and_is_compiled_once(monkeypatch: pytest.M
             model.engine.preflight.skip()
             model.engine.preflight.analysed = None
             rows = {name: torch.arange(SEQUENCE).repeat(4, 1) for name in ("input_ids", "labels")}
-            losses = [model.step(rows).loss for _ in range(4)]
+            losses = [model.step(rows, wait=False).loss for _ in range(4)]
             model.close()
         assert losses == losses[:1] * 4 and not counters["graph_break"] and len(graphs) == 1
     finally:
@@ -191,7 +238,7 @@ def raced(plan: str, dropped: str = "", side_stream: bool = False) -> RaceDetect
         rows = {name: torch.arange(SEQUENCE).repeat(4, 1) for name in ("input_ids", "labels")}
         with mock.patch.object(group_weights, "all_gather", start):
             for _ in range(3):
-                trainer.step(rows)
+                trainer.step(rows, wait=False)
                 if side_stream:
                     side = detector.stream(torch.device("cpu"))
                     with detector.use_stream(side):

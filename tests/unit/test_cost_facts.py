@@ -174,6 +174,20 @@ def test_a_dispatch_with_one_copy_per_node_saves_most_across_nodes() -> None:
     assert ratios[1] < 0.5 < ratios[0]
 
 
+@pytest.mark.parametrize(("model", "hides"), [("deepseek-v3", True), ("qwen3-30b-a3b", False)])
+def test_a_dispatch_overlaps_with_shared_experts_that_are_called_after_it(model: str, hides: bool) -> None:
+    """Of the two messages of a pass, at most one."""
+    job = named_job(model, "4x8:h100", 64, 4096, "bf16")
+    plan = parse_plan("dp32.z3.ep4.mb1")
+    in_order, beside = (
+        estimate_grid(
+            CostModel(job, RuntimeModel(dispatch_hidden=hidden)), grid_of_plan(plan, 64, job.model.blocks)
+        ).time.expert
+        for hidden in (0.0, None)
+    )
+    assert 0.5 * in_order < beside < in_order if hides else beside == in_order
+
+
 def test_waits_for_the_routing_add_the_launches_of_forward() -> None:
     job, plan = named_job("qwen3-30b-a3b", "2x8:h100", 32, 4096, "bf16"), parse_plan("dp16.ep16.z1.rc-full")
     ahead, waiting = (
@@ -278,6 +292,34 @@ def test_the_reduction_of_input_gradients_may_overlap_with_weight_gradients(
         for hidden in (False, True)
     )
     assert overlapped / in_order == pytest.approx(1 - 0.87 * hidden_calls / calls, abs=0.02)
+
+
+@pytest.mark.parametrize("plan", ["tp2.mb4", "tp2.sp.mb4"])
+@pytest.mark.parametrize(("rate", "exposed"), [(0.01, 0.48), (1e3, 1.38)])
+def test_sums_of_row_layers_overlap_with_products_that_are_long_enough(plan: str, rate: float, exposed: float) -> None:
+    """A sum of 4 chunks takes 1.38 times as long as one of 128 MiB. Of it, 1/4 and 13 % of 3/4 are exposed behind long
+    products, and all behind short ones. The gathers of sequence parallelism in forward are not in chunks."""
+    job = named_job("llama2-7b", "1x2:h100", 8, 4096, "bf16")
+    device = job.cluster.groups[0].device
+    slow = device.but(peak={name: rate * flops for name, flops in device.peak.items()})
+    job = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[0].but(device=slow),)))
+    chosen = parse_plan(plan)
+    block = [CostModel(job, RuntimeModel(row_chunks=chunks)).work(grid_of_plan(chosen, 8, 32)) for chunks in (1, 4)]
+    index = max(range(len(block[0].forward)), key=lambda at: block[0].forward[at].sum())
+    one, several = (float(each.tensor_forward[index].sum()) for each in block)
+    gather = one / 2 if chosen.sequence_parallel else 0.0
+    assert (several - gather) / (one - gather) == pytest.approx(exposed, abs=0.01)
+
+
+@pytest.mark.parametrize(("on", "cuts"), [("1x2:cpu", False), ("2x1:cpu@1Gb", True), ("2x2:cpu@1Gb", False)])
+def test_cpu_ranks_that_share_memory_have_one_chunk(on: str, cuts: bool) -> None:
+    job = named_job("llama-tiny", on, 32, 256, "fp32")
+    plan = parse_plan("tp2.mb32" if job.cluster.devices == 2 else "dp2.tp2.mb16")
+    one, several = (
+        estimate_grid(CostModel(job, RuntimeModel(row_chunks=chunks)), grid_of_plan(plan, 32, 4)).time.tensor
+        for chunks in (1, 4)
+    )
+    assert (several != one) == cuts
 
 
 def compute_of_gpt2(**sizes: int) -> float:

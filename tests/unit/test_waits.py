@@ -142,6 +142,15 @@ def happens_too(cluster: Cluster, more: Callable[[Any], None]) -> None:
     cluster._happen = happen  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize(("killing", "limit"), [(45.0, 45.0), (300.0, 60.0)])
+def test_a_rank_whose_driver_unpins_memory_has_a_minute_to_end(tmp_path: Path, killing: float, limit: float) -> None:
+    """The next ranks start after its end. A rank that does not end in this time holds nobody up for longer."""
+    cluster = made(tmp_path, 3, kinds=("dies",), options={"terms": ACCELERATOR_LIMITS})
+    cluster.killing = killing
+    fault = cluster.train().told[0]
+    assert fault.source == "memory" and limit < fault.healed - fault.at < limit + 20.0
+
+
 @pytest.mark.parametrize("leads", [False, True])
 def test_a_fork_server_that_starts_no_ranks_any_more_is_replaced(tmp_path: Path, leads: bool) -> None:
     """On a node, and on the machine that leads. There its rank does not end, and the next one does not get ready."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from virtual_machines import End, Files, LeaderWaits, Lender, Mirror, Rank, Ranks, address, copy
+from virtual_machines import LATENCY, End, Files, LeaderWaits, Lender, Mirror, Rank, Ranks, address, copy
 
 from meshwright.cli.leader_role import await_nodes
 from meshwright.cli.node_role import NodeRole
@@ -118,6 +118,8 @@ class Cluster:
     """Bytes that a node got in each start, the most of all nodes."""
     notes: list[str] = field(default_factory=list)
     hung_opens: int = 0
+    killing: float = LATENCY
+    """Seconds from the signal to the end of a killed rank."""
     files: dict[int, SimpleNamespace] = field(default_factory=dict)
     owners: dict[int, Files] = field(default_factory=dict)
     lenders: dict[str, Callable[[str, int], int | None]] = field(default_factory=dict)

@@ -271,7 +271,7 @@ class Ranks(LocalAgent):
             self.say(event="started", rank=rank, generation=more["generation"], pid=child.pid)
             self.cluster.started(child)
         elif do == "signal" and rank in self.children:
-            self.cluster.at(LATENCY, lambda: self.die(rank, -int(more["signal"])))
+            self.cluster.at(self.cluster.killing, lambda: self.die(rank, -int(more["signal"])))
         elif do == "tell" and rank in self.children:
             self.cluster.stops = "stop" in more["message"]
 

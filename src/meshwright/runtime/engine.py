@@ -42,6 +42,7 @@ from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.tensor_parallel.random import forbid_python_rng
 from meshwright.runtime.zero.diloco import OuterOptimizer
 from meshwright.runtime.zero.reducer import GradReducer
+from meshwright.spec.layout import LAYERS_BEFORE_BLOCKS
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
@@ -257,6 +258,7 @@ class StageExecutor:
         try:
             buffers = preserve_buffers(self._buffers_of_other_stages(stage))
             with buffers, forbid_python_rng(self.mesh.plan, self.checks.steps > 1), recorded():
+                self.reducer.finish_gathers(None if self.anatomy.blocks is None else LAYERS_BEFORE_BLOCKS)
                 output = self.model(**inputs)
         except StageExit as done:
             self._check_blocks_run()

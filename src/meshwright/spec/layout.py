@@ -30,6 +30,9 @@ from typing import Any, NamedTuple
 
 ALIGN_NUMEL = 32
 
+LAYERS_BEFORE_BLOCKS = ("embedding", "front")
+"""The layers whose parameters a forward uses before the first block."""
+
 MAX_INFLIGHT_REDUCE = 2
 """Maximum number of gradient reductions in flight at ZeRO 2 and 3. Each reduction covers one parameter group, while
 backward computes the gradients of the next group."""

@@ -211,7 +211,7 @@ class TrainLoop:
                 # Tracing is slow and would delay a recovery from in-memory checkpoints.
                 watched = watched and self.recovery.source != "memory"
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
-                    record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
+                    record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step), wait=False)
                 number = batch_index(step, self.loader.skipped_batches)
                 took = {"memory": self.memories.of(record, watch, self.recovery.copies), "batch": number}
                 took |= {"data_seconds": batches.wait_seconds, "seconds": time.perf_counter() - start}

@@ -164,8 +164,12 @@ class Trainer(TrainState):
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | LocalBatch) -> StepRecord:
+    def step(self, batch: Batch | LocalBatch, wait: bool = True) -> StepRecord:
         """Runs forward, backward, reduction, clipping and the update. All ranks call it.
+
+        `wait`: whether to wait for the updated weights. Without it, at ZeRO 1 and 2 the next forward overlaps with
+        their all-gather. A torch operation on a parameter still waits, but compiled code that receives the parameter
+        itself does not: `dist.broadcast(parameter)` would read or overwrite weights that have not arrived.
 
         `batch` is the global batch on every rank, a dict of tensors (rows, ...) or what a `DataLoader` yields
         (step/batch_forms.py), or a `LocalBatch` with this rank's rows. The last batch of an epoch may have any number
@@ -182,7 +186,10 @@ class Trainer(TrainState):
             batch = self._named(batch)
             self.passes.check_around(self)
             self.prover.before(self, batch)
-            return self._step(batch)
+            record = self._step(batch)
+            if wait:
+                self.engine.zero.finish_gathers()
+            return record
 
     def prove(self, batch: Batch | LocalBatch) -> ProofResult:
         """Compares the loss and every gradient of a few rows of `batch` under the plan with those of one device. All

@@ -45,9 +45,10 @@ import numpy as np
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.cost_context import BLOCK, EMBEDDING, HEAD, CostContext
 from meshwright.planner.cost.float8 import MAGNITUDE_BYTES, float8_weights, scale_exchanges
-from meshwright.planner.cost.links import collective_rates
+from meshwright.planner.cost.links import collective_rates, ranks_by_tier
 from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.cost.plan_grid import Array, TpEpShape
+from meshwright.spec.layout import MIN_ROW_CHUNK_BYTES
 from meshwright.spec.model import LayerSpec, ParameterSpec
 
 if TYPE_CHECKING:
@@ -329,7 +330,8 @@ def _tp_comm_seconds(
     that overlap with weight gradients, over axes (b, s) of GRID_AXES. `tensor` is the number of tensor ranks, and the
     distance between neighbouring tensor ranks. Sequence parallelism replaces an all-reduce by an all-gather and a
     reduce-scatter. Each row-parallel convolution sums its output once; blocks without them sum the hidden state
-    TP_ALL_REDUCES_PER_BLOCK times."""
+    TP_ALL_REDUCES_PER_BLOCK times. The runtime overlaps the sums of row layers with their products
+    (`_chunk_gain`)."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor
@@ -347,10 +349,55 @@ def _tp_comm_seconds(
         seen = sums * (1.0 - hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
         behind = np.where(sequence_parallel, ranks.gather(state) + gather, total) * setting.practice.dgrad_hidden
         one, other = (ranks.reduce(count * MAGNITUDE_BYTES, count) for count in scale_exchanges(setting, layer))
-        return seen * total + one, seen * (total + gather - behind) + other, seen * behind
+        forward, backward = seen * total + one, seen * (total + gather - behind) + other
+        if setting.practice.row_chunks > 1 and not convolutions and not shares_memory(setting, tp, stride):
+            saved = _chunk_gain(setting, layer, tensor, tokens, state)
+            gain = np.where(sequence_parallel, saved[1], saved[0])
+            forward, backward = forward - gain, backward - np.where(sequence_parallel, gain, 0.0)
+        return forward, backward, seen * behind
     if layer.name == EMBEDDING:
         return ranks.reduce(state) + none, gather + none, none
     if layer.name == HEAD:
         loss = constants.VOCAB_LOSS_ALL_REDUCES * ranks.reduce((tokens * constants.LOSS_ELEMENT_BYTES)[:, None])
         return loss + gather, ranks.reduce(state) + none, none
     return total, total, none
+
+
+def shares_memory(setting: CostContext, ranks: int, stride: int) -> bool:
+    """Returns whether `ranks` ranks at distance `stride` are CPU processes, some of which share memory. Their
+    communication occupies the processors that compute."""
+    return setting.on_host and ranks_by_tier(setting.fabric, ranks, stride)[0] > 1
+
+
+def product_seconds(setting: CostContext, numel: float, tokens: Array) -> Array:
+    """Returns the seconds of matrix products of `tokens` tokens with `numel` elements of weights inside of a block, at
+    the rate of large products."""
+    rate = sustained_flops(setting, setting.practice.products or setting.recipe.rate)
+    return tokens * (2.0 * numel) / rate
+
+
+def _chunk_gain(
+    setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, state: Array
+) -> tuple[Array, Array]:
+    """Returns the seconds that chunks hide of the sums of a block's row layers (tensor_parallel/row.py), over axes (b,
+    1) of GRID_AXES: of all-reduces, and of reduce-scatters with sequence parallelism. Then backward also overlaps
+    all-gathers with as large products. `state` is the bytes of the hidden state.
+
+    The sum of a chunk runs during the product of the next chunk. So with k chunks 1 / k of the sum is exposed, and what
+    the products do not cover of the rest. Chunks have at least MIN_ROW_CHUNK_BYTES. The value is negative if the
+    additional messages take longer than the products hide.
+    """
+    tp, stride = tensor
+    ranks = collective_rates(setting.fabric, tp, stride)
+    chunks = np.clip(
+        state // MIN_ROW_CHUNK_BYTES["gloo" if setting.on_host else "nccl"], 1, setting.practice.row_chunks
+    )
+    rows = [weight for weight in layer.parameters if weight.split == 1 and len(weight.shape) == 2]
+    gains = []
+    for reduce in (ranks.reduce, ranks.gather):
+        whole, several, gain = reduce(state), reduce(state, chunks), 0.0 * state
+        for weight in rows[: constants.TP_ALL_REDUCES_PER_BLOCK]:
+            product = product_seconds(setting, weight.numel / tp, tokens)[:, None]
+            gain = gain + whole - several / chunks - (1.0 - 1.0 / chunks) * overlapped(several, product)
+        gains.append(gain)
+    return gains[0], gains[1]

@@ -19,8 +19,9 @@ together: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 
 With expert parallelism, ep ranks divide the experts of a layer. In forward, one all-to-all sends each token to top_k
 experts (dispatch), and another all-to-all returns the results (combine). Backward has the same two all-to-alls for
-gradients. These collectives do not overlap with compute, because the next operation reads their results. Routing is
-assumed to be balanced. Each tensor rank sends 1 / tp of the tokens. Some runtimes send one copy of a token to each node
+gradients. The next operation reads their results, so they do not overlap with compute, with one exception: the dispatch
+overlaps with shared experts that the model calls after the routed experts (DeepSeek). Routing is assumed to be
+balanced. Each tensor rank sends 1 / tp of the tokens. Some runtimes send one copy of a token to each node
 instead of one to each expert (`RuntimeModel.node_copies`). If the top_k experts of a token are on random nodes of n,
 the token goes to (n - 1) (1 - (1 - 1 / n)^top_k) other nodes. Sources: Lepikhin et al., GShard, arXiv 2006.16668,
 section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961; DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
@@ -33,7 +34,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.planner.cost import constants
-from meshwright.planner.cost.compute import LayerTimes
+from meshwright.planner.cost.compute import LayerTimes, product_seconds, shares_memory
 from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.links import all_to_all_seconds, dispatch_seconds, p2p_seconds
 from meshwright.planner.cost.overlap import overlapped
@@ -113,7 +114,7 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
     if box.layout.ep == 1:
         return np.stack([none] * len(setting.entries))
     size, group = setting.recipe.size / box.tp, (setting.fabric, box.layout.ep, expert_stride(box))
-    exposed = 2.0 * (1.0 - setting.practice.dispatch_hidden * (1.0 - constants.OVERLAP_SLOWDOWN))
+    exposed = 2.0 * (1.0 - (setting.practice.dispatch_hidden or 0.0) * (1.0 - constants.OVERLAP_SLOWDOWN))
     found = []
     for entry in setting.entries:
         sent = tokens * (entry.layer.routed * size)
@@ -121,9 +122,21 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
             found.append(none)
         elif setting.practice.node_copies:
             found.append(exposed * dispatch_seconds(*group, sent, entry.layer.routed / setting.job.model.hidden))
+        elif shared := _overlapping_numel(setting, entry.layer, *group[1:]):
+            each = all_to_all_seconds(*group, sent)
+            found.append(each + overlapped(each, product_seconds(setting, shared / box.tp, tokens)))
         else:
             found.append(exposed * all_to_all_seconds(*group, sent))
     return np.stack(found)
+
+
+def _overlapping_numel(setting: CostContext, layer: LayerSpec, ranks: int, stride: int) -> int:
+    """Returns the elements of the shared experts that overlap with the dispatch, 0 without such experts. Models with a
+    gate of the shared experts (Qwen2-MoE) call them before the routed experts."""
+    if setting.practice.dispatch_hidden is not None or shares_memory(setting, ranks, stride):
+        return 0
+    named = [(weight.name, weight.numel) for weight in layer.parameters if "shared_expert" in weight.name]
+    return 0 if any("shared_expert_gate" in name for name, _ in named) else sum(numel for _, numel in named)
 
 
 def expert_stride(box: PlanGrid) -> int:

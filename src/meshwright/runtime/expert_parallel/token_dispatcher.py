@@ -22,7 +22,7 @@ this all-to-all were saved, recompute would stop before it on some ranks. Source
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup, linear_map
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import CapacityLimiter, check_expert_bias, make_capacity_limiter
+from meshwright.runtime.expert_parallel.shared_experts import (
+    RowExchange,
+    SharedExpertOverlap,
+    end_exchange,
+    find_shared_experts,
+    start_exchange,
+)
 from meshwright.runtime.loss import Batch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.tensor_parallel import collectives
@@ -132,11 +139,25 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
 
+def shared_expert_names(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups) -> dict[str, str]:
+    """Returns the name of the module of shared experts of each expert module, '' if there is none
+    (shared_experts.py). The layers must have their original forwards. The result is empty if ep is 1."""
+    found: dict[type, str] = {}
+    names: dict[str, str] = {}
+    for experts in anatomy.experts if ranks.ranks > 1 else ():
+        path, _, name = experts.path.rpartition(".")
+        mixture = model.get_submodule(path)
+        if path and not experts.by_rows and type(mixture) not in found:
+            found[type(mixture)] = find_shared_experts(mixture, name)
+        names[experts.path] = found.get(type(mixture), "")
+    return names
+
+
 def shard_experts(
-    model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext
+    model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext, shared: Mapping[str, str]
 ) -> list[ExpertDispatcher]:
     """Replaces the parameters of each expert module by the parameters of this rank's experts, and the forward by a
-    dispatcher. Returns the dispatchers.
+    dispatcher. Returns the dispatchers. `shared`: the result of `shared_expert_names`.
 
     If ep is above 1, the parameters must still be full. If ep is 1, tensor ranks must already have split them.
 
@@ -169,7 +190,11 @@ def shard_experts(
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
             # Tensor ranks compute different features or pairs, so each rank draws its own dropout.
             TensorParallelRng(mesh.tp, 1).attach([module], [module])
-        found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
+        dispatcher = ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity)
+        if (name := shared.get(experts.path)) and ranks.group is not None and ranks.group.process_group is not None:
+            mixture = model.get_submodule(experts.path.rpartition(".")[0])
+            dispatcher.overlap = SharedExpertOverlap(mixture, mixture.get_submodule(name))
+        found.append(dispatcher)
     return found
 
 
@@ -247,6 +272,7 @@ class ExpertDispatcher:
         self.shared = ranks.tensor if experts.splits else None
         self.sequence_parallel, self.capacity = sequence_parallel, capacity
         self.load, self.dropped, self.counting = torch.zeros(0), 0.0, False
+        self.overlap: SharedExpertOverlap | None = None
         module.forward = self  # type: ignore[method-assign]
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
@@ -386,7 +412,7 @@ class ExpertDispatcher:
         # The sort puts pairs without an expert (dropped, or index out of range) last, and the slice excludes them.
         order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
-        received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
+        received = self._dispatch(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
         # The indices are computed on the host and copied, since the device would report the size of the result.
         local = torch.arange(self.each).repeat(group.size).repeat_interleave(mine).to(index.device, non_blocking=True)
@@ -401,6 +427,16 @@ class ExpertDispatcher:
         back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
         pairs = back[place].view(*index.shape, hidden.shape[1])
         return (pairs * weights.unsqueeze(2)).sum(1).to(hidden.dtype)
+
+    def _dispatch(self, sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
+        """Sends the rows `sent` to the ranks of their experts. Computes the shared experts in the meantime. Returns the
+        rows that arrive."""
+        if self.overlap is None:
+            return _all_to_all_rows(sent, rows, group)
+        exchange = RowExchange(rows, group)
+        started = start_exchange(sent, exchange)
+        self.overlap.compute()
+        return end_exchange(started, exchange)
 
 
 def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:

@@ -13,8 +13,10 @@ parameters become views of a buffer without storage.
 
 [Note: overlapped all-gather] At ZeRO 1 and 2, an update ends when the all-gathers of the updated weights have started
 (`all_gather_async`). The next forward overlaps with them: it waits for the weights of a block before the block runs,
-and for other weights at their first use. Every other access to a parameter waits too, whoever makes it
-(shard/access_guard.py). Ranks that share memory wait in the update, since their processors move the data.
+for embedding and front before it begins, and for other weights before the last block. Every other access to a parameter
+waits too, whoever makes it (shard/access_guard.py). Only compiled code that receives the parameter object itself, such
+as `dist.broadcast(p)`, bypasses this guard. So `Trainer.step` waits before it returns to a loop of the user. Ranks that
+share memory wait in the update, since their processors move the data.
 
 `FlatLayout` describes a flat parameter group: the position of each tensor in the flat buffer, and the range of the
 buffer that is this rank's shard.

@@ -13,7 +13,7 @@ block in backward order are gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -250,10 +250,12 @@ class GradReducer:
         finally:
             self.unused = unused
 
-    def finish_gathers(self) -> None:
-        """Waits for the all-gathers of the last update that no forward has waited for."""
+    def finish_gathers(self, layers: Container[str] | None = None) -> None:
+        """Waits for the all-gathers of the last update that no forward has waited for, or only for those of `layers`
+        ([Note: flat layout] in spec/layout.py)."""
         for unit in self.trainable:
-            unit.weights.finish_gather()
+            if layers is None or any(name in layers for name in unit.layout.bucket.layers):
+                unit.weights.finish_gather()
 
     def quiesce(self, finish_gathers: bool = True) -> None:
         """Waits until no other rank reads this rank's flat buffers, so that the caller may write to them: to all

@@ -109,14 +109,19 @@ def _groups_of_blocks(
 
 
 def _pending_groups(plan: Plan, blocks: int, by_layer: Mapping[str, Sequence[FlatParamGroup]]) -> list[GatheredGroups]:
-    """Returns for each block the parameter groups whose overlapped all-gather its wrapper waits for. If blocks are
-    compiled, each also waits for all groups outside of the blocks, because compiled code must not wait."""
+    """Returns for each block the parameter groups whose overlapped all-gather its wrapper waits for. The last block
+    also waits for all groups outside of the blocks, and if blocks are compiled, each does: compiled code must not
+    wait."""
     names = [(f"block.{index}", f"block.{index}.experts") for index in range(blocks)]
     of_blocks = {name for pair in names for name in pair}
-    outside = [name for name in by_layer if plan.compile and name not in of_blocks]
+    outside = [name for name in by_layer if name not in of_blocks]
     return [
         GatheredGroups(
-            pending=[weakref.ref(unit.weights) for name in (*outside, *pair) for unit in by_layer.get(name, ())]
+            pending=[
+                weakref.ref(unit.weights)
+                for name in (*(outside if plan.compile or pair == names[-1] else ()), *pair)
+                for unit in by_layer.get(name, ())
+            ]
         )
         for pair in names
     ]
