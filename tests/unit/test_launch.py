@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from jobs import answering_once
 from kubeflow_trainer_api import models
 
-from meshwright.cli.launch import KubernetesOptions, NodeOptions, SlurmOptions, launch
+from meshwright.cli.launch import KubernetesOptions, LengthOptions, NodeOptions, SlurmOptions, launch
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, Interrupted
 from meshwright.planner.search import ranking
@@ -114,6 +115,40 @@ def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: st
     assert "# NCCL_ALGO: left to NCCL, which chooses" in left and "# NCCL_IB_DISABLE: left to NCCL: where" in left
 
 
+@pytest.mark.parametrize(
+    ("data", "length", "steps", "words"),
+    [
+        (None, LengthOptions(), None, ("warning: no data is named: trains 200 steps (default;", "13.1 M tokens")),
+        ("stdlib", LengthOptions(steps=300), 300, ("trains 300 steps, 19.7 M tokens, on stdlib, the sources of",)),
+        ("a.npy", LengthOptions(tokens="1T"), 15258790, ("trains 15,258,790 steps, 1.00 T tokens, on a.npy",)),
+    ],
+)
+def test_the_written_job_has_the_requested_length_and_says_what_it_trains(
+    data: str | None,
+    length: LengthOptions,
+    steps: int | None,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1 T tokens in steps of 32 x 2,048: 15,258,789.06, so 15,258,790 steps."""
+    job = replace(BIG, data=data, batch=32, seq=2048)
+    assert launch(shared=job, on="slurm", save=tmp_path, length=length) == 0
+    said = json.loads((tmp_path / "job.json").read_text())
+    assert said["workload"].get("steps") == steps and said.get("data", {}).get("source") in (None, data)
+    shown, script = capsys.readouterr().err, (tmp_path / "slurm.sbatch").read_text()
+    assert all(each in shown and each in script for each in words)
+    assert shown.count("warning") == (data is None)
+
+
+def test_a_tiny_model_trains_on_the_builtin_data_without_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(shared=JobOptions(model="llama-tiny", cluster="1x2:cpu"), save=tmp_path) == 0
+    shown = capsys.readouterr().err
+    assert "trains 200 steps (default; --steps or --tokens sets them)" in shown and "warning" not in shown
+
+
 def test_a_pod_is_given_settings_that_have_a_value_and_no_others(tmp_path: Path) -> None:
     written(
         tmp_path,
@@ -159,6 +194,7 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
             "--interface 'eth0 ens5' is not the name of one network interface",
         ),
         (BIG, {"on": "kubernetes"}, "--image"),
+        (BIG, {"length": LengthOptions(steps=3, tokens="1B")}, "--steps and --tokens both"),
         (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan must be at least 0"),
         (BIG, {"on": "slurm", "queue": SlurmOptions(hours=-3.0)}, "--hours -3 must be at least 0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import JobOptions, JobPath, Language, count_option, print_note, print_output
+from meshwright.cli.options import (
+    JobOptions,
+    JobPath,
+    Language,
+    count_option,
+    print_note,
+    print_output,
+    search_progress,
+)
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -21,7 +30,7 @@ from meshwright.core.messages import Message, translate
 if TYPE_CHECKING:
     from meshwright.elastic.launch.submission import JobSubmission
     from meshwright.planner.inputs.job import JobFile
-    from meshwright.spec.job import ModelSource
+    from meshwright.spec.job import LaunchSpec, ModelSource
 
 LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
@@ -114,6 +123,16 @@ class SlurmOptions:
     ] = ""
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LengthOptions:
+    """The length of the run, in steps or in tokens, and the language of the output."""
+
+    steps: Annotated[int | None, count_option("total number of optimizer steps")] = None
+    tokens: Annotated[str | None, Parameter(help="tokens of the whole run instead of --steps, such as 300B")] = None
+    lang: Language = None
+
+
 def launch(
     job: JobPath = None,
     /,
@@ -122,22 +141,22 @@ def launch(
     on: Annotated[
         Literal["torchrun", "slurm", "kubernetes"], Parameter(help="launcher that starts the processes")
     ] = "torchrun",
+    length: LengthOptions = LengthOptions(),
     nodes: NodeOptions = NodeOptions(),
     save: Annotated[Path | None, Parameter(help="output folder of the files; default: print the script")] = None,
     pods: KubernetesOptions = KubernetesOptions(),
     queue: SlurmOptions = SlurmOptions(),
-    lang: Language = None,
 ) -> int:
     """Write the files that start a job: one process on each node, which starts, restarts and rejoins its ranks.
 
-    Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --min-nodes 2 --save launch/
+    Try: meshwright launch --model llama-7b --cluster 4x8:h100 --data tokens.npy --tokens 100B --on slurm --save launch/
     """
     from meshwright.elastic.launch.quoting import check_single_line, shell_word
     from meshwright.elastic.launch.submission import JOB_FILE
 
-    remark = partial(print_note, language=(language := choose_language(lang, os.environ)))
+    remark = partial(print_note, language=(language := choose_language(length.lang, os.environ)))
     write = _file_writer(on, pods, queue)
-    file = shared.job_file(job)
+    file = with_length(shared.job_file(job), length)
     start = build_submission(file, nodes, language, remark)
     said = json.dumps(file.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
     where = check_single_line("--save", f"{save}/{JOB_FILE}" if save else JOB_FILE)
@@ -223,10 +242,66 @@ def build_submission(
         settings=network_settings(cluster, options.interface),
     )
     check_model_builds(file, source, remark)
-    choice = choose_plan(file, None, None, os.environ, None)
-    build_launch(file, source, folder, choice)
+    with search_progress(language):
+        choice = choose_plan(file, None, None, os.environ, None)
+    ready = build_launch(file, source, folder, choice)
+    lines = (*choice.why, work_summary(file, ready))
     return replace(
-        start, about=("Written by `meshwright launch`.", *(translate(line, language).strip() for line in choice.why))
+        start, about=("Written by `meshwright launch`.", *(translate(line, language).strip() for line in lines))
+    )
+
+
+def with_length(file: JobFile, length: LengthOptions) -> JobFile:
+    """Returns the job with the number of steps of `length`, or unchanged without options.
+
+    Raises: InputError if both options are set, or if `tokens` is not a number of tokens.
+    """
+    from meshwright.core.errors import InputError
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.search.run_cost import parse_token_count
+
+    steps = length.steps
+    if length.tokens is not None:
+        if steps is not None:
+            raise InputError(Message("--steps and --tokens both set the length of the run: leave one out"))
+        total = parse_token_count(length.tokens)
+        work = file.workload if isinstance(file.described, str) else resolve_job(file).workload
+        steps = math.ceil(total / work.tokens)
+    if steps is None:
+        return file
+    checked = file.workload.but(steps=steps)  # `model_copy` does not validate, but remembers which fields are defaults
+    fields = {"steps": checked.steps}
+    return file.model_copy(update={"workload": file.workload.model_copy(update=fields)})
+
+
+def work_summary(file: JobFile, ready: LaunchSpec) -> Message:
+    """Returns the line with the steps and the data of the job, and which of them are defaults. It is a warning if a
+    model that is not tiny would train on the built-in data."""
+    from meshwright.cli.launch_plan import TINY_LANGUAGE_MODELS
+
+    work, source = ready.workload, file.data.source
+    steps: Message | str = Message("{steps:count step}", steps=work.steps)
+    if "steps" not in file.workload.model_fields_set:
+        steps = Message("{steps} (default; --steps or --tokens sets them)", steps=steps)
+    total = work.steps * work.tokens
+    if source != "stdlib":
+        return Message(
+            "trains {steps}, {tokens:parameters} tokens, on {data}",
+            steps=steps,
+            tokens=total,
+            data=source if isinstance(source, str) else ", ".join(source),
+        )
+    if "source" in file.data.model_fields_set or ready.model.name in TINY_LANGUAGE_MODELS:
+        return Message(
+            "trains {steps}, {tokens:parameters} tokens, on stdlib, the sources of Python's standard library",
+            steps=steps,
+            tokens=total,
+        )
+    return Message(
+        "warning: no data is named: trains {steps}, {tokens:parameters} tokens, on the sources of Python's standard "
+        "library, which only tests the cluster; --data sets your own",
+        steps=steps,
+        tokens=total,
     )
 
 

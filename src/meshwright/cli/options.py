@@ -7,7 +7,10 @@ import json
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -220,6 +223,27 @@ def print_note(text: str, language: str | None = None) -> None:
     language of the locale."""
 
     sys.stderr.write(escape_terminal_controls(translate(text, choose_language(language, os.environ))) + "\n")
+
+
+@contextmanager
+def search_progress(language: str | None = None, first: float = 5.0, every: float = 20.0) -> Iterator[None]:
+    """Prints a line if the block, which searches for plans, takes longer than `first` seconds, and again every `every`
+    seconds."""
+    done, began = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        wait = first
+        while not done.wait(wait):
+            seconds, wait = time.monotonic() - began, every
+            print_note(Message("searching for the best plan: {seconds:seconds} so far", seconds=seconds), language)
+
+    reporter = threading.Thread(target=report, name="search-progress", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
 
 
 def print_json(data: Any) -> None:

@@ -5,6 +5,7 @@ Exit code 3 means that no plan fits.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from meshwright.cli.options import (
     print_json,
     print_note,
     print_output,
+    search_progress,
 )
 from meshwright.cli.plan_options import OutputOptions, RankingOptions, RunLengthOptions, SystemOptions
 from meshwright.core.files import write_atomically
@@ -83,7 +85,7 @@ def _answer_from_cache(
     stored = None if shown.fresh else load_answer(key)
     if stored is None:
         with recorded_output() as output:
-            found = _search(question, wanted, shown.top, length)
+            found = _search(question, wanted, shown.top, length, language)
             _print_result(*found, wanted, shown, length, language, json)
         stored = save_answer(key, output.getvalue(), found[1].plans[0].plan.to_json())
     else:
@@ -222,11 +224,16 @@ def _cost_data(question: Job, answer: SearchResult, length: RunLengthOptions) ->
 
 
 def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOptions) -> tuple[Job, str, float]:
-    """Returns the job with prices, the objective, and the longest step in seconds that ends the run in time."""
+    """Returns the job with prices and the steps of --tokens, the objective, and the longest step in seconds that ends
+    the run in time."""
     from meshwright.core.errors import InputError
     from meshwright.planner.search.run_cost import parse_token_count, seconds_until, with_prices
 
     question = question.but(cluster=with_prices(question.cluster, length.price))
+    steps = 0.0
+    if length.tokens is not None:  # compile times and other costs of a start are spread over these steps
+        steps = parse_token_count(length.tokens) / question.workload.tokens
+        question = question.but(workload=question.workload.but(steps=math.ceil(steps)))
     if length.by is None:
         return question, wanted.objective, float("inf")
     if length.tokens is None:
@@ -239,7 +246,6 @@ def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOpt
                 date=length.by,
             )
         )
-    steps = parse_token_count(length.tokens) / question.workload.tokens
     left = seconds_until(length.by, datetime.now(UTC))
     return question, "fewest" if wanted.objective == "fastest" else wanted.objective, left / max(steps, 1.0)
 
@@ -253,13 +259,16 @@ def _pinned_job(file: JobFile, wanted: RankingOptions) -> Job:
     return question.but(pins={**question.pins, **parse_pins(wanted.pin)}) if wanted.pin else question
 
 
-def _search(question: Job, wanted: RankingOptions, count: int, length: RunLengthOptions) -> tuple[Job, SearchResult]:
+def _search(
+    question: Job, wanted: RankingOptions, count: int, length: RunLengthOptions, language: str
+) -> tuple[Job, SearchResult]:
     """Returns the job and its `count` best plans."""
     from meshwright.planner.search.best_plans import SearchObjective
     from meshwright.planner.search.ranking import search_plans, with_used_devices
 
     question, objective, longest = _with_run_length(question, wanted, length)
-    answer = search_plans(question, count, SearchObjective(objective), wanted.runnable, longest)
+    with search_progress(language):
+        answer = search_plans(question, count, SearchObjective(objective), wanted.runnable, longest)
     return with_used_devices(question, answer), answer
 
 
@@ -273,14 +282,14 @@ def _search_after_trials(
 
     question = _pinned_job(file, wanted)
     if not wanted.trials:
-        return _search(question, wanted, count, length)
+        return _search(question, wanted, count, length, language)
     check_devices(question, 0)
     found = job_from_trials(file, question, wanted.trials, language)
     if found is None:
         return None
     question, best = found
     wanted = replace(wanted, runnable=wanted.runnable or best is not None)
-    question, answer = _search(question, wanted, count, length)
+    question, answer = _search(question, wanted, count, length, language)
     return question, answer if best is None else with_fastest_first(question, answer, best)
 
 
