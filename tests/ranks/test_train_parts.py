@@ -3,6 +3,7 @@ folders and modules."""
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from meshwright.train.memory import trace_memory
 from meshwright.train.metrics import RecordWriter, agree_on_step
 from meshwright.train.model import build_model, model_objective, vocabulary_size
 from meshwright.train.optimizer import learning_rate, optimizer_factory
-from meshwright.train.rank_main import ProcessGroups, read_external_launch
+from meshwright.train.rank_main import ProcessGroups, read_external_launch, read_own_launch, slurm_master
 from meshwright.train.run_lock import RunLock
 from meshwright.train.sample import generate_tokens, sample_text
 from meshwright.train.straggler import PhaseSeconds
@@ -81,6 +82,39 @@ def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alon
         read_external_launch({"WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     with pytest.raises(InputError, match=r"RANK \(4\) is not a rank of a world of 4"):
         read_external_launch({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
+
+
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "41007", "SLURM_STEP_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"), ("gpu7,gpu9", "gpu7"), ("gpu[02-04,7],cpu1", "gpu02"), ("r[1-2]n[03,5]-ib", "r1n03-ib"),
+        ("a-b-c[9]", "a-b-c9"), ("10.0.0.[5-6]", "10.0.0.5"),
+    ],
+)  # fmt: skip
+def test_a_task_of_srun_finds_the_first_host_and_a_port_of_its_step(
+    nodes: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = SRUN | {"SLURM_JOB_NODELIST": "other[1-9]", "SLURM_STEP_NODELIST": nodes}
+    assert slurm_master(given) == {"MASTER_ADDR": first, "MASTER_PORT": "21009"}
+    assert slurm_master(given | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert read_own_launch() == (3, 16, "SLURM_PROCID and SLURM_NTASKS") and os.environ["MASTER_ADDR"] == first
+
+
+def test_a_batch_script_and_other_launchers_get_no_address_from_slurm() -> None:
+    """A batch script has SLURM_PROCID=0 too; with an address it would wait for tasks that nobody starts."""
+    given = SRUN | {"SLURM_JOB_NODELIST": "n[1-2]"}
+    assert slurm_master(given)["MASTER_ADDR"] == "n1"
+    assert slurm_master({name: value for name, value in given.items() if name != "SLURM_STEP_ID"}) == {}
+    assert slurm_master(given | {"RANK": "0"}) == slurm_master(given | {"SLURM_HET_SIZE": "2"}) == {}
+    assert slurm_master(given | {"SLURM_NTASKS": "1"}) == {}
 
 
 # --- measures

@@ -54,11 +54,11 @@ def probe(
     from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
     from meshwright.planner.inputs.cluster_parser import read_cluster, save_local_cluster
     from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
-    from meshwright.train.rank_main import read_external_launch
+    from meshwright.train.rank_main import read_own_launch
 
     language = choose_language(lang, os.environ)
     check_output_path("--save", save)
-    me = read_external_launch(os.environ)
+    me = read_own_launch()
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(

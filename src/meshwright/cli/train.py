@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, count_option, print_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, count_option, print_json, search_progress
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, join_messages, translate
 
@@ -120,11 +120,11 @@ def train(
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import read_node_role
     from meshwright.train.console import RunConsole
-    from meshwright.train.rank_main import read_external_launch
+    from meshwright.train.rank_main import read_own_launch
 
     question = _job_arguments(job, shared)
     shared = _with_run_options(shared, wanted)
-    me = read_external_launch(os.environ)
+    me = read_own_launch()
     node = None if me is None else read_node_role(me, lambda: read_job_file(job, shared), os.environ)
     screen = RunConsole(words=functools.partial(translate, language=wanted.language))
     try:
@@ -323,7 +323,8 @@ def _prepared_run(
     file = read_job_file(job, shared, wanted.pin)
     source = build_model_source(file)
     folder = run_folder_of(file, source)
-    choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
+    with search_progress(wanted.language):
+        choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
     launch = build_launch(file, source, folder, choice)
     check_before_ranks(launch, choice.question, wanted.allow_cpu, launch.plan.world if world is None else 0)
     try:

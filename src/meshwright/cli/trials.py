@@ -4,7 +4,6 @@ measurements calibrate the cluster."""
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -39,11 +38,11 @@ def run_trials(
     several nodes, or if the plan of `launch` does not use all devices of the cluster.
     """
     from meshwright.core.errors import InputError
-    from meshwright.train.rank_main import join_process_groups, read_external_launch
+    from meshwright.train.rank_main import join_process_groups, read_own_launch
 
     if most < 1:
         raise InputError(Message("--trials {most} must be at least 1", most=most))
-    me = read_external_launch(os.environ)
+    me = read_own_launch()
     if me is not None:
         with stop_together(me.rank, INTERRUPTED_TEXT):
             connection = known or join_process_groups(me.rank, me.world)

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import importlib
 import os
+import re
 import selectors
 import signal
 import sys
@@ -268,6 +269,30 @@ class ExternalLaunch(NamedTuple):
     rank: int
     world: int
     by: str
+
+
+def slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns MASTER_ADDR and MASTER_PORT for a task that `srun` started, as far as they are not set: the first host of
+    the step, and a port that every task derives from the ids of the job and the step.
+
+    Returns nothing for a process of another launcher, for a batch script (it has SLURM_PROCID too, but no step, and is
+    one process), and for a heterogeneous job, whose components have node lists of their own.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    job, step = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")
+    several = "RANK" not in environment and int(environment.get("SLURM_NTASKS", 1)) > 1
+    if not (several and nodes and job.isdecimal() and step.isdecimal()) or "SLURM_HET_SIZE" in environment:
+        return {}
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
+    host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0] if first else nodes)  # n[02-04,7] is n02, n03, n04 and n7
+    found = {"MASTER_ADDR": host, "MASTER_PORT": str(20000 + (int(job) + int(step)) % 20000)}
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def read_own_launch() -> ExternalLaunch | None:
+    """Returns `read_external_launch` of this process. Under `srun` it also sets MASTER_ADDR and MASTER_PORT."""
+    os.environ.update(slurm_master(os.environ))
+    return read_external_launch(os.environ)
 
 
 def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
