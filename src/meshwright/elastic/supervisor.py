@@ -394,8 +394,8 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
     run._stop.deadline = run._agent.outside.clock() + run.grace_period
     run.note(
         Message(
-            "{reason}: the run ends after this step and saves everything (at most {seconds:.0f} s); send the signal "
-            "again to stop at once",
+            "{reason}: the run ends after this step and saves everything, if that takes at most {seconds:.0f} s "
+            "(run.grace_period); send the signal again to stop at once",
             reason=reason,
             seconds=run.grace_period,
         )
