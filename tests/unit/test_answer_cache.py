@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli import answer_cache
 from meshwright.cli.main import main
+from meshwright.cli.options import search_progress
 from meshwright.planner.search import ranking
 
 ASK = ["plan", "--model", "llama-tiny", "--cluster", "1x4:a100-40gb", "--lang", "en"]
@@ -33,6 +35,18 @@ def asked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
     assert main([*ASK, *options]) == 0
     shown = capsys.readouterr()
     return shown.out, shown.err
+
+
+def test_a_long_search_reports_that_it_is_in_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with search_progress("en", 0.05, 0.05):
+        time.sleep(0.4)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert not said.out and len(lines) > 1
+    assert all(line.startswith("searching for the best plan: ") and line.endswith(" so far") for line in lines)
+    with search_progress("zh"):
+        pass
+    assert not capsys.readouterr().err
 
 
 def test_the_same_question_is_answered_once_and_says_so(
