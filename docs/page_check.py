@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.main import main as command
-from meshwright.core.units import show_bytes
+from meshwright.core.units import show_bytes, show_step
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.ranking import search_plans
 from meshwright.report.page.plan_page import FRAME_FILE, STYLE_FILE, page_body, page_scripts, read_asset
-from meshwright.report.plans import format_step
 from meshwright.spec.record import EVENTS_FILE_NAME, RunEvent, StepRecord
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -206,7 +205,7 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
     for name in shown.keys() & said.keys():
         priced, row = said[name], shown[name]
         numbers = [
-            format_step(priced["time"]["step"]),
+            show_step(priced["time"]["step"]),
             f"{priced['tokens_per_second']:,.0f}",
             f"{priced['mfu']:.1%}",
             show_bytes(priced["memory"]["reserved"]),
@@ -325,7 +324,7 @@ def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
 def pictured() -> dict[str, Any]:
     """What the pictures show: a digest of the files of the page, and the plans with their steps."""
     files = "".join(read_asset(name) for name in (STYLE_FILE, FRAME_FILE, page_body("plans"), *page_scripts("plans")))
-    plans = [f"{entry['name']} {format_step(entry['estimate']['time']['step'])}" for entry in answer(ASKED)["plans"]]
+    plans = [f"{entry['name']} {show_step(entry['estimate']['time']['step'])}" for entry in answer(ASKED)["plans"]]
     return {"page": hashlib.sha256(files.encode()).hexdigest()[:16], "plans": plans}
 
 

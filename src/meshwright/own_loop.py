@@ -162,10 +162,10 @@ def _choose(model: nn.Module, options: ParallelizeOptions, precision: str | Reci
     # A loss function needs the output of whole sequences.
     pins: dict[str, Any] = {} if options.get("loss") is None else {"cp": 1}
     answer = search_plans(Job(model=spec, cluster=cluster, workload=work, pins=pins), 1, runnable=True).chosen
-    expected = {"seconds": answer.estimate.time.step, "size": answer.estimate.memory.total}
+    expected = {"seconds": answer.estimate.time.step, "size": answer.estimate.memory.reserved}
     _say(
         Message(
-            "plan {plan}: {seconds:seconds} a step and {size:bytes} on the peak rank expected",
+            "plan {plan}: {seconds:step} a step and {size:bytes} on the peak rank expected",
             plan=answer.plan.name,
             **expected,
         )

@@ -154,13 +154,16 @@ def test_every_help_text_has_a_chinese_entry_and_no_entry_is_unused(capsys: pyte
 
 def test_numbers_carry_their_unit_and_nouns_their_plural() -> None:
     near = Message(
-        "{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:seconds} a step)",
+        "{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:step} a step)",
         plan="dp1",
         seconds=0.25,
         nodes=1,
         devices=8,
     )
     assert near == "1 node (8 devices) would fit (dp1, 250.0 ms a step)"
+    unlike_tables = [msgid for _, msgid in source_msgids() if ":seconds} a step" in msgid]
+    assert not unlike_tables, "a table says 60.2 s, and :seconds says 1 min 0 s"
+    assert Message("{gap:step} a step", gap=60.24) == "60.2 s a step"
     assert translate(near, "zh") == "1 个节点（8 个设备）就放得下（dp1，每步 250.0 ms）"
 
 

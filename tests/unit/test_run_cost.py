@@ -114,3 +114,7 @@ def test_the_command_prints_and_writes_the_cost(capsys: pytest.CaptureFixture[st
     assert main([*PLAN_7B, "--tokens", "1T", "--json"]) == 0
     cost = json.loads(capsys.readouterr().out)["run"]
     assert cost["money"] == pytest.approx(4.916 * cost["device_hours"])
+    assert main([*PLAN_7B, "--tokens", "1T"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert " USD at 4.916 USD per h100-hour: a price of 2024-12 (AWS EC2 Capacity Blocks" in out
+    assert "of a run of 200 steps" not in out, "compile time is spread over the run of --tokens"

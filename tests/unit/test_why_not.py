@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from jobs import answering_once, cluster, named_job, small_job
 from test_search import small_jobs
 
+from meshwright.cli.launch_plan import choose_plan
 from meshwright.cli.main import main
+from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, MeshwrightError, NothingFits
 from meshwright.core.messages import translate
+from meshwright.core.units import show_bytes
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.plan_grid import PlanGrid
 from meshwright.planner.cost.step import estimate
@@ -37,7 +40,7 @@ from meshwright.planner.search.infeasible import NoPlanFits
 from meshwright.planner.search.ranking import search_plans
 from meshwright.report.text import TEXT_COLUMNS, display_width
 from meshwright.report.why import plan_comparison_text
-from meshwright.spec.estimate import FitStatus
+from meshwright.spec.estimate import FitStatus, fit_message
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 
@@ -61,6 +64,22 @@ def check_terms(job: Job) -> None:
 @given(small_jobs())
 def test_the_terms_of_every_family_sum_to_its_whole_gap(job: Job) -> None:
     check_terms(job)
+
+
+def test_a_plan_expected_above_the_memory_is_not_called_tight() -> None:
+    """Its lower bound is below the limit. `train` and `launch` say the bytes of the table of `plan`."""
+    job, plan = named_job("llama3-70b", "4x8:h100", 512, 4096), parse_plan("tp8.pp4.z1")
+    doubtful = estimate(job, plan)
+    assert doubtful.verdict == FitStatus.tight and not doubtful.fits
+    assert fit_message(doubtful).startswith("probably does not fit, expected ")
+    best = parse_plan("dp32.z3.mb4.rc-full")
+    chosen = RankedPlan(plan=best, estimate=estimate(job, best))
+    assert why_not(job, chosen, plan.name, plan).outcome == ComparisonOutcome.unfit
+    reserved, total = chosen.estimate.memory.reserved, chosen.estimate.memory.total
+    asked = JobOptions(model="llama3-70b", cluster="4x8:h100", batch=512, seq=4096, plan=best.name)
+    said = choose_plan(asked.job_file(None), None, None, {}, None).why
+    assert show_bytes(reserved) != show_bytes(total)
+    assert f"{show_bytes(reserved)} on the peak rank expected" in said[1]
 
 
 def check_outcome(job: Job, at: int) -> None:

@@ -125,13 +125,12 @@ def choose_plan(
     if plan is not None:
         check_supported(plan, question.workload.recipe)
         estimate = price(question, plan)
-        expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
+        expected = {"seconds": estimate.time.step, "size": estimate.memory.reserved}
         why = [
             Message(
-                "plan {plan}, as requested: {seconds:seconds} a step and {size:bytes} on the peak rank expected"
+                "plan {plan}, as requested: {seconds:step} a step and {size:bytes} on the peak rank expected"
                 if given
-                else "plan {plan}, as the run began: {seconds:seconds} a step and {size:bytes} on the peak "
-                "rank expected",
+                else "plan {plan}, as the run began: {seconds:step} a step and {size:bytes} on the peak rank expected",
                 plan=plan.name,
                 **expected,
             ),
@@ -190,7 +189,7 @@ def _warn_slow_group(question: Job, step: float) -> list[Message]:
     groups = ", ".join(str(at) for at in range(len(question.cluster.groups)) if at not in plan.placement)
     return [
         Message(
-            "  without group {groups} of the cluster {plan} would take {seconds:seconds} a step: start ranks only on "
+            "  without group {groups} of the cluster {plan} would take {seconds:step} a step: start ranks only on "
             "the other nodes",
             groups=groups,
             plan=plan.name,

@@ -6,9 +6,9 @@ plain string. `translate` looks the template up in the gettext catalogue `zh_CN.
 fields of the message. A field may itself be a message, which is then also translated.
 
 Fields are written `{name}` or `{name:format}`. The format is one of Python's formats, or a kind that shows a number
-with a unit. Kinds are bytes, seconds, percent, times, count, `count NAME` (adds a plural s), parameters and rate. A
-tuple with at least one string, or a list with at least one message, is shown as its elements with a separator between
-them. Other lists and tuples are shown as in Python.
+with a unit. Kinds are bytes, seconds, step (the seconds of a step), percent, times, count, `count NAME` (adds a plural
+s), parameters and rate. A tuple with at least one string, or a list with at least one message, is shown as its elements
+with a separator between them. Other lists and tuples are shown as in Python.
 
 `pack_messages` turns the messages of JSON data into objects, so that another process can translate them. Text of torch,
 of the operating system and of other libraries has no template and stays in English.
@@ -29,14 +29,22 @@ from functools import cache
 from typing import Any
 
 from meshwright.core.i18n.terms import TERMS
-from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
+from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds, show_step
 
 LANGUAGES = ("en", "zh")
 PACKED_KEYS = {"text", "msgid", "context", "fields"}
 """The keys of a packed message."""
-_QUANTITY_KINDS = {"bytes": show_bytes, "seconds": show_seconds, "parameters": show_count, "rate": show_rate}
-_KIND_FIELD = re.compile(r":(bytes|seconds|parameters|rate|percent|times|count)\b")
-_PLAIN_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|parameters|rate|percent|times|count))?\})*")
+_QUANTITY_KINDS = {
+    "bytes": show_bytes,
+    "seconds": show_seconds,
+    "step": show_step,
+    "parameters": show_count,
+    "rate": show_rate,
+}
+_KIND_FIELD = re.compile(r":(bytes|seconds|step|parameters|rate|percent|times|count)\b")
+_PLAIN_TEMPLATE = re.compile(
+    r"(?:[^{}]|\{\{|\}\}|\{\w+(?::(?:bytes|seconds|step|parameters|rate|percent|times|count))?\})*"
+)
 """Matches templates whose fields are only names and kinds (without `count NAME`). If the catalogue does not translate
 such a template, `translate` still translates its fields. With any other template the whole message then stays in
 English."""

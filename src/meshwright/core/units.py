@@ -38,6 +38,15 @@ def show_count(value: float) -> str:
     return _show_scaled(value, 1000.0, ("", "k", "M", "B", "T")).strip()
 
 
+def show_step(seconds: float) -> str:
+    """Returns the time of a step as text. A time of at least 60 s and less than 1000 s is in seconds with one decimal.
+
+    >>> show_step(75.26), show_step(0.5), show_step(4200.0)
+    ('75.3 s', '500.0 ms', '1 h 10 min')
+    """
+    return f"{seconds:.1f} s" if 60.0 <= seconds < 1000.0 else show_seconds(seconds)
+
+
 def show_seconds(value: float) -> str:
     """Returns a duration in seconds as text with a suitable unit.
 

@@ -102,7 +102,7 @@ def comparison_lines(found: SystemComparison) -> list[Message]:
     rows += [(Message("best in {system}", system=found.system.title), found.best), (Message("best here"), found.here)]
     lines = [
         Message(
-            "{name}: {plan}, {seconds:seconds} a step, {memory:bytes} on the peak rank, {fits}",
+            "{name}: {plan}, {seconds:step} a step, {memory:bytes} on the peak rank, {fits}",
             name=name,
             plan=row.plan.name,
             seconds=row.estimate.time.step,

@@ -229,7 +229,7 @@ def _cost(job: Job, plan: Plan, exported: Plan) -> Message:
     """Returns the cost of the exported plan relative to `plan`."""
     before, after = (estimate(job, with_chosen_bucket(job, each)) for each in (plan, exported))
     return Message(
-        "{exported} instead of {plan}: {after:seconds} a step instead of {before:seconds} ({change:+.1%}), "
+        "{exported} instead of {plan}: {after:step} a step instead of {before:step} ({change:+.1%}), "
         "{memory:bytes} on the peak rank instead of {less:bytes}{fits}",
         exported=exported.name,
         plan=plan.name,
@@ -252,7 +252,7 @@ def export_lines(found: ExportedPlan, job: Job, plan: Plan) -> list[Message]:
     price = estimate(job, with_chosen_bucket(job, found.plan))
     lines = [
         Message(
-            "{system} {version}, plan {plan} of {model}: {seconds:seconds} a step and {memory:bytes} on the peak rank "
+            "{system} {version}, plan {plan} of {model}: {seconds:step} a step and {memory:bytes} on the peak rank "
             "expected{fits}",
             system=found.system.title,
             version=found.system.version,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.messages import Message, term, translate
-from meshwright.core.units import show_bytes, show_count, show_seconds
+from meshwright.core.units import show_bytes, show_count, show_seconds, show_step
 from meshwright.report.text import align_columns, display_width, terminal_width, wrap_text
 from meshwright.spec.constraints import is_supported, unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown, fit_message
@@ -144,7 +144,7 @@ def plan_table(job: Job, entries: Sequence[tuple[Plan, Estimate]], language: str
         rows.append(
             [
                 plan.name + ("" if is_supported(plan, job.workload.recipe) else " *"),
-                format_step(time.step),
+                show_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
                 show_bytes(estimate.memory.reserved),
@@ -188,16 +188,6 @@ def split_plan_name(name: str, room: int) -> list[str]:
         else:
             lines.append(piece)
     return [clip_text(line, room) for line in lines]
-
-
-def format_step(seconds: float) -> str:
-    """Formats the time of a step for a table. A time of at least 60 s and less than 1000 s is in seconds with one
-    decimal.
-
-    >>> format_step(75.26), format_step(0.5), format_step(4200.0)
-    ('75.3 s', '500.0 ms', '1 h 10 min')
-    """
-    return f"{seconds:.1f} s" if 60.0 <= seconds < 1000.0 else show_seconds(seconds)
 
 
 def table_heading(word: str, language: str) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.messages import Message, mark_msgid, term, translate
-from meshwright.core.units import show_bytes, show_seconds
-from meshwright.report.plans import format_step, plan_data, table_heading, wrap_plan_names
+from meshwright.core.units import show_bytes, show_seconds, show_step
+from meshwright.report.plans import plan_data, table_heading, wrap_plan_names
 from meshwright.report.text import align_columns, round_to_sum, wrap_text
-from meshwright.spec.estimate import MEMORY_KINDS, Estimate, fit_message, largest_memory_kind
+from meshwright.spec.estimate import MEMORY_KINDS, Estimate, FitStatus, fit_message, largest_memory_kind
 
 if TYPE_CHECKING:
     from meshwright.planner.search.best_plans import RankedPlan, SearchResult
@@ -26,22 +26,22 @@ STEP_DIGITS = 4
 
 OUTCOME_TEXTS = {
     "chosen": mark_msgid("{plan} is the chosen plan"),
-    "slower": (mark_msgid("{plan} is slower than {chosen} by {gap:seconds} a step ({share:percent}); {verdict}")),
+    "slower": (mark_msgid("{plan} is slower than {chosen} by {gap:step} a step ({share:percent}); {verdict}")),
     "unmeasured": (
         mark_msgid(
-            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but {reasons}: the gain is too "
+            "{plan} is faster than {chosen} by {gap:step} a step ({share:percent}), but {reasons}: the gain is too "
             "small to rely on"
         )
     ),
     "tight": (
         mark_msgid(
-            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}), but it is {verdict}: too "
+            "{plan} is faster than {chosen} by {gap:step} a step ({share:percent}), but it is {verdict}: too "
             "little for a run that must not fail"
         )
     ),
     "faster": (
         mark_msgid(
-            "{plan} is faster than {chosen} by {gap:seconds} a step ({share:percent}); {verdict}; the search does not "
+            "{plan} is faster than {chosen} by {gap:step} a step ({share:percent}); {verdict}; the search does not "
             "try it, or ranks by another objective"
         )
     ),
@@ -66,7 +66,7 @@ def plan_pair_text(first: RankedPlan, second: RankedPlan, language: str = "en") 
     kind."""
     gap = _step_gap(first.estimate, second.estimate)
     lines = [
-        Message("{plan}: {step:seconds} a step; {verdict}", plan=each.name, step=each.estimate.time.step, verdict=fit)
+        Message("{plan}: {step:step} a step; {verdict}", plan=each.name, step=each.estimate.time.step, verdict=fit)
         for each, fit in ((each, fit_message(each.estimate)) for each in (first, second))
     ]
     if gap:
@@ -74,7 +74,7 @@ def plan_pair_text(first: RankedPlan, second: RankedPlan, language: str = "en") 
         share = slow.estimate.time.step / fast.estimate.time.step - 1.0
         lines.append(
             Message(
-                "{slow} is slower by {gap:seconds} a step ({share:percent})", slow=slow.name, gap=abs(gap), share=share
+                "{slow} is slower by {gap:step} a step ({share:percent})", slow=slow.name, gap=abs(gap), share=share
             )
         )
     tables = _difference_tables((first.estimate, second.estimate), (first.name, second.name), language)
@@ -206,8 +206,8 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
             [
                 translate(family_name(found.name), language),
                 found.plan.name,
-                table_heading(str(priced.verdict), language),
-                format_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
+                table_heading(str(priced.verdict if priced.fits else FitStatus.no), language),
+                show_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
                 f"{priced.time.step / step - 1.0:+.0%}" if fits else "-",
                 f"{translate(term('time', most.name), language)} +{show_seconds(most.seconds)}"
                 if fits and most and most.seconds > 0

@@ -137,7 +137,7 @@ def fit_message(estimate: Estimate) -> Message:
     if estimate.verdict == FitStatus.no:
         return Message("does not fit, {spare:bytes} ({share:percent}) too much", **values)
     if not estimate.fits:
-        return Message("tight, expected {spare:bytes} ({share:percent}) too much", **values)
+        return Message("probably does not fit, expected {spare:bytes} ({share:percent}) too much", **values)
     if estimate.verdict == FitStatus.tight:
         return Message("tight, {spare:bytes} ({share:percent}) headroom", **values)
     return Message("fits, {spare:bytes} ({share:percent}) headroom", **values)

@@ -255,10 +255,10 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
         "share": lean.seconds / chosen.time.step - 1.0,
     }
     return Message(
-        "4. Speed or memory? Both: {plan} takes {step:seconds} a step and {reserved:bytes}, and "
+        "4. Speed or memory? Both: {plan} takes {step:step} a step and {reserved:bytes}, and "
         "no other plan takes less memory."
         if lean.plan == answer.chosen.plan
-        else "4. Speed or memory? The first plan, {plan}, takes {step:seconds} a step and "
+        else "4. Speed or memory? The first plan, {plan}, takes {step:step} a step and "
         "{reserved:bytes}. The lowest-memory plan, {lean}, takes {least:bytes} and "
         "{share:percent} more time.",
         **values,

@@ -90,7 +90,7 @@ def family_name(words: str) -> Message:
 def _chosen_message(answer: SearchResult) -> Message:
     chosen = answer.chosen
     return Message(
-        "{plan}: {step:seconds} a step, {rate:count} tokens/s, the best of {considered:count plan}",
+        "{plan}: {step:step} a step, {rate:count} tokens/s, the best of {considered:count plan}",
         plan=chosen.name,
         step=chosen.estimate.time.step,
         rate=chosen.estimate.tokens_per_second,
@@ -332,7 +332,7 @@ def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, pri
         ComparisonOutcome.chosen
         if plan == chosen.plan
         else ComparisonOutcome.unfit
-        if priced.verdict == FitStatus.no
+        if not priced.fits
         else ComparisonOutcome.slower
         if round_score(priced.time.step) >= round_score(chosen.estimate.time.step)
         else ComparisonOutcome.faster

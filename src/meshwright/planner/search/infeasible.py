@@ -111,7 +111,7 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
                 break
     if candidate.reserved <= physical_limit(build_cost_context(job)):
         yield Message(
-            mark_msgid("a budget of {memory:bytes} would fit ({plan}, {seconds:seconds} a step)"),
+            mark_msgid("a budget of {memory:bytes} would fit ({plan}, {seconds:step} a step)"),
             memory=ceil(candidate.reserved / MIB) * MIB,
             plan=candidate.plan.name,
             seconds=candidate.seconds,
@@ -202,12 +202,12 @@ def without_pins(job: Job) -> Iterator[JobChange]:
     for name, value in job.pins.items():
         pins = {other: other_value for other, other_value in job.pins.items() if other != name}
         yield (
-            mark_msgid("without the pin {pin} would fit ({plan}, {seconds:seconds} a step)"),
+            mark_msgid("without the pin {pin} would fit ({plan}, {seconds:step} a step)"),
             {"pin": f"{name}={value}"},
             job.but(pins=pins),
         )
     if len(job.pins) > 1:
-        yield mark_msgid("without any pin would fit ({plan}, {seconds:seconds} a step)"), {}, job.but(pins={})
+        yield mark_msgid("without any pin would fit ({plan}, {seconds:step} a step)"), {}, job.but(pins={})
 
 
 def with_bfloat16_sums(job: Job) -> Iterator[JobChange]:
@@ -215,7 +215,7 @@ def with_bfloat16_sums(job: Job) -> Iterator[JobChange]:
     work = job.workload
     if work.reduce is None and work.recipe.compute == "bfloat16" and work.recipe.gradient_size > 2:
         yield (
-            mark_msgid("reduce: bf16 would fit ({plan}, {seconds:seconds} a step)"),
+            mark_msgid("reduce: bf16 would fit ({plan}, {seconds:step} a step)"),
             {},
             job.but(workload=work.but(reduce="bf16")),
         )
@@ -226,7 +226,7 @@ def with_chunked_loss(job: Job) -> Iterator[JobChange]:
     losses, because they gain almost nothing if a plan without chunks fits (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield (
-            mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:seconds} a step)"),
+            mark_msgid("the loss in {chunks} chunks would fit ({plan}, {seconds:step} a step)"),
             {"chunks": LOSS_CHUNKS_TRIED},
             job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED}),
         )
@@ -242,7 +242,7 @@ def with_disks(job: Job) -> Iterator[JobChange]:
         yield (
             (
                 mark_msgid(
-                    "a local disk in each node (storage_bandwidth, {rate:rate}) would fit ({plan}, {seconds:seconds} "
+                    "a local disk in each node (storage_bandwidth, {rate:rate}) would fit ({plan}, {seconds:step} "
                     "a step)"
                 )
             ),
@@ -263,7 +263,7 @@ def with_more_nodes(job: Job) -> Iterator[JobChange]:
         groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
         cluster = job.cluster.but(groups=groups)
         yield (
-            (mark_msgid("{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:seconds} a step)")),
+            (mark_msgid("{nodes:count node} ({devices:count device}) would fit ({plan}, {seconds:step} a step)")),
             {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},
             job.but(cluster=cluster, pins=pins),
         )
@@ -283,7 +283,7 @@ def with_shorter_sequence(job: Job) -> Iterator[JobChange]:
         sequence = job.workload.sequence // part
         if sequence:
             yield (
-                mark_msgid("sequence {sequence} would fit ({plan}, {seconds:seconds} a step)"),
+                mark_msgid("sequence {sequence} would fit ({plan}, {seconds:step} a step)"),
                 {"sequence": sequence},
                 job.but(workload=job.workload.but(sequence=sequence)),
             )

@@ -168,18 +168,17 @@ def run_cost_messages(job: Job, cost: RunCost, given: bool) -> Sequence[Message]
     if cost.money is not None:
         rate = cost.money / cost.device_hours
         listed = not given and rows and abs(rate - rows[0]["per_device_hour"]) < 1e-9
-        origin = (
-            Message("{source}, {date}", source=rows[0]["source"], date=rows[0]["date"])
-            if listed
-            else Message("your price")
-        )
+        values = {"money": f"{cost.money:,.0f}", "rate": f"{rate:.3f}"}
         found.append(
             Message(
-                "money: {money} at {rate} per device-hour ({origin})",
-                money=f"{cost.money:,.0f}",
-                rate=f"{rate:.3f}",
-                origin=origin,
+                "money: {money} {currency} at {rate} {currency} per {device}-hour: a price of {date} ({source}); "
+                "--price sets yours",
+                **values,
+                **{name: rows[0][name] for name in ("currency", "date", "source")},
+                device=rows[0]["name"],
             )
+            if listed
+            else Message("money: {money} at {rate} per device-hour (your price)", **values)
         )
     if cost.energy is not None and cost.carbon is not None:
         found.append(

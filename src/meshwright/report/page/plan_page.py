@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.messages import LANGUAGES, term, translate
+from meshwright.core.units import show_step
 from meshwright.core.version import __version__
 from meshwright.planner.cost.compute import sustained_flops
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
@@ -44,7 +45,7 @@ from meshwright.planner.cost.symbolic import OPERATIONS, Program
 from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family
 from meshwright.planner.search.explain import family_name
 from meshwright.report.page.page_grid import GridPoint, PageGrid, PricedPlan, cluster_memory_limit
-from meshwright.report.plans import format_step, shown_stages
+from meshwright.report.plans import shown_stages
 from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
@@ -395,7 +396,7 @@ def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None,
     job = found.job
     title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
     best = found.base.anchors[0].best if found.base.anchors else None
-    answer = f"{best.name} \u00b7 {format_step(best.estimate.time.step)}" if best else ""
+    answer = f"{best.name} \u00b7 {show_step(best.estimate.time.step)}" if best else ""
     return fill_frame("plans", title, plan_page_data(found, command, cluster), language, answer)
 
 
