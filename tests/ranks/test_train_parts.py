@@ -18,12 +18,13 @@ from torch import nn
 from world_group import world_comm_group
 
 from meshwright.core.errors import InputError
+from meshwright.data.dataset import open_dataset
 from meshwright.models.model_io import ModelOutput
 from meshwright.report.run import read_records
 from meshwright.runtime.deferred_init import deferred_init_of
 from meshwright.spec.job import ModelSource
 from meshwright.spec.record import StepRecord
-from meshwright.spec.workload import OptimizerConfig
+from meshwright.spec.workload import DataConfig, OptimizerConfig
 from meshwright.train.console import RunConsole
 from meshwright.train.memory import trace_memory
 from meshwright.train.metrics import RecordWriter, agree_on_step
@@ -31,7 +32,7 @@ from meshwright.train.model import build_model, model_objective, vocabulary_size
 from meshwright.train.optimizer import learning_rate, optimizer_factory
 from meshwright.train.rank_main import ProcessGroups, read_external_launch, read_own_launch, slurm_master
 from meshwright.train.run_lock import RunLock
-from meshwright.train.sample import generate_tokens, sample_text
+from meshwright.train.sample import generate_tokens, sample_prompt, sample_text
 from meshwright.train.straggler import PhaseSeconds
 
 
@@ -236,8 +237,28 @@ class Bytes:
 
 
 def test_a_sample_is_what_the_trained_weights_say() -> None:
-    text = sample_text(Successor(), {"sure": torch.full((1,), 50.0)}, Bytes(), "abc", 5, 4, seed=1)  # type: ignore[arg-type]
+    text = sample_text(Successor(), {"sure": torch.full((1,), 50.0)}, Bytes(), [97, 98, 99], 5, 4, seed=1)  # type: ignore[arg-type]
     assert text == "abcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ({"prompt": "What is 2 + 3?", "completion": "It is 5."}, "What is 2 + 3?"),
+        ({"text": "z" * 100}, "z" * 8),
+    ],
+    ids=["conversation", "text"],
+)
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+def test_a_sample_begins_with_a_prompt_of_the_data(
+    line: dict[str, str], prompt: str, held_out: float, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(line)] * 8))
+    data = DataConfig(source=str(tmp_path / "a.jsonl"), tokenizer="bytes", held_out=held_out)
+    found = open_dataset(data, 32, 258)
+    assert found.tokenizer is not None
+    assert found.tokenizer.decode(sample_prompt(found, found.tokenizer, False)).strip() == prompt
+    assert found.tokenizer.decode(sample_prompt(found, found.tokenizer, True)) == "\n\ndef"
 
 
 def test_the_same_seed_draws_the_same_sample_and_temperature_0_draws_nothing() -> None:
@@ -250,7 +271,7 @@ def test_the_same_seed_draws_the_same_sample_and_temperature_0_draws_nothing() -
 
 def test_weights_that_do_not_fill_the_model_are_never_sampled_from() -> None:
     with pytest.raises(AssertionError, match="weights do not fit"):
-        sample_text(Successor(), {}, Bytes(), "a", 1, 4, seed=1)  # type: ignore[arg-type]
+        sample_text(Successor(), {}, Bytes(), [97], 1, 4, seed=1)  # type: ignore[arg-type]
 
 
 # --- screen

@@ -156,7 +156,7 @@ class TrainLoop:
                 return Interrupted.exit_code
         self.recovery.finish()
         self._end(records, self.steps)
-        found = sample_of_run(self.trainer, self.launch, self.objective, self.dataset.tokenizer, self.parameters)
+        found = sample_of_run(self.trainer, self.launch, self.objective, self.dataset, self.parameters)
         if found is not None:
             self._say("sample", **found)
         self.pulse.at(RankPhase.end)

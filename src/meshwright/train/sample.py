@@ -8,20 +8,25 @@ Then a token is drawn from softmax(logits / temperature) over the `top` most lik
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from meshwright.analysis.example_inputs import bind_inputs
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_count
-from meshwright.data.dataset import DataObjective
+from meshwright.data.dataset import DataObjective, Dataset
+from meshwright.data.instructions import IGNORED_LABEL
 from meshwright.data.tokens import Tokenizer
 from meshwright.runtime.loss import extract_logits
 from meshwright.spec.job import LaunchSpec
 from meshwright.train.model import build_model
 from meshwright.train.trainer import Trainer
 
-SAMPLE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
+CODE_PROMPT, SAMPLE_TOKENS = "\n\ndef", 160
+PROMPT_TOKENS = 8
+"""The number of tokens of a row of text with which a sample begins."""
+
 REPETITION_PENALTY = 1.1
 PENALTY_WINDOW_TOKENS = 64
 MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # if the float32 weights of the model are larger, there is no sample
@@ -64,33 +69,50 @@ def sample_text(
     model: nn.Module,
     weights: dict[str, torch.Tensor],
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: list[int],
     count: int,
     context: int,
     seed: int,
 ) -> str:
-    """Loads `weights` into `model` and returns `prompt` with up to `count` generated tokens, as text.
+    """Loads `weights` into `model` and returns the tokens `prompt` with up to `count` generated tokens, as text.
 
     `model` is an unsharded module with the architecture of the trained model. `weights` needs a tied weight under
-    only one of its names. `context`: as for `generate_tokens`. The text ends before the first end-of-text token.
+    only one of its names. `context`: as for `generate_tokens`. The text ends before the first generated end-of-text
+    token.
     """
     missing, unexpected = model.load_state_dict(weights, strict=False)
     own = {name for name, _ in model.named_parameters()}
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"
     model.eval()
-    start = [tokenizer.end_of_text, *map(int, tokenizer.encode([prompt])[0])]
-    ids = generate_tokens(model, start, count, context=context, seed=seed)[1:]
-    return tokenizer.decode(ids[: ids.index(tokenizer.end_of_text)] if tokenizer.end_of_text in ids else ids)
+    new = generate_tokens(model, prompt, count, context=context, seed=seed)[len(prompt) :]
+    if tokenizer.end_of_text in new:
+        new = new[: new.index(tokenizer.end_of_text)]
+    return tokenizer.decode([*prompt, *new])
+
+
+def sample_prompt(dataset: Dataset, tokenizer: Tokenizer, is_code: bool) -> list[int]:
+    """Returns the tokens with which the sample begins, from a row of the data set, a validation row if there is one.
+
+    A conversation gives the tokens before its first learned token, so that the model answers the user. Text gives
+    PROMPT_TOKENS tokens. `is_code`: whether the data are the sources of Python's library, which get CODE_PROMPT.
+    """
+    if is_code:
+        return [tokenizer.end_of_text, *map(int, tokenizer.encode([CODE_PROMPT])[0])]
+    first = np.zeros(1, np.int64)
+    row = dataset.validation(first) if dataset.validation_rows else dataset.training(first, first, 0)
+    begin = int((row["labels"][0] != IGNORED_LABEL).int().argmax())
+    return [int(each) for each in row["input_ids"][0, : begin or PROMPT_TOKENS]]
 
 
 def sample_of_run(
-    trainer: Trainer, launch: LaunchSpec, objective: DataObjective, tokenizer: Tokenizer | None, parameters: int
+    trainer: Trainer, launch: LaunchSpec, objective: DataObjective, dataset: Dataset, parameters: int
 ) -> dict[str, str] | None:
     """Returns the fields of the message `sample`: the generated text, or the reason (`why`) for its absence.
 
     All ranks call it, since it gathers the weights. If a sample is possible, ranks other than 0 return None.
     `parameters`: the number of parameters of the model.
     """
+    tokenizer = dataset.tokenizer
     why = no_sample_reason(objective, tokenizer, 4.0 * parameters)
     if why:
         return {"why": why}
@@ -102,7 +124,8 @@ def sample_of_run(
     assert tokenizer is not None
     work = launch.workload
     model = build_model(launch.model, work.seed, weights=False, lora=work.lora)
-    text = sample_text(model, weights, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, work.sequence, work.seed)
+    prompt = sample_prompt(dataset, tokenizer, launch.data.sources == ("stdlib",))
+    text = sample_text(model, weights, tokenizer, prompt, SAMPLE_TOKENS, work.sequence, work.seed)
     return {"text": text.strip("\n"), "parameters": show_count(parameters)}
 
 
