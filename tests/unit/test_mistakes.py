@@ -37,7 +37,7 @@ def test_a_mistake_of_a_user_is_one_line_with_its_exit_code_and_remedy(
         path.write_text(text, encoding="utf-8")
     code = main(shlex.split(row["run"]))
     caught = capsys.readouterr()
-    lines = [line for line in caught.err.splitlines() if not line.startswith("using defaults: ")]
+    lines = [line for line in caught.err.splitlines() if not line.startswith(("using defaults: ", "searching for "))]
     assert (code, caught.out, len(lines)) == (row["code"], "", 1), caught.err
     assert lines[0].startswith("meshwright: ") and row["line"] in lines[0]
     assert "fault of meshwright" not in lines[0]

@@ -16,7 +16,7 @@ from meshwright.planner.cost.constants import CPU_HEAP_OVERHEAD, CPU_RUN_BYTES
 from meshwright.report.faults import faults_text
 from meshwright.report.page.run_page import MAX_CURVE_POINTS, MEMORY_COLUMNS
 from meshwright.report.run import RunFolder, read_run, summarize_run
-from meshwright.report.run_text import compare_runs, compare_text, decisions_text, list_decisions, run_text
+from meshwright.report.run_text import compare_runs, compare_text, decisions_text, list_decisions, run_text, speed_hint
 from meshwright.report.text import align_columns, sparkline
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
@@ -285,7 +285,22 @@ def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_lo
     assert comparison.loss_difference == (0.0, pytest.approx(1e-7, rel=1e-6))
     assert comparison.another_job == ("", "")
     text = compare_text(comparison)
-    assert "dp4" in text and "dp2.pp2.z1" in text and "1.0e-07 over 4" in text
+    assert "dp4" in text and "dp2.pp2.z1" in text and "1.0e-07 over 4 steps" in text
+
+
+def test_a_validation_loss_before_step_1_is_not_a_step_of_the_comparison(tmp_path: Path) -> None:
+    validation = record(0, 7.0).model_copy(update={"tokens": 0, "held_out_loss": 7.0})
+    runs = [read_run(write_run(tmp_path / name, [validation, record(1, 6.0), record(2, 5.0)])) for name in "ab"]
+    comparison = compare_runs(runs)
+    assert comparison.shared_steps == (2, 2) and "over 2 steps" in compare_text(comparison)
+
+
+def test_a_step_far_above_the_prediction_gets_one_likely_reason() -> None:
+    assert speed_hint(None, 30.0, 2, 2) is speed_hint(2.9, 30.0, 2, 2) is None
+    busy, unmeasured = speed_hint(28.4, 30.0, 2, 2), speed_hint(28.4, 2.3, 2, 2)
+    assert busy is not None and unmeasured is not None
+    assert busy.startswith("a step took 28.4 times the prediction: other programs use this machine (30.0 processes")
+    assert busy.endswith("on 2 cores)") and "`meshwright probe` measures this machine" in unmeasured
 
 
 def test_runs_of_two_jobs_are_told_apart_by_what_differs(tmp_path: Path) -> None:

@@ -457,13 +457,17 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     """Prints predicted and measured values side by side, and the next commands."""
     from shlex import join
 
+    from meshwright.planner.inputs.cluster_parser import available_cpus
     from meshwright.report.faults import check_skipped
     from meshwright.report.run import read_run, summarize_run
-    from meshwright.report.run_text import run_text
+    from meshwright.report.run_text import run_text, speed_hint
     from meshwright.report.text import strict_json_data
 
     finished = read_run(folder)
     screen.show(f"\n{run_text(finished, wanted.language)}\n")
+    ratio, ranks = summarize_run(finished).pair("time", "step").ratio, finished.plan.world if finished.plan else 0
+    if (hint := speed_hint(ratio, os.getloadavg()[0], ranks, available_cpus())) is not None:
+        screen.note(hint)
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
     screen.note(
         Message(

@@ -27,7 +27,7 @@ def fit_conditions(cluster: Cluster, workload: Workload) -> Message:
     group = cluster.groups[0]
     return Message(
         "on {device} ({memory:bytes}, {each} a node): {precision}, {optimizer}, {sequence} tokens, one sequence a "
-        "device, full recompute, a safety margin",
+        "device, full recompute, no offload, a safety margin",
         device=group.device.name,
         memory=group.device.memory,
         each=group.devices,

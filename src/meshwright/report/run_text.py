@@ -53,6 +53,10 @@ class RebalanceDecision(NamedTuple):
     measured: float = 0.0
 
 
+SLOW_RATIO = 3.0
+"""A step with this ratio of measured to predicted time gets a hint."""
+
+
 def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
     """Returns every straggler diagnosis and every change, in order."""
     found: list[RebalanceDecision] = []
@@ -271,11 +275,11 @@ def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
     """Compares several runs. Raises InputError for fewer than two runs."""
     if len(runs) < 2:
         raise InputError(Message("a comparison needs two runs or more, got {count}", count=len(runs)))
-    first = {record.step: record.loss for record in runs[0].records}
+    first = {record.step: record.loss for record in runs[0].steps}
     shared: list[int] = []
     differences: list[float | None] = []
     for run in runs:
-        pairs = [(first[record.step], record.loss) for record in run.records if record.step in first]
+        pairs = [(first[record.step], record.loss) for record in run.steps if record.step in first]
         shared.append(len(pairs))
         differences.append(max((_relative_difference(mine, theirs) for theirs, mine in pairs), default=None))
     return RunComparison(
@@ -361,4 +365,25 @@ def _format_loss_difference(comparison: RunComparison, at: int, say: Callable[[s
     difference = comparison.loss_difference[at]
     if at == 0 or difference is None:
         return "-"
-    return say(Message("{apart} over {steps}", apart=f"{difference:.1e}", steps=comparison.shared_steps[at]))
+    return say(Message("{apart} over {steps:count step}", apart=f"{difference:.1e}", steps=comparison.shared_steps[at]))
+
+
+def speed_hint(ratio: float | None, load: float, ranks: int, cores: int) -> Message | None:
+    """Returns a likely reason if a step took SLOW_RATIO times the prediction or more, otherwise None. `ratio`: measured
+    to predicted seconds. `load`: the mean number of running processes of this machine, which has `cores` cores and ran
+    `ranks` ranks."""
+    if ratio is None or ratio < SLOW_RATIO:
+        return None
+    if load - ranks > cores / 2:
+        return Message(
+            "a step took {ratio:.1f} times the prediction: other programs use this machine ({load:.1f} processes want "
+            "to run on {cores:count core})",
+            ratio=ratio,
+            load=load,
+            cores=cores,
+        )
+    return Message(
+        "a step took {ratio:.1f} times the prediction: `meshwright probe` measures this machine, and later predictions "
+        "use its rates",
+        ratio=ratio,
+    )
