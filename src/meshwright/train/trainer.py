@@ -373,13 +373,25 @@ class Trainer(TrainState):
             each.buffer_bytes for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
         )
 
-    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
         """Writes a checkpoint of the current step below `folder` and returns its path. `extra`: JSON values to store in
-        it. All ranks must call it."""
+        it, such as the position in the data. `keep`: the number of newest checkpoints that remain in `folder`; 0: all.
+        All ranks must call it."""
         from meshwright.train.trainer_checkpoint import save_trainer
 
         with self.mesh.error_propagator.call(nullcontext()):
-            return save_trainer(self, Path(folder), extra or {})
+            return save_trainer(self, Path(folder), extra or {}, keep)
+
+    def resume(self, folder: str | Path) -> dict[str, Any] | None:
+        """Restores the newest valid checkpoint below `folder` and returns its `extra`, or None if `folder` has no
+        checkpoint. All ranks must call it.
+
+        Raises: CorruptCheckpoint if `folder` has checkpoints, but none is valid.
+        """
+        from meshwright.train.trainer_checkpoint import resume_trainer
+
+        with _explain_errors(self, Message("while a checkpoint is loaded")):
+            return resume_trainer(self, Path(folder))
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
         """Restores a checkpoint that was written under any plan. Returns the `extra` that was passed to `save`. All

@@ -20,8 +20,11 @@ from meshwright.checkpoint.formats.detect import open_checkpoint
 from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.manifest import CheckpointManifest
 from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
+from meshwright.checkpoint.retention import newest_checkpoint, prune_checkpoints
 from meshwright.checkpoint.save import LocalShard, RankExchange, save_checkpoint
 from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.runtime import state_dict
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.error_propagation import interruptible_wait
@@ -63,16 +66,19 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
     return RankExchange(mesh.rank, mesh.plan.world, share)
 
 
-def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path:
+def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any], keep: int = 0) -> Path:
     """Writes the checkpoint `folder`/step-N (N: the step) durably, reads it back and returns its path. `extra`: JSON
-    values to store in it. All ranks call it. Raises SaveFailed."""
+    values to store in it. If `keep` is not 0, rank 0 then removes all but the `keep` newest checkpoints. All ranks call
+    it. Raises SaveFailed, or InputError if `keep` is negative."""
+    if keep < 0:
+        raise InputError(Message("keep = {keep}: at least one checkpoint must stay", keep=keep))
     state.engine.zero.external_writes.sync(state.engine)
     ranks, mine = rank_exchange(state.mesh), scalar_state(state, extra)
     everyones = list(
         map(json.loads, ranks.all_gather(json.dumps({name: mine[name] for name in ("optimizer", "modules")})))
     )
     whole = mine | merge_scalar_states(everyones) | {"shared": state.engine.extra_state.shared_names}
-    return save_checkpoint(
+    path = save_checkpoint(
         folder,
         state.steps,
         checkpoint_shards(state),
@@ -81,6 +87,9 @@ def save_trainer(state: TrainState, folder: Path, extra: dict[str, Any]) -> Path
         ranks=ranks,
         local=rank_local_tensors(state),
     )
+    if keep and state.mesh.rank == 0:  # the other ranks cannot begin the next save before rank 0 takes part in it
+        prune_checkpoints(folder, keep, verified=path)
+    return path
 
 
 def checkpoint_shards(state: TrainState) -> list[tuple[ShardMetadata, torch.Tensor]]:
@@ -183,6 +192,14 @@ def _wanted_pieces(
     else:
         wanted = list(map(state_dict.strip_replica_prefix, wanted))
     return [(piece, data) for piece, data in wanted]
+
+
+def resume_trainer(state: TrainState, folder: Path) -> dict[str, Any] | None:
+    """Restores `state` from the newest valid checkpoint in `folder` and returns its `extra`, or None if there is no
+    checkpoint. Rank 0 chooses the checkpoint for all ranks. All ranks call it."""
+    chosen = newest_checkpoint(folder) if state.mesh.rank == 0 else None
+    path = rank_exchange(state.mesh).all_gather(str(chosen or ""))[0]
+    return load_trainer(state, Path(path)) if path else None
 
 
 def load_trainer(state: TrainState, path: Path | MemoryCheckpoint) -> dict[str, Any]:
