@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from meshwright.cli.application import HELP_TEXT, build_application, command_lines
 from meshwright.cli.main import main
 from meshwright.cli.verify import _finding_text, _lossy_notes
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.i18n.catalogue import read_catalogue
 from meshwright.core.i18n.terms import TERMS
 from meshwright.core.ipc import MessageReader, write_message
@@ -360,3 +360,22 @@ def test_an_error_is_printed_in_the_requested_language(capsys: pytest.CaptureFix
     for asked in (["--lang", "zh"], ["--lang=zh"]):
         assert main(["plan", "--cluster", "1x8:a100-80gb", "--model", "llama2-7b", "--pin", "tp=3", *asked]) == 2
         assert capsys.readouterr().err == "meshwright: 固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽\n"
+
+
+@pytest.mark.parametrize("command", command_lines())
+def test_the_help_of_every_command_is_chinese_and_has_lang(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = ["list", "verify", "export", "import"] if command == "checkpoint" else [""]
+    for name in commands:
+        assert main([*filter(None, (command, name)), "--help", "--lang", "zh-CN"]) == 0
+        said = capsys.readouterr().out
+        assert "--lang" in said and "用法：" in said
+        assert not re.search(r"\[(required|default|choices)", said)
+
+
+def test_lists_of_entries_have_chinese_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["catalog", "devices", "--like", "h100", "--lang", "zh-CN"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["设备", "内存", "带宽"]
+    assert main(["checkpoint", "list", str(tmp_path), "--lang", "zh-CN"]) == 2
+    assert "没有检查点" in capsys.readouterr().err
+    assert main(["catalog", "models", "--like", "llama-65c", "--lang", "zh-CN"]) == 2
+    assert " or " not in translate(did_you_mean("llama-65b", ["llama-65", "llama-65c"]), "zh")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, print_json, print_output
-from meshwright.core.messages import Message
+from meshwright.cli.options import AsJson, Language, print_json, print_output
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, term, translate
 
 
 def catalog(
@@ -19,6 +21,7 @@ def catalog(
     *,
     like: Annotated[str, Parameter(help="list only entries whose name, family or source contains this text")] = "",
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """List the models, devices, clusters or links that have a name.
 
@@ -52,7 +55,9 @@ def catalog(
     from meshwright.report.text import align_columns
 
     table = {"models": model_lines, "devices": device_lines, "clusters": cluster_lines, "links": link_lines}[kind]
-    print_output(align_columns(table(found)))
+    head, *lines = table(found)
+    language = choose_language(lang, os.environ)
+    print_output(align_columns([[translate(term("catalog", column), language) for column in head], *lines]))
     return 0
 
 

@@ -5,21 +5,23 @@ PATH is a checkpoint, a folder of checkpoints, or a run folder.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from meshwright.cli.options import AsJson, print_json, print_note, print_output
-from meshwright.core.messages import Message
+from meshwright.cli.options import AsJson, Language, print_json, print_note, print_output
+from meshwright.core.language import choose_language
+from meshwright.core.messages import Message, term, translate
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.huggingface import HfTemplate
     from meshwright.spec.job import LaunchSpec
 
 checkpoint = App(
-    name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown"
+    name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="plaintext"
 )
 TOKENIZER_FOLDER = "tokenizer"
 """The subfolder of a run folder with the tokenizer that was trained for the run."""
@@ -27,7 +29,7 @@ CheckpointPath = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a fo
 
 
 @checkpoint.command(name="list")
-def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
+def list_(path: CheckpointPath, /, *, json: AsJson = False, lang: Language = None) -> int:
     """List checkpoints, newest first.
 
     Try: meshwright checkpoint list runs/mine
@@ -57,7 +59,9 @@ def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     if json:
         print_json({"checkpoints": rows})
         return 0
-    table = [["checkpoint", "step", "plan", "ranks", "size"]]
+    language = choose_language(lang, os.environ)
+    columns = ("checkpoint", "step", "plan", "ranks", "size")
+    table = [[translate(term("checkpoints", name), language) for name in columns]]
     table += [
         [row["path"], str(row["step"]), row["plan"], str(row["ranks"]), show_bytes(row["bytes"])]
         for row in rows
@@ -66,18 +70,19 @@ def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     print_output(align_columns(table))
     for row in rows:
         if "problem" in row:
-            print_note(Message("damaged: {problem}", problem=row["problem"]))
+            print_note(Message("damaged: {problem}", problem=row["problem"]), lang)
     return 0
 
 
 @checkpoint.command
-def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
+def verify(path: CheckpointPath, /, *, json: AsJson = False, lang: Language = None) -> int:
     """Read every byte and compare its digest. Exit code 2 when anything is damaged.
 
     Try: meshwright checkpoint verify runs/mine
     """
     from meshwright.checkpoint.verify import verify_checkpoint as problems_of
 
+    language = choose_language(lang, os.environ)
     found = {str(one): problems_of(one) for one in checkpoints_at(path)}
     if json:
         print_json(
@@ -89,12 +94,10 @@ def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
         )
     else:
         for one, problems in found.items():
-            print_output(
-                f"{one}: "
-                f"{'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}"
-            )
+            count = Message("{count:count problem}", count=len(problems)) if problems else Message("valid")
+            print_output(translate(Message("{name}: {what}", name=one, what=count), language))
             for problem in problems:
-                print_output(f"  {problem}")
+                print_output(f"  {translate(problem, language)}")
     return 2 if any(found.values()) else 0
 
 
@@ -131,6 +134,7 @@ def export(
         ),
     ] = False,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Write the newest checkpoint for another system: a folder for transformers' from_pretrained, or with --form the
     checkpoint of another engine, with optimizer states.
@@ -145,12 +149,13 @@ def export(
             raise InputError(
                 Message("--config, --dtype and --adapter belong to --form huggingface, not to {form}", form=form)
             )
-        return _export_form(one, to, form, weights_only, config, json)
+        return _export_form(one, to, form, weights_only, config, json, lang)
     files = _export_huggingface(one, to, config, dtype, adapter)
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
     else:
-        print_output("\n".join([f"{one} is exported to", *(f"  {file}" for file in files)]))
+        head = translate(Message("{one} is exported to", one=one), choose_language(lang, os.environ))
+        print_output("\n".join([head, *(f"  {file}" for file in files)]))
     return 0
 
 
@@ -193,7 +198,9 @@ def _model_config(one: Path, config: Path | None) -> dict[str, Any] | None:
     return found or None
 
 
-def _export_form(one: Path, to: Path, form: str, weights_only: bool, config: Path | None, json: bool) -> int:
+def _export_form(
+    one: Path, to: Path, form: str, weights_only: bool, config: Path | None, json: bool, lang: str | None
+) -> int:
     from meshwright.checkpoint.formats.export import export_checkpoint
 
     content = export_checkpoint(one, to, form, weights_only, _model_config(one, config))
@@ -201,17 +208,16 @@ def _export_form(one: Path, to: Path, form: str, weights_only: bool, config: Pat
         print_json({"checkpoint": str(one), "folder": str(to), "form": form, "step": content.step})
         return 0
     kinds = sorted({kind for states in content.states.values() for kind in states})
-    print_output(
-        Message(
-            "{one} is exported to {to} ({form}): step {step}, {count} weights, {states}",
-            one=one,
-            to=to,
-            form=form,
-            step=content.step,
-            count=len(content.weights),
-            states=_states_text(kinds),
-        )
+    line = Message(
+        "{one} is exported to {to} ({form}): step {step}, {count} weights, {states}",
+        one=one,
+        to=to,
+        form=form,
+        step=content.step,
+        count=len(content.weights),
+        states=_states_text(kinds),
     )
+    print_output(translate(line, choose_language(lang, os.environ)))
     return 0
 
 
@@ -238,6 +244,7 @@ def import_(
         bool, Parameter(negative="", help="leave out the optimizer states; the checkpoint is of step 0")
     ] = False,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Convert a checkpoint of another system to one of Meshwright, with its optimizer states. Nothing in the source is
     executed.
@@ -259,19 +266,18 @@ def import_(
             }
         )
         return 0
-    print_output(
-        Message(
-            "{source} ({form}) is imported as {made}: step {step}, {count} weights, {states}",
-            source=source,
-            form=imported.form,
-            made=made,
-            step=imported.manifest.step,
-            count=imported.weight_count,
-            states=_states_text(sorted(state)),
-        )
+    line = Message(
+        "{source} ({form}) is imported as {made}: step {step}, {count} weights, {states}",
+        source=source,
+        form=imported.form,
+        made=made,
+        step=imported.manifest.step,
+        count=imported.weight_count,
+        states=_states_text(sorted(state)),
     )
+    print_output(translate(line, choose_language(lang, os.environ)))
     if imported.left_out:
-        print_note(Message("not carried over: {names}{more}", names=", ".join(imported.left_out), more=""))
+        print_note(Message("not carried over: {names}{more}", names=", ".join(imported.left_out), more=""), lang)
     return 0
 
 

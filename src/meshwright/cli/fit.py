@@ -14,7 +14,7 @@ from meshwright.cli.options import (
     print_output,
 )
 from meshwright.core.language import choose_language
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, alternatives
 
 
 def fit(
@@ -53,7 +53,7 @@ def fit(
         for kind in split_by_node_type(cluster)
     ]
     if model is None and not any(rows for _, rows in found):
-        names = " or ".join(kind.groups[0].device.name for kind, _ in found)
+        names = alternatives(kind.groups[0].device.name for kind, _ in found)
         raise NothingFits(
             Message(
                 "not even the smallest model fits on {names} at sequence {sequence}",

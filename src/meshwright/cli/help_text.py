@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cyclopts.help import DefaultFormatter, HelpPanel, InlineText
+from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel, InlineText
 
 from meshwright.core.i18n.catalogue import read_catalogue
 
@@ -26,6 +26,14 @@ def translate_help(text: str) -> str:
     return "\n\n".join(found)
 
 
+def facts_of_entry(entry: HelpEntry) -> str:
+    """Returns the choices, the default and whether an option is required, in brackets. A flag is off by default."""
+    facts = [f"可选值：{'、'.join(entry.choices)}"] if entry.choices else []
+    facts += [f"默认：{entry.default}"] if entry.default and entry.default not in ('""', "False") else []
+    facts += ["必填"] if entry.required else []
+    return f" [{'；'.join(facts)}]" if facts else ""
+
+
 class ChineseFormatter(DefaultFormatter):
     """Formats the help of a command in Chinese."""
 
@@ -33,11 +41,17 @@ class ChineseFormatter(DefaultFormatter):
         """Prints one panel with translated title and texts."""
         from rich.text import Text
 
+        entries = []
         for entry in panel.entries:
+            given = facts_of_entry(entry)
             if isinstance(entry.description, InlineText) and isinstance(entry.description.primary_renderable, Text):
-                entry.description.primary_renderable = Text(translate_help(entry.description.primary_renderable.plain))
+                entry.description.primary_renderable = Text(
+                    translate_help(entry.description.primary_renderable.plain) + given
+                )
+                entry = entry.copy(choices=None, default=None, required=False)
+            entries.append(entry)
         title = panel.title.plain if isinstance(panel.title, Text) else str(panel.title)
-        super().__call__(console, options, panel.copy(title=_TITLES.get(title, title)))
+        super().__call__(console, options, panel.copy(title=_TITLES.get(title, title), entries=entries))
 
     def render_usage(self, console: Any, options: Any, usage: Any) -> None:
         """Prints the line of usage."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cli.options import print_json
+from meshwright.cli.options import Language, print_json
 
 
-def schema() -> int:
+def schema(*, lang: Language = None) -> int:
     """Print the JSON Schema of a job file, for editors that complete and check YAML.
 
     Try: meshwright schema > job.schema.json

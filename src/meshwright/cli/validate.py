@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, print_json, print_output
+from meshwright.cli.options import AsJson, Language, print_json, print_output
 from meshwright.core.messages import Message
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def validate(
         Parameter(negative="", help="compare the plans that the planner chooses with the best published MFU; minutes"),
     ] = False,
     json: AsJson = False,
+    lang: Language = None,
 ) -> int:
     """Score predicted times and memory on published training runs, family by family.
 

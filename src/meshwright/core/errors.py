@@ -19,7 +19,7 @@ import errno
 import re
 from collections.abc import Iterable
 
-from meshwright.core.messages import Message, join_messages
+from meshwright.core.messages import Message, alternatives, join_messages
 
 MAX_SHOWN_CHARACTERS = 120
 """Number of characters that a message shows of a word. Only words of at least twice this length are shortened."""
@@ -170,4 +170,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     similarity = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     near = [name for name, share in zip(near, similarity, strict=True) if share > similarity[0] - MAX_SIMILARITY_GAP]
-    return Message("; did you mean {names}?", names=" or ".join(map(repr, near))) if near else ""
+    return Message("; did you mean {names}?", names=alternatives(map(repr, near))) if near else ""

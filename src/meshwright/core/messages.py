@@ -109,6 +109,18 @@ def join_messages(separator: str, parts: Iterable[str]) -> Message:
     return Message(escaped.join(f"{{{name}}}" for name in fields), **fields)
 
 
+def alternatives(parts: Iterable[str]) -> str:
+    """Returns `parts` as alternatives, '' if there are none.
+
+    >>> translate(alternatives(["z1", "z2", "z3"]), "zh")
+    'z1 或 z2 或 z3'
+    """
+    first, *rest = [*parts] or [""]
+    for part in rest:
+        first = Message("{first} or {other}", first=first, other=part)
+    return first
+
+
 def translate(text: str, language: str = "en") -> str:
     """Returns `text` in `language` ("en" or "zh"). Text without a translation is returned in English."""
     if language == "en" or not isinstance(text, Message):

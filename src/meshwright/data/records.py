@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from meshwright.core.errors import InputError
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, alternatives
 
 MAX_CHUNK_CHARS = 2**18
 """Maximum characters of one chunk."""
@@ -168,7 +168,7 @@ class LongJsonLine:
                 Message(
                     "{place}: not a line of JSON: {signs} is missing; write one JSON object on each line",
                     place=self._place,
-                    signs=" or ".join(signs),
+                    signs=alternatives(signs),
                 )
             )
         self._at += 1

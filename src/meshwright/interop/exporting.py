@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
-from meshwright.core.messages import Message, translate
+from meshwright.core.messages import Message, alternatives, translate
 from meshwright.interop.for_system import best_plan_for
 from meshwright.interop.registry import find_system
 from meshwright.interop.settings import OPTIMIZER_FIELDS, Settings, settings_of
@@ -168,7 +168,7 @@ def describe_violation(plan: Plan, name: str, system: System, mode: PlanSpaceLim
             name=name,
             value=value,
             system=system.title,
-            modes=" or ".join(limit.why for limit in modes),
+            modes=alternatives(limit.why for limit in modes),
             mode=nearest.why,
             allowed=_allowed_text((nearest,), name),
         )
@@ -191,7 +191,7 @@ def _allows(limit: PlanSpaceLimit, plan: Plan, name: str) -> bool:
 def _allowed_text(limits: Sequence[PlanSpaceLimit], name: str) -> str:
     """Returns the values that the modes `limits` have for a field, of which none has all values."""
     allowed = dict.fromkeys(value for limit in limits for value in limit.allowed(name))
-    return " or ".join(f"{name}={_text(value)}" for value in allowed)
+    return alternatives(f"{name}={_text(value)}" for value in allowed)
 
 
 def _shown(plan: Plan, name: str) -> str:
@@ -212,7 +212,7 @@ def _unsupported_settings(job: Job, settings: Settings, system: System) -> list[
             system=system.title,
             name=f"optimizer.{OPTIMIZER_FIELDS[name]}" if name in OPTIMIZER_FIELDS else name,
             value=settings[name],
-            allowed=" or ".join(map(str, allowed)),
+            allowed=alternatives(map(str, allowed)),
         )
         for name, allowed in system.workload.items()
         if settings.get(name) is not None and settings[name] not in allowed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, alternatives
 from meshwright.spec.enums import (
     ACTIVATION_OFFLOADS,
     EXCLUSIVE_OFFLOADS,
@@ -209,7 +209,7 @@ def _check_axes(plan: Any) -> None:
             )
         )
     if plan.placement and (len(plan.placement) != plan.pp or not plan.schedule_rules.heterogeneous):
-        allowed = " or ".join(rules.name for rules in offered_schedules() if rules.heterogeneous)
+        allowed = alternatives(rules.name for rules in offered_schedules() if rules.heterogeneous)
         raise ValueError(
             Message(
                 "placement names the groups of {count} of pp({pp}) ranks; it must name one for each rank, and needs "

@@ -39,6 +39,15 @@ TERMS: dict[str, dict[str, str]] = {
         "rebuild": "to build up",
         "restore": "to load",
     },
+    "catalog": {
+        name: name
+        for name in (
+            *("model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocabulary", "sequence"),
+            *("device", "memory", "bandwidth", "fp32", "bf16", "fp16", "fp8", "link", "network"),
+            *("cluster", "devices", "is", "a device", "latency"),
+        )
+    },
+    "checkpoints": {name: name for name in ("checkpoint", "step", "plan", "ranks", "size")},
     "recovery": {"detect": "detect", "restart": "restart", "load": "load"},
     "wall time": {
         "of the wall time": "of the wall time",
