@@ -95,9 +95,9 @@ class SharedExpertOverlap:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of `compute` for the same input, or else computes the shared experts."""
         early, self.early = self.early, None
-        if early is not None and len(args) == 1 and not kwargs and args[0] is self.given:
+        if early is not None and len(args) == 1 and not kwargs and self.given is not None and args[0] is self.given:
             result, version = early
-            if args[0]._version == version:
+            if self.given._version == version:
                 return result
         return self.shared._call_impl(*args, **kwargs)
 

@@ -191,9 +191,10 @@ def shard_experts(
             # Tensor ranks compute different features or pairs, so each rank draws its own dropout.
             TensorParallelRng(mesh.tp, 1).attach([module], [module])
         dispatcher = ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity)
-        if (name := shared.get(experts.path)) and ranks.group is not None and ranks.group.process_group is not None:
+        path = shared.get(experts.path)
+        if path and ranks.group is not None and ranks.group.process_group is not None:
             mixture = model.get_submodule(experts.path.rpartition(".")[0])
-            dispatcher.overlap = SharedExpertOverlap(mixture, mixture.get_submodule(name))
+            dispatcher.overlap = SharedExpertOverlap(mixture, mixture.get_submodule(path))
         found.append(dispatcher)
     return found
 
