@@ -17,7 +17,7 @@ STEPS = 6
 
 
 def loop(folder: Path, plan: str, until: int = STEPS, keep: int = 2) -> tuple[list[float], Any]:
-    """The losses of the steps that this start ran, first of an evaluation if it resumed, and the `extra` of the resume."""
+    """The losses of this start, after a resume first that of an evaluation, and the `extra` that was found."""
     torch.manual_seed(1)
     ids = torch.randint(64, (STEPS, 4, 8))
     model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
