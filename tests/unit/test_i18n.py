@@ -379,3 +379,14 @@ def test_lists_of_entries_have_chinese_columns(tmp_path: Path, capsys: pytest.Ca
     assert "没有检查点" in capsys.readouterr().err
     assert main(["catalog", "models", "--like", "llama-65c", "--lang", "zh-CN"]) == 2
     assert " or " not in translate(did_you_mean("llama-65b", ["llama-65", "llama-65c"]), "zh")
+
+
+def test_the_page_of_errors_quotes_the_text_of_a_chinese_screen() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "zh" / "errors.md").read_text(encoding="utf-8")
+    fixed = [
+        part for text in read_catalogue("zh").entries.values() for part in re.findall(r"[\u4e00-\u9fff]{3,}", text)
+    ]
+    quoted = re.findall(r"<br>`([^`]+)`", page)
+    assert len(quoted) >= 15
+    for text in quoted:
+        assert any(part in text for part in fixed), text
