@@ -118,7 +118,7 @@ def attention_errors(
     seconds: dict[str, float] = {}
 
     def attend(dtype: torch.dtype, mask: torch.Tensor | DocumentBounds) -> list[torch.Tensor]:
-        given = [each.to(dtype).requires_grad_() for each in base]
+        given = [each.detach().to(dtype).requires_grad_() for each in base]
         output = causal_attention(given[0], given[1], given[2], mask)
         output.float().sin().sum().backward()
         return [output.detach(), *(each.grad for each in given if each.grad is not None)]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime import float8
-from meshwright.runtime.float8 import apply_float8, weight_factor
+from meshwright.runtime.float8 import Float8Factor, apply_float8, weight_factor
 from meshwright.runtime.tensor_parallel import column
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
@@ -147,3 +147,25 @@ def test_a_weight_is_cast_once_a_step_and_at_zero_3_in_each_pass(ranks: Any) -> 
     assert ranks.run(1, count_casts, "dp1.mb1")[0] == (14, linear, 0)
     assert ranks.run(2, count_casts, "tp2.mb1")[0] == (14, halves, 0)
     assert ranks.run(2, count_casts, "dp2.z3.mb1")[0] == (2 * 14 * ROWS // 2, 0, 0)
+
+
+def addresses(plan: str) -> set[int]:
+    """The distances of all scales of a step from the alignment that the kernel of a card requires."""
+    found: set[int] = set()
+
+    def product(one: Float8Factor, other: Float8Factor, *given: Any, **more: Any) -> torch.Tensor:
+        found.update(each.undo.data_ptr() % float8.SCALE_ALIGNMENT for each in (one, other))
+        return PRODUCT(one, other, *given, **more)
+
+    trainer = make_trainer(plan)
+    with mock.patch.object(float8, "scaled_product", product), mock.patch.object(column, "scaled_product", product):
+        trainer.step(make_batch("llama", 0))
+    return found
+
+
+PRODUCT = float8.scaled_product
+
+
+@pytest.mark.parametrize("plan", ["dp1.mb2", "tp2.mb2"])
+def test_scales_have_the_addresses_that_the_kernel_requires(ranks: Any, plan: str) -> None:
+    assert all(found == {0} for found in ranks.run(parse_plan(plan).world, addresses, plan))

@@ -49,6 +49,8 @@ Programming Guide, table of capabilities; ROCm documentation, precision support:
 _FORWARD_DTYPE, while gfx942 has its own format of float8."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+SCALE_ALIGNMENT = 16
+"""Bytes. cuBLAS refuses a scale at another address: CUBLAS_STATUS_NOT_SUPPORTED (H100, CUDA 13.0)."""
 _SIZE_MULTIPLE = 16
 """The dimensions of both factors of a float8 product must be multiples of this number."""
 
@@ -121,6 +123,13 @@ def _undo(largest: torch.Tensor, kind: torch.dtype, keys: Sequence[int]) -> torc
     wide = largest if largest.dtype == torch.float64 else largest.float()
     wide = largest_magnitude(wide, list(keys)) if keys else wide
     return wide.clamp_min(1e-12) / torch.finfo(kind).max
+
+
+def _aligned(scales: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the scalars of `scales` (n) at addresses that are multiples of SCALE_ALIGNMENT."""
+    spread = scales.new_empty(len(scales), SCALE_ALIGNMENT // scales.itemsize)
+    spread[:, 0] = scales
+    return spread[:, 0].unbind()
 
 
 def to_float8(
@@ -319,7 +328,7 @@ class Float8Casts:
     def _prepare(self, index: int) -> None:
         layers = self.layers[index]
         found = torch.stack([torch.linalg.vector_norm(layer.weight.detach(), float("inf")) for layer in layers])
-        for layer, undo in zip(layers, _undo(found, _FORWARD_DTYPE, self.keys).unbind(), strict=True):
+        for layer, undo in zip(layers, _aligned(_undo(found, _FORWARD_DTYPE, self.keys)), strict=True):
             layer.prepare(undo, self.is_cached)
         if self._ready is not None:
             self._ready.add(index)
