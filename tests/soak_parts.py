@@ -44,8 +44,8 @@ PARTS = {
     ),
     "cuda": SoakPart(
         20,
-        "paths of CUDA and NCCL that need no device: the order of collectives and messages",
-        {"mesh": "collective_order"},
+        "paths of CUDA and NCCL that need no device: order and races of collectives",
+        {"mesh": "collective_order collective_races"},
     ),
     "families": SoakPart(
         45,

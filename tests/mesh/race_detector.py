@@ -5,8 +5,10 @@ CUDA's allocator gives it to the next kernel of that stream. Freed pinned memory
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +17,6 @@ from unittest import mock
 
 import torch
 from recording_backend import RecordedEvent, RecordedStream, RecordingBackend
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright.analysis import dry_run
@@ -39,13 +40,51 @@ class Actor:
         self.clock[self] = 0
 
 
-class Memory:
-    """One storage, with the accesses since its last write and that write, as (actor, time, operation)."""
+Access = tuple[Actor, int, str]
+"""The actor of an access, its time and the operation."""
+Span = tuple[int, int]
+"""The first byte of a storage that a tensor uses, and the byte after the last."""
 
-    def __init__(self, storage: torch.UntypedStorage, owner: Actor) -> None:
-        self.reference, self.owner, self.is_host = StorageWeakRef(storage), owner, False
-        self.write: tuple[Actor, int, str] | None = None
-        self.reads: list[tuple[Actor, int, str]] = []
+
+def span(tensor: torch.Tensor) -> Span:
+    first = tensor.storage_offset() * tensor.itemsize
+    steps = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (steps + 1) * tensor.itemsize
+
+
+class Memory:
+    """One storage, with the last writes of its bytes, and the reads since then."""
+
+    def __init__(self, owner: Actor) -> None:
+        self.owner, self.is_host = owner, False
+        self.reference: weakref.ref[torch.UntypedStorage] | None = None
+        self.writes: dict[tuple[Actor, Span], Access] = {}
+        self.reads: dict[tuple[Actor, Span], Access] = {}
+
+    def allocate(self, owner: Actor) -> None:
+        """Notes that kernels of `owner` which are already launched may use the last contents of the memory."""
+        self.owner = owner
+        self.writes, self.reads = {(owner, ALL_BYTES): (owner, owner.clock[owner], "allocation")}, {}
+
+    def conflicts(self, bytes_: Span, writes: bool) -> list[Access]:
+        """Returns the accesses that must precede a read or write of these bytes."""
+        tables = (self.writes, self.reads) if writes else (self.writes,)
+        return [
+            access
+            for table in tables
+            for (_, (first, end)), access in table.items()
+            if first < bytes_[1] and bytes_[0] < end
+        ]
+
+    def add(self, bytes_: Span, writes: bool, access: Access) -> None:
+        if writes:
+            for table in (self.writes, self.reads):
+                for key in [key for key in table if bytes_[0] <= key[1][0] and key[1][1] <= bytes_[1]]:
+                    del table[key]
+        (self.writes if writes else self.reads)[access[0], bytes_] = access
+
+
+ALL_BYTES = (0, sys.maxsize)
 
 
 class RaceDetector(RecordingBackend):
@@ -60,6 +99,7 @@ class RaceDetector(RecordingBackend):
         self.compute = Actor("compute")
         self.streams, self.hosts = [self.compute], list[Actor]()
         self.memories: dict[int, Memory] = {}
+        self.resize = torch.UntypedStorage.resize_
 
     # --- who runs
 
@@ -100,11 +140,12 @@ class RaceDetector(RecordingBackend):
         self.waits.add(place)
         return place != self.dropped
 
-    def order(self, wait: str, later: Actor, earlier: Clock) -> None:
+    def order(self, wait: str, later: Actor, earlier: Clock) -> bool:
         with self.lock:
-            self.look_for_freed()
-            if self.runs(wait):
+            runs = self.runs(wait)
+            if runs:
                 join(later.clock, earlier)
+        return runs
 
     def synchronize(self, device: torch.device) -> None:
         self.touch("synchronize")
@@ -118,7 +159,7 @@ class RaceDetector(RecordingBackend):
         buffer = super().host_buffer(shape, dtype)
         with self.lock:
             memory = self.memory(buffer)
-            memory.is_host, memory.write = True, None
+            memory.is_host, memory.writes = True, {}
         return buffer
 
     def pin(self, memory: torch.Tensor, device: torch.device) -> bool:
@@ -130,53 +171,85 @@ class RaceDetector(RecordingBackend):
 
     # --- accesses
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside the context, operations of this thread are not noted."""
+        self.local.is_silent = True
+        try:
+            yield
+        finally:
+            self.local.is_silent = False
+
     def memory(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        return self.memories.setdefault(storage._cdata, Memory(storage, self.current))
+        key = storage._cdata
+        if key not in self.memories:
+            self.memories[key] = memory = Memory(self.current)
+            memory.reference = weakref.ref(storage, lambda _: self.freed(key))
+        return self.memories[key]
 
     def allocated(self, result: Any) -> None:
-        """Notes new memory. Kernels of its stream that are already launched may use its last contents."""
+        """Notes new memory."""
         with self.lock:
-            self.look_for_freed()
             for each in result if isinstance(result, list | tuple) else [result]:
                 if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self.memories:
-                    memory, actor = self.memory(each), self.current
-                    memory.write = (actor, actor.clock[actor], "allocation")
+                    self.memory(each).allocate(self.current)
 
-    def run(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], blocks: bool) -> None:
-        """Notes an operation. Operations on host memory alone run in the host thread, others in the current stream.
-        `blocks`: whether the host waits for the operation."""
+    def resized(self, storage: torch.UntypedStorage, size: int) -> Any:
+        """Frees the memory of a storage, and allocates other memory for it."""
         with self.lock:
-            self.look_for_freed()
-            read, written = ([self.memory(each) for each in tensors if each.numel()] for tensors in (reads, writes))
-            on_host = bool(read or written) and all(each.is_host for each in (*read, *written))
-            actor = self.host if on_host else self.current
+            memory = self.memories.get(storage._cdata)
+            if memory is not None:
+                self.check_freed(memory)
+                memory.allocate(self.current)
+        return self.resize(storage, size)
+
+    def run(
+        self,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        blocks: bool,
+        stream: Actor | None = None,
+    ) -> None:
+        """Notes an operation. Operations on host memory alone run in the host thread, others in `stream`, by default
+        the current one. `blocks`: whether the host waits for the operation."""
+        with self.lock:
+            used = [
+                (self.memory(each), span(each), writes_)
+                for tensors, writes_ in ((reads, False), (writes, True))
+                for each in tensors
+                if each.numel()
+            ]
+            on_host = bool(used) and all(memory.is_host for memory, _, _ in used)
+            actor = stream or (self.host if on_host else self.current)
             join(actor.clock, self.host.clock)
             actor.clock[actor] += 1
             access = (actor, actor.clock[actor], name)
-            for each in read:
-                self.check(actor.clock, [each.write], access)
-                each.reads.append(access)
-            for each in written:
-                self.check(actor.clock, [each.write, *each.reads], access)
-                each.write, each.reads = access, []
+            for memory, bytes_, writes_ in used:
+                self.check(actor.clock, memory.conflicts(bytes_, writes_), access)
+            for memory, bytes_, writes_ in used:
+                memory.add(bytes_, writes_, access)
             if blocks:
                 join(self.host.clock, actor.clock)
 
-    def check(self, clock: Clock, before: Sequence[tuple[Actor, int, str] | None], access: tuple[Any, ...]) -> None:
+    def check(self, clock: Clock, before: Sequence[Access], access: Access) -> None:
         for each in before:
-            if each is not None and clock.get(each[0], 0) < each[1] and not (each[0].is_host and access[0].is_host):
+            if clock.get(each[0], 0) < each[1] and not (each[0].is_host and access[0].is_host):
                 self.races.add(f"{access[2]} in {access[0].name} after {each[2]} in {each[0].name}")
 
-    def look_for_freed(self) -> None:
-        for key, memory in list(self.memories.items()):
-            if memory.reference.expired():
-                del self.memories[key]
-                next_kernel = dict(memory.owner.clock)
-                for each in list(self.hosts):  # whichever thread freed it has waited before
-                    join(next_kernel, dict(each.clock))
-                if not memory.is_host:
-                    self.check(next_kernel, [memory.write, *memory.reads], (memory.owner, 0, "the next owner"))
+    def freed(self, key: int) -> None:
+        with self.lock:
+            memory = self.memories.pop(key, None)
+            if memory is not None:
+                self.check_freed(memory)
+
+    def check_freed(self, memory: Memory) -> None:
+        next_kernel = dict(memory.owner.clock)
+        for each in list(self.hosts):  # whichever thread freed it has waited before
+            join(next_kernel, dict(each.clock))
+        if not memory.is_host:
+            self.check(next_kernel, memory.conflicts(ALL_BYTES, True), (memory.owner, 0, "the next owner"))
 
 
 Backend.by_type["cpu"] = CpuBackend()  # defining a subclass registers it
@@ -190,10 +263,7 @@ def site() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        passes_on = (
-            path.endswith(("async_collectives.py", "copy_streams.py", "timers.py"))
-            or frame.f_code.co_name == "timed_wait"
-        )
+        passes_on = path.endswith(PASS_ON) or frame.f_code.co_name == "timed_wait"
         if "/meshwright/" in path and not passes_on:
             return f"{path.rpartition('/')[2]}:{frame.f_code.co_qualname}"
         frame = frame.f_back
@@ -245,6 +315,14 @@ KEEPS = {"set_", "resize_", "detach"}
 READS_VALUE = {"_local_scalar_dense", "equal", "is_nonzero"}
 
 
+@functools.cache
+def signature(function: Any) -> tuple[dict[str, bool], bool]:
+    """Returns whether an operation writes each of its arguments, and whether it returns a part of one."""
+    schema = function._schema
+    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in schema.arguments}
+    return written, any(each.alias_info is not None for each in schema.returns)
+
+
 class Accesses(TorchDispatchMode):
     """Tells the detector what each operation of this thread reads and writes."""
 
@@ -253,17 +331,19 @@ class Accesses(TorchDispatchMode):
         self.detector = detector
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema, name = function._schema, function.overloadpacket.__name__
+        if getattr(self.detector.local, "is_silent", False):
+            return function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        arguments, returns_alias = signature(function)
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
-        given = [*zip(schema.arguments, args, strict=False)]
-        given += [(each, (kwargs or {}).get(each.name)) for each in schema.arguments[len(args) :]]
-        for argument, value in given:
-            written = argument.alias_info is not None and argument.alias_info.is_write
+        given = [*zip(arguments.values(), args, strict=False)]
+        given += [(arguments[key], value) for key, value in (kwargs or {}).items()]
+        for is_written, value in given:
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, torch.Tensor):
-                    (writes if written else reads).append(each)
-        is_view = not writes and any(each.alias_info is not None for each in schema.returns)
+                    (writes if is_written else reads).append(each)
+        is_view = not writes and returns_alias
         result = function(*args, **(kwargs or {}))
         if name in ALLOCATES:
             self.detector.allocated(result)
@@ -342,7 +422,11 @@ def detected_races(dropped: str = "", pins: bool = True) -> Iterator[RaceDetecto
         with _disable_current_modes(), Accesses(detector):
             yield
 
-    arrived = D2HStaging.parts
+    def listed(tensor: torch.Tensor) -> Any:
+        detector.run("tolist", [tensor], [], False)  # no other order may rely on this wait of the host
+        return as_list(tensor)
+
+    arrived, as_list = D2HStaging.parts, torch.Tensor.tolist
     Backend.by_type["cpu"] = detector
     try:
         with (
@@ -353,9 +437,12 @@ def detected_races(dropped: str = "", pins: bool = True) -> Iterator[RaceDetecto
             mock.patch.object(D2HStaging, "parts", parts),
             mock.patch.object(SwapFile, "read", moved("read")),
             mock.patch.object(SwapFile, "write", moved("write")),
+            mock.patch.object(torch.Tensor, "tolist", listed),
+            mock.patch.object(torch.UntypedStorage, "resize_", lambda storage, size: detector.resized(storage, size)),
             mock.patch.object(dry_run, "_disable_current_modes", hidden_from_others),
             Accesses(detector),
         ):
             yield detector
     finally:
         Backend.by_type["cpu"] = before
+        detector.memories.clear()

@@ -8,8 +8,8 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -28,8 +28,9 @@ from meshwright.models.registry import build_reference_model
 from meshwright.runtime.comm import group as comm_group
 from meshwright.runtime.zero.reducer import GradReducer
 from meshwright.spec.plan import Plan
+from meshwright.train.step.inputs import LocalBatch
 from meshwright.train.step.invariants import StepInvariants
-from meshwright.train.trainer import parallelize
+from meshwright.train.trainer import Trainer, parallelize
 
 Communicator = tuple[tuple[int, ...], int]
 """The ranks of a communicator, and its number among those with these ranks, in the order of creation."""
@@ -236,27 +237,48 @@ def constant_model(kind: str, layers: int, experts: int = 8) -> nn.Module:
 def trace(
     plan: Plan, kind: str, ranks: Iterable[int], steps: int = 2, micro_batches: int | None = None
 ) -> list[RankTrace]:
-    """Returns what `ranks` of the plan do in the set-up and in `steps` steps without checks. Each replica has
-    `micro_batches`, by default two for each pipeline rank and two more."""
+    """Returns what `ranks` of the plan do in the set-up and in `steps` steps (`trained_rank`)."""
     found = []
+    for rank in ranks:
+        with trained_rank(plan, kind, rank, micro_batches) as (record, trainer, batch):
+            for _ in range(steps):
+                trainer.step(batch)
+        found.append(record)
+    return found
+
+
+@contextmanager
+def trained_rank(
+    plan: Plan,
+    kind: str,
+    rank: int,
+    micro_batches: int | None = None,
+    precision: str = "fp32",
+    is_whole: bool = True,
+    inside: Iterable[Callable[[], AbstractContextManager[Any]]] = (),
+) -> Iterator[tuple[RankTrace, Trainer, Any]]:
+    """Yields the trace of one rank after its set-up, a trainer without checks, and a batch. Each replica has
+    `micro_batches`, by default two for each pipeline rank and two more. `is_whole`: whether the batch is the global one
+    instead of the rows of a replica. `inside`: contexts of set-up and steps."""
     size = (kind, max(2, plan.stages * (1 + plan.recompute_layers)), max(8, plan.ep))
     graph = graph_of(*size)
     shape = (plan.micro_batch, SEQUENCE // plan.cp // (plan.tp if plan.sequence_parallel else 1), HIDDEN)
     micro_batches = micro_batches or 2 * plan.pp + 2 * (plan.pp > 1)
     rows = (sum(plan.shares) or plan.dp * micro_batches) * plan.micro_batch
-    batch = {name: torch.arange(SEQUENCE).repeat(rows, 1) for name in ("input_ids", "labels")}
-    for rank in ranks:
-        with traced_rank(rank, plan.world, (1, 3, *shape)) as record:
-            model, began = constant_model(*size), time.process_time()
-            made = parallelize(model, still, plan, anatomy=graph, clip=1.0, prove="never")
-            record.setup, record.trains = time.process_time() - began, True
-            made.engine.preflight.skip()
-            made.engine.preflight.analysed = None
-            for _ in range(steps):
-                made.step(batch)
-            made.close()
-        found.append(record)
-    return found
+    batch: Any = {name: torch.arange(SEQUENCE).repeat(rows, 1) for name in ("input_ids", "labels")}
+    if not is_whole:
+        part = {name: value[: plan.micro_batch] for name, value in batch.items()}
+        batch = LocalBatch([part] * micro_batches, rows * (SEQUENCE - 1))
+    with traced_rank(rank, plan.world, (1 if precision == "fp32" else 2, 3, *shape)) as record, ExitStack() as stack:
+        for each in inside:
+            stack.enter_context(each())
+        model, began = constant_model(*size), time.process_time()
+        made = parallelize(model, still, plan, precision=precision, anatomy=graph, clip=1.0, prove="never")
+        record.setup, record.trains = time.process_time() - began, True
+        made.engine.preflight.skip()
+        made.engine.preflight.analysed = None
+        yield record, made, batch
+        made.close()
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
