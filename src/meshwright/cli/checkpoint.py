@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -101,6 +102,28 @@ def verify(path: CheckpointPath, /, *, json: AsJson = False, lang: Language = No
     return 2 if any(found.values()) else 0
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions:
+    """The options of the weights of an export."""
+
+    config: Annotated[
+        Path | None,
+        Parameter(help="a config.json to store with the weights; default: the run's own if known"),
+    ] = None
+    dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None
+    adapter: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="export only the LoRA adapters, in the format of peft; otherwise they are merged into the weights",
+        ),
+    ] = False
+
+
+NO_WEIGHTS_OPTIONS = WeightsOptions()
+
+
 @checkpoint.command
 def export(
     path: CheckpointPath,
@@ -109,11 +132,7 @@ def export(
         Path, Parameter(name="--to", help="output folder for model.safetensors, config.json and the tokenizer")
     ],
     *,
-    config: Annotated[
-        Path | None,
-        Parameter(help="a config.json to store with the weights; default: the run's own if known"),
-    ] = None,
-    dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
+    weights: WeightsOptions = NO_WEIGHTS_OPTIONS,
     form: Annotated[
         Literal["huggingface", "dcp", "deepspeed", "megatron"],
         Parameter(
@@ -125,13 +144,6 @@ def export(
     ] = "huggingface",
     weights_only: Annotated[
         bool, Parameter(negative="", help="leave out the optimizer states (Hugging Face folders have none)")
-    ] = False,
-    adapter: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            help="export only the LoRA adapters, in the format of peft; otherwise they are merged into the weights",
-        ),
     ] = False,
     json: AsJson = False,
     lang: Language = None,
@@ -145,12 +157,12 @@ def export(
 
     one = newest_at(path)
     if form != "huggingface":
-        if (config is not None and form != "megatron") or dtype is not None or adapter:
+        if (weights.config is not None and form != "megatron") or weights.dtype is not None or weights.adapter:
             raise InputError(
                 Message("--config, --dtype and --adapter belong to --form huggingface, not to {form}", form=form)
             )
-        return _export_form(one, to, form, weights_only, config, json, lang)
-    files = _export_huggingface(one, to, config, dtype, adapter)
+        return _export_form(one, to, form, weights_only, weights.config, json, lang)
+    files = _export_huggingface(one, to, weights)
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
     else:
@@ -159,23 +171,23 @@ def export(
     return 0
 
 
-def _export_huggingface(one: Path, to: Path, config: Path | None, dtype: str | None, adapter: bool) -> list[Path]:
+def _export_huggingface(one: Path, to: Path, weights: WeightsOptions) -> list[Path]:
     from meshwright.checkpoint import huggingface
     from meshwright.core.errors import InputError
 
     launch = launch_of_checkpoint(one)
     lora = launch.workload.lora if launch is not None else None
-    if adapter and lora is None:
+    if weights.adapter and lora is None:
         raise InputError(Message("{one}: the run does not train LoRA adapters; leave --adapter out", one=one))
-    if adapter and lora is not None and launch is not None:
+    if weights.adapter and lora is not None and launch is not None:
         return huggingface.export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
     template = run_template(one)
-    text = _model_config(one, config)
+    text = _model_config(one, weights.config)
     files = huggingface.export_weights(
         one,
         to,
         text,
-        dtype=dtype,
+        dtype=weights.dtype,
         transposed=template.transposed if template else (),
         extra_files=run_extra_files(one),
         lora=lora,

@@ -290,22 +290,29 @@ def open_dataset(
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
         raise _missing_mask_token(name, tokens.tokenizer)
     separate_documents = data.documents == "apart"
-    if separate_documents and (objective != "causal" or tokens.tokenizer is None):
-        what = (
-            Message("it needs a causal language model, but the model's objective is {objective}", objective=objective)
-            if objective != "causal"
-            else Message("token arrays have no tokenizer, so the end-of-text token between documents is unknown")
-        )
-        raise InputError(
-            Message("data.documents=apart: {what}; leave documents joined", what=what)
-            + ("" if tokens.tokenizer else Message(", or set data.tokenizer"))
-        )
+    if separate_documents:
+        _check_separate_documents(objective, tokens.tokenizer is not None)
     length = 2 * sequence if objective == "pairs" else sequence
     training, validation = packing.split_validation(tokens.documents, length, data.held_out, name)
     rows, validation_rows = (
         packing.PackedRows(tokens.arrays, part, length, report_corruption) for part in (training, validation)
     )
     return TextDataset(name, rows, validation_rows, tokens, objective, separate_documents)
+
+
+def _check_separate_documents(objective: DataObjective, has_tokenizer: bool) -> None:
+    """Raises InputError if the documents of a row cannot be separated."""
+    if objective == "causal" and has_tokenizer:
+        return
+    what = (
+        Message("it needs a causal language model, but the model's objective is {objective}", objective=objective)
+        if objective != "causal"
+        else Message("token arrays have no tokenizer, so the end-of-text token between documents is unknown")
+    )
+    raise InputError(
+        Message("data.documents=apart: {what}; leave documents joined", what=what)
+        + ("" if has_tokenizer else Message(", or set data.tokenizer"))
+    )
 
 
 def _open_instruction_dataset(
