@@ -170,7 +170,7 @@ def steps_between_hosts(name: str, plan: str, waits: bool) -> tuple[list[float],
         )
         losses, pending = [], []
         for step in range(4):
-            losses.append(trainer.step(make_batch(name, step)).loss)
+            losses.append(trainer.step(make_batch(name, step), wait=False).loss)
             pending.append(sum(unit.weights.is_gathering for unit in trainer.engine.zero.units))
         losses.append(trainer.evaluate(make_batch(name, 99)))
         return losses, pending, trainer.full_state_dict()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from meshwright.core.background_thread import start_background_thread
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
 from meshwright.core.printable_text import escape_terminal_controls
@@ -237,8 +238,7 @@ def search_progress(language: str | None = None, first: float = 5.0, every: floa
             seconds, wait = time.monotonic() - began, every
             print_note(Message("searching for the best plan: {seconds:seconds} so far", seconds=seconds), language)
 
-    reporter = threading.Thread(target=report, name="search-progress", daemon=True)
-    reporter.start()
+    reporter = start_background_thread("search-progress", report, lambda line: None, restarts=False)
     try:
         yield
     finally:
