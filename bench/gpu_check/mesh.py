@@ -48,7 +48,7 @@ LIMIT, COMPILED_LIMIT = 45.0, 150.0
 """Time limits in seconds of a plan, and of one whose blocks are compiled."""
 
 ALONE = Lock()
-"""Held while this process trains on one device: threads share torch's random state and default dtype."""
+"""Locked while this process trains on one device: threads share torch's random state and default dtype."""
 
 EQUAL_PLANS_GOAL = 20
 MOST_RANKS, SHARING_NCCL = 8, (2, 30)

@@ -13,14 +13,18 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from equality import SEQUENCE, make_batch
+from equality import ROWS, SEQUENCE, make_batch, make_optimizer
 from pool import RankFailure
 from test_proof import trainer_of
 from test_train_run import furnished, losses, train
+from torch import nn
 
+from meshwright.runtime.backend import CpuBackend
+from meshwright.runtime.batch_loss import comparison_rows
 from meshwright.runtime.loss import Batch
-from meshwright.spec.record import ProofCost, ProofMode, ProofResult
+from meshwright.spec.record import CHEAP_PROOF_SECONDS, ProofCost, ProofMode, ProofResult
 from meshwright.train.proof.reference_run import ReferenceRun
+from meshwright.train.trainer import parallelize
 
 OWN = """
 import torch
@@ -182,6 +186,45 @@ def after_proof(tokens: int) -> list[bool]:
 def test_a_proof_leaves_nothing_of_a_dropped_trainer_in_memory(ranks: Any) -> None:
     assert ranks.run(1, after_proof, SEQUENCE) == [[False, False]]
     assert ranks.run(1, after_proof, SEQUENCE // 2) == [[False, False]]
+
+
+class Features(nn.Module):
+    """A model of rows of 64 features, which are no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.first(x).relu())
+        return found
+
+
+def priced(is_sequence: bool, seconds: float) -> tuple[list[str], ProofResult | None]:
+    """What is said and proven in a loop of one's own, where a proof of whole rows takes `seconds` by estimate."""
+    if is_sequence:
+        trainer, batch = trainer_of("llama", "dp2.z1", prove="auto"), make_batch("llama", 0)
+    else:
+        torch.manual_seed(0)
+        batch = {"x": torch.randn(ROWS, 64)}
+        trainer = parallelize(
+            Features(), make_optimizer, "dp2.z1", loss=lambda y, _: y.square().mean(), example=batch, prove="auto"
+        )
+    lines = list[str]()
+    trainer.prover.say = lines.append
+    elements = sum(shape.numel() for shape in trainer.engine.shapes.values())
+    rows = min(ROWS, comparison_rows(trainer.plan, trainer.engine.batch_loss))
+    work = 2 * 8 * elements * rows * next(iter(batch.values())).shape[1]
+    with mock.patch.multiple(CpuBackend, nominal_fp32_flops=work / seconds, nominal_flops=1e15):
+        trainer.step(batch)
+    return lines, trainer.prover.last
+
+
+def test_a_proof_that_takes_too_long_reads_fewer_tokens_but_whole_rows_of_features(ranks: Any) -> None:
+    for lines, proof in ranks.run(2, priced, True, 1.5 * CHEAP_PROOF_SECONDS):
+        assert proof.contents[0].endswith(f"the first {SEQUENCE // 2} tokens of each"), lines
+    for lines, proof in ranks.run(2, priced, False, 1.5 * CHEAP_PROOF_SECONDS):
+        assert proof is None and lines[0].startswith("the plan is not proven on these ranks"), lines
 
 
 def test_auto_says_that_a_proof_does_not_fit_and_trains_and_start_refuses(ranks: Any) -> None:

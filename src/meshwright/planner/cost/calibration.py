@@ -269,6 +269,7 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
 
 
 def _memory_of(ranks: Sequence[DeviceProfile], known: Device) -> float:
+    """Returns the bytes of a device: those of `known`, or those that the driver of an accelerator reports, if fewer."""
     return min([known.memory, *(rank.memory for rank in ranks if rank.name != "cpu" and rank.memory)])
 
 

@@ -65,6 +65,7 @@ from meshwright.spec.record import (
     is_proof_cheap,
     validate_proof_mode,
 )
+from meshwright.train.proof.proof_batches import sequence_length
 from meshwright.train.proof.proof_run import NothingProven, ProofRun, ReferenceTooLarge
 from meshwright.train.proof.stored_values import (
     StoredValues,
@@ -404,12 +405,13 @@ class ProofSchedule:
         backend, low = backend_of(state.mesh.device), state.engine.recipe.size < 4
         step = 6 * elements * rows * places / plan.world / backend.nominal_flops
         length = places = max(gather_objects(places))
+        truncates = all(gather_objects(sequence_length(example) > 0))
 
         def seconds(length: int) -> float:
             work = 2 * 8 * elements * proven * length  # FLOPs: 2 batches, 8 per parameter and token with recompute
             return work / backend.nominal_fp32_flops + low * work / backend.nominal_flops
 
-        while not is_proof_cheap(seconds(length), step) and (half := half_sequence_length(plan, length)):
+        while truncates and not is_proof_cheap(seconds(length), step) and (half := half_sequence_length(plan, length)):
             length = half
         self.longest = length if length < places else 0
         return self._too_dear(seconds(length), step, state)
