@@ -41,7 +41,7 @@ from meshwright.runtime.comm.graph_collectives import sum_gradient
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.enums import offloads_weights
-from meshwright.spec.precision import Recipe
+from meshwright.spec.precision import FLOAT8_SIZE_MULTIPLE, Recipe
 
 MIN_COMPUTE_CAPABILITY = {"CUDA": {"tf32": (8, 0), "fp8": (8, 9)}, "ROCm": {"fp8": (9, 5)}}
 """By platform, the lowest compute capability that supports matrix products in each precision. Sources: CUDA C++
@@ -51,8 +51,6 @@ _FORWARD_DTYPE, while gfx942 has its own format of float8."""
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE_ALIGNMENT = 16
 """Bytes. cuBLAS refuses a scale at another address: CUBLAS_STATUS_NOT_SUPPORTED (H100, CUDA 13.0)."""
-_SIZE_MULTIPLE = 16
-"""The dimensions of both factors of a float8 product must be multiples of this number."""
 
 
 def check_precision_support(recipe: Recipe, device: torch.device) -> None:
@@ -148,7 +146,7 @@ def scaled_product(one: Float8Factor, other: Float8Factor, dtype: torch.dtype, f
     which compares plans."""
     if dtype == torch.float64:
         return (one.values.to(dtype) * one.undo) @ (other.values.to(dtype) * other.undo).t()
-    left, right = _padded(one.values, 1), _padded(other.values, _SIZE_MULTIPLE)
+    left, right = _padded(one.values, 1), _padded(other.values, FLOAT8_SIZE_MULTIPLE)
     found = torch._scaled_mm(
         left, right.t(), scale_a=one.undo, scale_b=other.undo, out_dtype=dtype, use_fast_accum=fast
     )
@@ -157,8 +155,8 @@ def scaled_product(one: Float8Factor, other: Float8Factor, dtype: torch.dtype, f
 
 def _padded(values: torch.Tensor, rows: int) -> torch.Tensor:
     """Returns `values` (m, k) with zeros after its rows and columns: m becomes a multiple of `rows`, and k of
-    _SIZE_MULTIPLE, as the kernel requires."""
-    below, behind = -values.shape[0] % rows, -values.shape[1] % _SIZE_MULTIPLE
+    FLOAT8_SIZE_MULTIPLE, as the kernel requires."""
+    below, behind = -values.shape[0] % rows, -values.shape[1] % FLOAT8_SIZE_MULTIPLE
     if not (below or behind):
         return values
     return F.pad(values.view(torch.uint8), (0, behind, 0, below)).view(values.dtype)
@@ -342,7 +340,7 @@ def apply_float8(
     shapes: Mapping[str, torch.Size] | None = None,
 ) -> Float8Casts | None:
     """Makes linear layers inside of blocks multiply in float8, if the recipe requires it. Skips layers with a dimension
-    that is not a multiple of _SIZE_MULTIPLE, experts, and subclasses of `nn.Linear`.
+    that is not a multiple of FLOAT8_SIZE_MULTIPLE, experts, and subclasses of `nn.Linear`.
 
     `context`: the context of a sharded model, whose tensor-parallel layers already have their forwards. `shapes`: the
     global shape of each parameter of such a model.
@@ -361,7 +359,7 @@ def apply_float8(
             path = f"{block}.{inside}" if inside else block
             local = (module.out_features, module.in_features) if type(module) is nn.Linear else None
             sizes = local and ((shapes or {}).get(f"{path}.weight") or local)
-            if not sizes or any(size % _SIZE_MULTIPLE for size in sizes) or path.startswith(experts):
+            if not sizes or any(size % FLOAT8_SIZE_MULTIPLE for size in sizes) or path.startswith(experts):
                 continue
             layer = _install(module, splits.get(f"{path}.weight"), tp, cp)
             found.setdefault(index, []).append(layer)

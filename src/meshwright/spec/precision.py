@@ -41,6 +41,10 @@ from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.messages import Message
 
+FLOAT8_SIZE_MULTIPLE = 16
+"""A linear layer has float8 products if both dimensions of its weight are multiples of this number, which the kernels
+require of both factors."""
+
 INT8_BLOCK_NUMEL = 256
 """The number of int8 elements that share one scale."""
 

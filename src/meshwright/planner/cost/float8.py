@@ -13,9 +13,7 @@ from meshwright.planner.cost.cost_context import BLOCK, CostContext
 from meshwright.planner.cost.offload import offload_fractions
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, TpEpShape
 from meshwright.spec.model import LayerSpec, ParameterSpec
-
-SIZE_MULTIPLE = 16
-"""A layer has float8 products if both dimensions of its weight are multiples of this number."""
+from meshwright.spec.precision import FLOAT8_SIZE_MULTIPLE
 
 MAGNITUDE_BYTES = 4
 """Bytes of the magnitude that the ranks exchange for a factor."""
@@ -31,7 +29,7 @@ def float8_weights(setting: CostContext, layer: LayerSpec) -> list[ParameterSpec
         if len(weight.shape) == 2
         and not weight.experts
         and weight.bits is None
-        and not any(size % SIZE_MULTIPLE for size in weight.shape)
+        and not any(size % FLOAT8_SIZE_MULTIPLE for size in weight.shape)
     ]
 
 
