@@ -28,6 +28,10 @@ TRAINER = {**TORCH_ADAM, "lr": 5e-5, "weight_decay": 0.0, "decay": "matrices", "
     "final_lr": 0.0,
 }
 """src/transformers/training_args.py:787 to 866, src/transformers/trainer.py:1408, version 5.24."""
+UNSTATED_OPTIMIZER = tuple(
+    f"optimizer.{key}" for key in ("betas", "eps", "weight_decay", "warmup", "final_lr", "schedule", "clip")
+)
+"""What no file states if it states only the learning rate."""
 FSDP_YAML = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
 NANOTRON = """
 parallelism: {dp: 2, tp: 1, pp: 1}
@@ -127,13 +131,7 @@ DEFAULTS: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
         {"a.yaml": "train: {micro_batch_size: 1, train_iters: 100}\noptimizer: {lr: 1.0e-4}\n"},
         {"name": "adamw", "lr": 1e-4, "decay": "matrices"},
         (
-            "optimizer.betas",
-            "optimizer.eps",
-            "optimizer.weight_decay",
-            "optimizer.warmup",
-            "optimizer.final_lr",
-            "optimizer.schedule",
-            "optimizer.clip",
+            *UNSTATED_OPTIMIZER,
             "seed",
             "precision",
         ),
@@ -150,13 +148,7 @@ DEFAULTS: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
         {"a.py": "MODEL = 'llama-tiny'\nDP_SHARD = 2\nMICRO_BATCH = 4\nRESHARD_AFTER_FORWARD = True\nLR = 1e-3\n"},
         {"name": "adamw", "lr": 1e-3, "decay": "all"},
         (
-            "optimizer.betas",
-            "optimizer.eps",
-            "optimizer.weight_decay",
-            "optimizer.warmup",
-            "optimizer.final_lr",
-            "optimizer.schedule",
-            "optimizer.clip",
+            *UNSTATED_OPTIMIZER,
             "steps",
             "seed",
             "precision",
