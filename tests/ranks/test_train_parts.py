@@ -245,9 +245,10 @@ def test_a_sample_is_what_the_trained_weights_say() -> None:
     ("line", "prompt"),
     [
         ({"prompt": "What is 2 + 3?", "completion": "It is 5."}, "What is 2 + 3?"),
+        ({"prompt": "1 + 2?", "chosen": "3", "rejected": "12"}, "1 + 2?"),
         ({"text": "z" * 100}, "z" * 8),
     ],
-    ids=["conversation", "text"],
+    ids=["conversation", "preference", "text"],
 )
 @pytest.mark.parametrize("held_out", [0.0, 0.5])
 def test_a_sample_begins_with_a_prompt_of_the_data(
@@ -255,7 +256,7 @@ def test_a_sample_begins_with_a_prompt_of_the_data(
 ) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(line)] * 8))
     data = DataConfig(source=str(tmp_path / "a.jsonl"), tokenizer="bytes", held_out=held_out)
-    found = open_dataset(data, 32, 258)
+    found = open_dataset(data, 32, 258, "preference" if "chosen" in line else "causal", positions=True)
     assert found.tokenizer is not None
     assert found.tokenizer.decode(sample_prompt(found, found.tokenizer, False)).strip() == prompt
     assert found.tokenizer.decode(sample_prompt(found, found.tokenizer, True)) == "\n\ndef"

@@ -17,6 +17,7 @@ from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes, show_count
 from meshwright.data.dataset import DataObjective, Dataset
 from meshwright.data.instructions import IGNORED_LABEL
+from meshwright.data.preferences import ANSWERS
 from meshwright.data.tokens import Tokenizer
 from meshwright.runtime.loss import extract_logits
 from meshwright.spec.job import LaunchSpec
@@ -93,14 +94,15 @@ def sample_text(
 def sample_prompt(dataset: Dataset, tokenizer: Tokenizer, is_code: bool) -> list[int]:
     """Returns the tokens with which the sample begins, from a row of the data set, a validation row if there is one.
 
-    A conversation gives the tokens before its first learned token, so that the model answers the user. Text gives
-    PROMPT_TOKENS tokens. `is_code`: whether the data are the sources of Python's library, which get CODE_PROMPT.
+    A conversation or a preference pair gives the tokens before its first learned token, so that the model answers the
+    user. Text gives PROMPT_TOKENS tokens. `is_code`: whether the data are the sources of Python's library, which get CODE_PROMPT.
     """
     if is_code:
         return [tokenizer.end_of_text, *map(int, tokenizer.encode([CODE_PROMPT])[0])]
     first = np.zeros(1, np.int64)
     row = dataset.validation(first) if dataset.validation_rows else dataset.training(first, first, 0)
-    begin = int((row["labels"][0] != IGNORED_LABEL).int().argmax())
+    labels = row["labels"] if "labels" in row else row[f"{ANSWERS[0]}_labels"]
+    begin = int((labels[0] != IGNORED_LABEL).int().argmax())
     return [int(each) for each in row["input_ids"][0, : begin or PROMPT_TOKENS]]
 
 
