@@ -1,5 +1,5 @@
 """A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, biases, and
-GELU. Query, key and value have one fused projection. By default, the vocabulary head is tied to the embedding.
+GELU, or ReLU as in OPT (Zhang et al., arXiv 2205.01068, section 2.1). Query, key and value have one fused projection. By default, the vocabulary head is tied to the embedding.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3. The initial weights of
 residual projections are divided by sqrt(2 x layers). Parameter names follow Hugging Face's GPT2LMHeadModel, but weights
@@ -20,7 +20,7 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The sizes of the model. `dropout` is the dropout rate."""
+    """The sizes of the model. `dropout` is the dropout rate. `relu`: whether ReLU replaces GELU."""
 
     layers: int
     hidden: int
@@ -32,6 +32,7 @@ class GPT2Config:
     dropout: float = 0.0
     eps: float = 1e-5
     init_std: float = 0.02
+    relu: bool = False
 
 
 class GPT2Attention(nn.Module):
@@ -57,15 +58,17 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2FeedForward(nn.Module):
-    """Two linear layers with GELU between them."""
+    """Two linear layers with GELU or ReLU between them."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.hidden, config.ffn)
         self.c_proj = nn.Linear(config.ffn, config.hidden)
+        self.relu = config.relu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        inner = self.c_fc(x)
+        return self.c_proj(F.relu(inner) if self.relu else F.gelu(inner, approximate="tanh"))
 
 
 class GPT2Block(nn.Module):

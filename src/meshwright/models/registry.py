@@ -28,6 +28,10 @@ MISSING_PARTS = {
     "neox": Message("parallel attention and feed-forward with LayerNorm, and no rotation of a part of a head"),
 }
 """What kinds of the catalog have that no reference model has."""
+MISSING_PARTS_OF_FAMILIES = {
+    "GPT-OSS": Message("attention sinks, sliding windows and biases of experts"),
+}
+"""The same for single families of a kind that is otherwise built."""
 
 
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
@@ -61,7 +65,8 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         _check_head_dim(hidden, heads, head_dim)
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
-        return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
+        positions, relu = _num_positions(given, seq), given.get("mlp") == "relu"
+        return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, positions, tied, relu=relu))
     if kind == "bert":
         return Bert(BertConfig(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
     kv_heads = int(given.get("kv_heads", heads))
@@ -122,13 +127,15 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     Raises:
         InputError: the kind does not exist, or does not support the sizes.
     """
-    if kind in MISSING_PARTS:
+    family = str(given.get("family", ""))
+    missing = MISSING_PARTS.get(kind) or MISSING_PARTS_OF_FAMILIES.get(family)
+    if missing:
         raise InputError(
             Message(
                 "kind {kind!r}: the built-in reference models have no {part}; name a Hugging Face folder or a module "
                 "instead",
-                kind=kind,
-                part=MISSING_PARTS[kind],
+                kind=kind if kind in MISSING_PARTS else family,
+                part=missing,
             )
         )
     if kind not in MODEL_KINDS:
