@@ -1,5 +1,6 @@
-"""A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, biases, and
-GELU, or ReLU as in OPT (Zhang et al., arXiv 2205.01068, section 2.1). Query, key and value have one fused projection. By default, the vocabulary head is tied to the embedding.
+"""A decoder in the style of GPT-2. It has learned positions, LayerNorm before attention and feed-forward, and biases.
+Its activation is GELU, or ReLU as in OPT (Zhang et al., arXiv 2205.01068, section 2.1). Query, key and value have one
+fused projection. By default, the vocabulary head is tied to the embedding.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3. The initial weights of
 residual projections are divided by sqrt(2 x layers). Parameter names follow Hugging Face's GPT2LMHeadModel, but weights

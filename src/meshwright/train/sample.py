@@ -95,7 +95,8 @@ def sample_prompt(dataset: Dataset, tokenizer: Tokenizer, is_code: bool) -> list
     """Returns the tokens with which the sample begins, from a row of the data set, a validation row if there is one.
 
     A conversation or a preference pair gives the tokens before its first learned token, so that the model answers the
-    user. Text gives PROMPT_TOKENS tokens. `is_code`: whether the data are the sources of Python's library, which get CODE_PROMPT.
+    user. Text gives PROMPT_TOKENS tokens. `is_code`: whether the data are the sources of Python's library, which get
+    CODE_PROMPT.
     """
     if is_code:
         return [tokenizer.end_of_text, *map(int, tokenizer.encode([CODE_PROMPT])[0])]
