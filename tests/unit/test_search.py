@@ -471,11 +471,15 @@ def test_trust_in_measured_plans_leaves_the_others_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "said"),
-    [("1x8:tpu-v5p", "tpu-v5p can be planned"), ("1x8:h100+1x8:mi300x", "h100, mi300x in one job can be")],
+    ("model", "on", "said"),
+    [
+        ("llama2-7b", "1x8:tpu-v5p", "tpu-v5p can be planned"),
+        ("llama2-7b", "1x8:h100+1x8:mi300x", "h100, mi300x in one job can be"),
+        ("pythia-1b", "1x8:h100", "kind 'neox'"),
+    ],
 )
-def test_devices_without_a_backend_are_plan_only(on: str, said: str) -> None:
-    job = named_job("llama2-7b", on, 64, 4096)
+def test_what_cannot_be_trained_is_plan_only(model: str, on: str, said: str) -> None:
+    job = named_job(model, on, 64, 2048)
     answer = search_plans(job, 2)
     assert not any(entry.runs for entry in answer.plans)
     assert f"plan-only: {said}" in search_result_text(job, answer, ()).replace("\n    ", " ")

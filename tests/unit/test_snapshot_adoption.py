@@ -53,8 +53,8 @@ if leaves:
     print(subprocess.Popen(["sleep", "1000"], pass_fds=(own.lifeline,), stdout=subprocess.DEVNULL, \
 stderr=subprocess.DEVNULL).pid)
 place = f"/proc/{own._process.pid}/fd"
-while sum(is_memory(f"{place}/{file}") for file in os.listdir(place)) < 3 * len(sets):
-    pass
+while sum(is_memory(f"{place}/{file}") for file in os.listdir(place)) < 3 * len(sets) or not own._is_named:
+    own.look()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

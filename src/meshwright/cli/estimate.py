@@ -61,7 +61,7 @@ def estimate(
     plan = with_chosen_bucket(question, plan)
     priced = price(question, plan)
     if json:
-        print_json(plan_data(plan, priced, question))
+        print_json(plan_data(question, plan, priced))
     else:
         print_output(estimate_text(question, plan, priced, language))
     return 0

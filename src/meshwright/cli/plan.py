@@ -189,7 +189,7 @@ def _plan_for_system(
         print_json(
             {
                 "system": system.name,
-                **{name: plan_data(row.plan, row.estimate) for name, row in plans.items() if row is not None},
+                **{name: plan_data(question, row.plan, row.estimate) for name, row in plans.items() if row is not None},
                 "removed": found.removed,
                 "added": found.added,
                 "lines": lines,
@@ -404,7 +404,7 @@ def _answer_data(
         from meshwright.planner.search.explain import compare_families
         from meshwright.report.why import plan_comparison_data
 
-        data["families"] = [plan_comparison_data(found) for found in compare_families(question, answer)]
+        data["families"] = [plan_comparison_data(question, found) for found in compare_families(question, answer)]
     if shown.advice:
         from meshwright.planner.search.advice import advise
 
@@ -435,7 +435,7 @@ def _compare_plans(file: JobFile, names: tuple[str, str], language: str, json: b
     first, second = map(priced, names)
     announce_defaults(file, question.workload, language)
     if json:
-        print_json(plan_pair_data(first, second))
+        print_json(plan_pair_data(question, first, second))
     else:
         print_output(plan_pair_text(first, second, language))
 
@@ -463,6 +463,6 @@ def _explain_rejection(
     wanted = with_chosen_bucket(question, wanted) if isinstance(wanted, Plan) else wanted
     found = why_not(question, answer.chosen, name, wanted, runnable)
     if json:
-        print_json(why_not_data(answer, found))
+        print_json(why_not_data(question, answer, found))
     else:
         print_output(plan_comparison_text(answer, found, language))

@@ -21,17 +21,7 @@ from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.moe import MoeConfig, MoeLlama
-
-MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
-MISSING_PARTS = {
-    "bloom": Message("ALiBi positions"),
-    "neox": Message("parallel attention and feed-forward with LayerNorm, and no rotation of a part of a head"),
-}
-"""What kinds of the catalog have that no reference model has."""
-MISSING_PARTS_OF_FAMILIES = {
-    "GPT-OSS": Message("attention sinks, sliding windows and biases of experts"),
-}
-"""The same for single families of a kind that is otherwise built."""
+from meshwright.spec.reference_models import optional_count, reference_model_kind, unsupported_sizes
 
 
 def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
@@ -45,8 +35,9 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     1176
     """
     given = {name: value for name, value in model.items() if value not in ("", None)}
+    if (fault := unsupported_sizes(given)) is not None:
+        raise InputError(fault)
     kind = str(given.get("kind") or reference_model_kind(given))
-    _check_supported(given, kind)
     if kind == "convnet":
         return ConvNet(
             ConvNetConfig(
@@ -76,36 +67,12 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         )
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
-    qk_norm, parallel = bool(int(given.get("qk_norm", 0))), _optional_count(given, "norms") == 1
-    if not _optional_count(given, "experts"):
-        config = LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base, qk_norm)
-        return Llama(replace(config, parallel=parallel))
-    inner = LlamaConfig(
-        layers,
-        hidden,
-        heads,
-        kv_heads,
-        _optional_count(given, "moe_ffn") or ffn,
-        vocab,
-        seq,
-        tied,
-        head_dim,
-        bias,
-        base,
-        qk_norm,
-    )
-    return MoeLlama(MoeConfig(inner, _optional_count(given, "experts"), _required_size(given, "top_k")))
-
-
-def reference_model_kind(sizes: Mapping[str, Any]) -> str:
-    """Returns the kind of the reference model with these sizes: 'convnet' if they have `classes`, and 'bert' for the
-    families bert and roberta. Otherwise the position encoding `pos` decides: 'gpt2' for learned positions, else
-    'llama'."""
-    if "classes" in sizes:
-        return "convnet"
-    if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
-        return "bert"
-    return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
+    qk_norm, experts = bool(int(given.get("qk_norm", 0))), optional_count(given, "experts")
+    inner = (experts and optional_count(given, "moe_ffn")) or ffn
+    config = LlamaConfig(layers, hidden, heads, kv_heads, inner, vocab, seq, tied, head_dim, bias, base, qk_norm)
+    if experts:
+        return MoeLlama(MoeConfig(config, experts, _required_size(given, "top_k")))
+    return Llama(replace(config, parallel=optional_count(given, "norms") == 1))
 
 
 def _check_head_dim(hidden: int, heads: int, head_dim: int) -> None:
@@ -121,88 +88,6 @@ def _check_head_dim(hidden: int, heads: int, head_dim: int) -> None:
         )
 
 
-def _check_supported(given: Mapping[str, Any], kind: str) -> None:
-    """Checks that the kind exists and that its reference model supports the given sizes.
-
-    Raises:
-        InputError: the kind does not exist, or does not support the sizes.
-    """
-    family = str(given.get("family", ""))
-    missing = MISSING_PARTS.get(kind) or MISSING_PARTS_OF_FAMILIES.get(family)
-    if missing:
-        raise InputError(
-            Message(
-                "kind {kind!r}: the built-in reference models have no {part}; name a Hugging Face folder or a module "
-                "instead",
-                kind=kind if kind in MISSING_PARTS else family,
-                part=missing,
-            )
-        )
-    if kind not in MODEL_KINDS:
-        raise InputError(
-            Message(
-                "model kind {kind!r} is not one of {kinds}{hint}",
-                kind=kind,
-                kinds=", ".join(MODEL_KINDS),
-                hint=did_you_mean(kind, MODEL_KINDS),
-            )
-        )
-    if _optional_count(given, "experts") and kind != "decoder":
-        raise InputError(
-            Message(
-                "experts ({experts}): the reference model {kind!r} has no experts, 'decoder' has",
-                experts=given["experts"],
-                kind=kind,
-            )
-        )
-    unsupported = next(
-        (name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None
-    )
-    if unsupported is not None:
-        raise InputError(
-            Message(
-                "{unsupported} ({given}): the built-in reference models do not support it; name a Hugging Face folder "
-                "or a module instead",
-                unsupported=unsupported,
-                given=given[unsupported],
-            )
-        )
-    if kind == "decoder" and not (
-        bool(_optional_count(given, "experts")) != (_optional_count(given, "norms") == 1)
-        and given.get("norm", "rms") == "rms"
-        and given.get("mlp", "swiglu") == "swiglu"
-    ):
-        raise InputError(
-            Message(
-                "kind 'decoder': the reference model needs experts or one norm per block (norms: 1), norm rms and mlp "
-                "swiglu; set them, or name a Hugging Face folder or a module instead"
-            )
-        )
-    _check_layers(given)
-
-
-def _check_layers(given: Mapping[str, Any]) -> None:
-    """Checks that the reference models support the given kind of attention and of position encoding.
-
-    Raises:
-        InputError: no reference model supports them.
-    """
-    if given.get("mla") not in (None, 0, "0"):
-        raise InputError(
-            Message(
-                "mla: the built-in reference models have no latent attention; name a Hugging Face folder or a module "
-                "instead"
-            )
-        )
-    if given.get("pos") not in (None, "rope", "learned"):
-        raise InputError(
-            Message(
-                "pos {pos!r} is not one of rope, learned; name a Hugging Face folder or a module instead",
-                pos=given["pos"],
-            )
-        )
-
-
 def _required_size(given: Mapping[str, Any], name: str) -> int:
     if name not in given:
         raise InputError(Message("model needs {name!r}{hint}", name=name, hint=did_you_mean(name, given)))
@@ -210,11 +95,6 @@ def _required_size(given: Mapping[str, Any], name: str) -> int:
     if value < 1:
         raise InputError(Message("{name} ({value}) must be at least 1", name=name, value=value))
     return value
-
-
-def _optional_count(given: Mapping[str, Any], name: str) -> int:
-    """Returns the count `name`, or 0 if it is missing or empty."""
-    return int(float(given.get(name) or 0))
 
 
 def _num_positions(given: Mapping[str, Any], seq: int) -> int:

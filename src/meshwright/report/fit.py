@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_count
+from meshwright.planner.inputs.plan_only import untrainable_part
 from meshwright.report.plans import clip_text, table_heading
 from meshwright.report.text import align_columns, wrap_text
 from meshwright.spec.cluster import Cluster
@@ -142,6 +143,8 @@ def smallest_cluster_text(
                 )
             )
         lines.append([called, *cells])
+    if (fault := untrainable_part(model, cluster)) is not None:
+        said.append(Message("plan-only: {fault}", fault=fault))
     return "\n".join(
         [
             translate(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.messages import Message, term, translate
 from meshwright.core.units import show_bytes, show_count, show_seconds, show_step
+from meshwright.planner.inputs.plan_only import plan_only_parts, plan_only_reasons, untrainable_part
 from meshwright.report.text import align_columns, display_width, terminal_width, wrap_text
 from meshwright.spec.constraints import is_supported, unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown, fit_message
@@ -55,9 +56,7 @@ def search_result_text(
     """Returns the ranked plans, the reasons for the first plan, what is known about the error of its estimate
     (`trust`), and the rejected plans by reason."""
     ranked = plan_table(job, [(entry.plan, entry.estimate) for entry in answer.plans], language)
-    from meshwright.planner.search.ranking import untrainable_devices
-
-    fault = untrainable_devices(job.cluster)
+    fault = untrainable_part(job.model, job.cluster)
     remarks = plan_only_messages(job, answer) if fault is None else [Message("plan-only: {fault}", fault=fault)]
     ranked += "".join(f"\n{wrap_text(translate(remark, language))}" for remark in remarks)
     tally = Message(
@@ -247,10 +246,7 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         "",
         translate(speed, language),
         *(wrap_text(translate(line, language)) for line in placement_messages(job, plan)),
-        *(
-            wrap_text(translate(Message("plan-only: this version does not run {part} yet", part=part), language))
-            for part in unsupported_parts(plan, job.workload.recipe)
-        ),
+        *(wrap_text(translate(reason, language)) for reason in plan_only_reasons(job, plan)),
         *(wrap_text(translate(Message("note: {note}", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)
@@ -280,14 +276,14 @@ def clip_text(text: str, width: int) -> str:
     return text + "..."
 
 
-def plan_data(plan: Plan, estimate: Estimate, job: Job | None = None) -> dict[str, Any]:
+def plan_data(job: Job, plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """Returns the JSON data of one plan: name, plan, estimate, and whether this version runs it. Units are bytes and
     seconds."""
     return {
         "name": plan.name,
         "plan": plan.model_dump(mode="json"),
         "estimate": estimate.model_dump(mode="json"),
-        "runs": is_supported(plan, job.workload.recipe if job is not None else None),
+        "runs": not plan_only_parts(job, plan),
     }
 
 
@@ -295,8 +291,8 @@ def search_result_data(job: Job, answer: SearchResult) -> dict[str, Any]:
     """Returns the data of `plan --json`."""
     return {
         "job": job.model_dump(mode="json"),
-        "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate, job),
-        "plans": [plan_data(entry.plan, entry.estimate, job) for entry in answer.plans],
+        "chosen": plan_data(job, answer.chosen.plan, answer.chosen.estimate),
+        "plans": [plan_data(job, entry.plan, entry.estimate) for entry in answer.plans],
         "considered": answer.considered,
         "rejected": [
             {"reason": entry.reason, "count": entry.count, "example": entry.example} for entry in answer.rejected

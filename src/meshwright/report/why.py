@@ -15,6 +15,7 @@ from meshwright.core.units import show_bytes, show_seconds, show_step
 from meshwright.report.plans import plan_data, table_heading, wrap_plan_names
 from meshwright.report.text import align_columns, round_to_sum, wrap_text
 from meshwright.spec.estimate import MEMORY_KINDS, Estimate, FitStatus, fit_message, largest_memory_kind
+from meshwright.spec.job import Job
 
 if TYPE_CHECKING:
     from meshwright.planner.search.best_plans import RankedPlan, SearchResult
@@ -81,14 +82,14 @@ def plan_pair_text(first: RankedPlan, second: RankedPlan, language: str = "en") 
     return "\n".join([*(wrap_text(translate(line, language)) for line in lines), "", tables])
 
 
-def plan_pair_data(first: RankedPlan, second: RankedPlan) -> dict[str, Any]:
+def plan_pair_data(job: Job, first: RankedPlan, second: RankedPlan) -> dict[str, Any]:
     """Returns the data of `plan --compare --json`. `terms` are the differences by kind of time; they add up to `gap`,
     the step time of the second plan minus that of the first in seconds."""
     from meshwright.planner.search.explain import time_deltas
 
     terms = time_deltas(first.estimate, second.estimate)
     return {
-        "plans": [plan_data(each.plan, each.estimate) for each in (first, second)],
+        "plans": [plan_data(job, each.plan, each.estimate) for each in (first, second)],
         "gap": math.fsum(term.seconds for term in terms),
         "terms": [{"name": term.name, "seconds": term.seconds} for term in terms],
     }
@@ -217,13 +218,13 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
     return align_columns(wrap_plan_names(rows, at=1))
 
 
-def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
+def plan_comparison_data(job: Job, found: PlanComparison) -> dict[str, Any]:
     """Returns the data of a plan that was not chosen. `terms` are the differences by kind of time; they add up to
     `gap`."""
     return {
         "asked": found.name,
         "outcome": str(found.outcome),
-        "entry": plan_data(found.plan, found.estimate)
+        "entry": plan_data(job, found.plan, found.estimate)
         if found.plan is not None and found.estimate is not None
         else None,
         "gap": found.gap,
@@ -232,6 +233,6 @@ def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
     }
 
 
-def why_not_data(answer: SearchResult, found: PlanComparison) -> dict[str, Any]:
+def why_not_data(job: Job, answer: SearchResult, found: PlanComparison) -> dict[str, Any]:
     """Returns the data of `plan --why-not --json`."""
-    return {"chosen": plan_data(answer.chosen.plan, answer.chosen.estimate), **plan_comparison_data(found)}
+    return {"chosen": plan_data(job, answer.chosen.plan, answer.chosen.estimate), **plan_comparison_data(job, found)}

@@ -243,6 +243,9 @@ class ModelSpec(StrictModel):
         default="",
         description="why the model must not be cut into pipeline stages; empty: it can be cut between blocks",
     )
+    against_training: TranslatableText = Field(
+        default="", description="why this version cannot build the model; empty: it can, so that plans can run"
+    )
     vocabulary: int = Field(default=0, ge=0)
     notes: tuple[TranslatableText, ...] = Field(
         default=(), description="results of tracing the model, including code that was not understood"

@@ -27,10 +27,9 @@ from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.hub_cache import hub_snapshot, is_hub_name
 from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes
-from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.inputs.cluster_parser import cluster_from_data, read_cluster
-from meshwright.planner.inputs.model_parser import model_title, read_sizes
+from meshwright.planner.inputs.model_parser import model_title, read_sizes, spec_of_source
 from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
 from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.job import Job, RunConfig
@@ -215,8 +214,9 @@ def resolve_job(file: JobFile) -> Job:
 
     Raises: InputError if a part of the job is invalid, or if model, cluster and workload do not match.
     """
+    source = file.model.source
     sizes = None if file.described else resolve_sizes(file.model)
-    model = file.described or model_spec(model_title(file.model.source), sizes or resolve_sizes(file.model))
+    model = file.described or spec_of_source(model_title(source), source, sizes or resolve_sizes(file.model))
     if isinstance(model, str):
         raise InputError(model)
     if file.workload.lora is not None:

@@ -43,6 +43,7 @@ from meshwright.planner.inputs.architecture_sizes import (
     sizes_from_hf_config,
 )
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.reference_models import unsupported_sizes
 from meshwright.spec.workload import USER_FUNCTION_PATTERN
 
 
@@ -129,7 +130,14 @@ def read_model(name: str, **changes: Any) -> ModelSpec:
     """
     sizes = read_sizes(name)
     given = {key: value for key, value in changes.items() if value is not None}
-    return model_spec(name, sizes.changed(given) if given else sizes)
+    return spec_of_source(name, name, sizes.changed(given) if given else sizes)
+
+
+def spec_of_source(title: str, source: str, sizes: ArchitectureSizes) -> ModelSpec:
+    """Returns the model spec of `sizes`. Ranks build the module of a Hugging Face folder by transformers, and otherwise
+    a reference model, which does not support all sizes."""
+    fault = None if is_model_folder(source) else unsupported_sizes(sizes.model_dump())
+    return model_spec(title, sizes).but(against_training=fault or "")
 
 
 _SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError, NothingFits
 from meshwright.core.messages import Message
 from meshwright.planner.cost.communicators import driver_bytes
@@ -31,6 +30,7 @@ from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.inputs.plan_only import plan_only_parts, untrainable_part
 from meshwright.planner.search import heterogeneous
 from meshwright.planner.search.best_plans import (
     PlanCandidate,
@@ -48,7 +48,6 @@ from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
 from meshwright.planner.search.infeasible import infeasibility_error
 from meshwright.planner.search.run_cost import with_power_as_price
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.constraints import is_supported
 from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
 from meshwright.spec.estimate import FIT_STATUS_ORDER, Estimate
 from meshwright.spec.job import Job
@@ -116,7 +115,7 @@ def search_plans(
     and this version cannot train on the devices.
     """
     began = time.perf_counter()
-    if runnable and (fault := untrainable_devices(job.cluster)) is not None:
+    if runnable and (fault := untrainable_part(job.model, job.cluster)) is not None:
         raise InputError(fault)
     if objective == SearchObjective.energy:
         job, objective = job.but(cluster=with_power_as_price(job.cluster)), SearchObjective.cheapest
@@ -168,36 +167,7 @@ def rank_plans(
         ]
         scored = sorted(scored, key=lambda pair: round_score(pair[0]))
     kin = best_per_family(found.ranking, scored if objective == SearchObjective.fastest else ())
-    devices_run = untrainable_devices(job.cluster) is None
-    return tuple(
-        entry.but(runs=devices_run and is_supported(entry.plan, job.workload.recipe)) for _, entry in scored[:top]
-    ), kin
-
-
-TRAINABLE_VENDORS = ("nvidia", "amd", "host")
-"""The vendors, by the names of catalog files, whose devices torch trains on with its CUDA or CPU device type
-(runtime/backend.py)."""
-
-
-def untrainable_devices(cluster: Cluster) -> Message | None:
-    """Returns why this version cannot train on the devices of `cluster`, or None if it can: a vendor without a backend,
-    or devices of several vendors, whose collective libraries do not connect. Devices that the catalog does not have are
-    trusted."""
-    rows = catalog.devices()
-    vendors = {row["vendor"]: row["name"] for group in cluster.groups if (row := rows.get(group.device.name))}
-    wrong = [name for vendor, name in vendors.items() if vendor not in TRAINABLE_VENDORS]
-    if wrong:
-        return Message(
-            "{devices} can be planned for but not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; name "
-            "one of these in --cluster",
-            devices=", ".join(wrong),
-        )
-    if len(vendors) > 1:
-        return Message(
-            "{devices} in one job can be planned but not trained: they have no common collective library",
-            devices=", ".join(vendors.values()),
-        )
-    return None
+    return tuple(entry.but(runs=not plan_only_parts(job, entry.plan)) for _, entry in scored[:top]), kin
 
 
 def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:

@@ -42,12 +42,12 @@ from meshwright.planner.cost.rank_contents import RankClass, stage_contents
 from meshwright.planner.cost.step import model_flops, peak_flops
 from meshwright.planner.cost.step_formula import RATES, StepFormulas
 from meshwright.planner.cost.symbolic import OPERATIONS, Program
+from meshwright.planner.inputs.plan_only import plan_only_parts
 from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family
 from meshwright.planner.search.explain import family_name
 from meshwright.report.page.page_grid import GridPoint, PageGrid, PricedPlan, cluster_memory_limit
 from meshwright.report.plans import shown_stages
 from meshwright.spec.cluster import Cluster, ClusterRates
-from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -312,7 +312,7 @@ def priced_plan_data(priced: PricedPlan, whole: bool, job: Job) -> list[Any]:
         round_number(priced.safe),
         round_number(priced.risk),
         round_number(estimate.over(job.workload.steps) - estimate.time.step),
-        ", ".join(unsupported_parts(priced.plan, job.workload.recipe)),
+        ", ".join(plan_only_parts(job, priced.plan)),
         list(estimate.notes),
         [round_number(priced.limits[rank]) for rank in ranks] if priced.limits else [],
         str(estimate.verdict) if priced.limits else "",

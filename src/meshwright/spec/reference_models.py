@@ -1,0 +1,94 @@
+"""Which sizes of an architecture the built-in reference models support. The planner marks the plans of other models as
+plan-only, and `models/registry.py` refuses to build them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.core.errors import did_you_mean
+from meshwright.core.messages import Message
+
+MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
+MISSING_PARTS = {
+    "bloom": Message("ALiBi positions"),
+    "neox": Message("parallel attention and feed-forward with LayerNorm, and no rotation of a part of a head"),
+}
+"""What kinds of the catalog have that no reference model has."""
+MISSING_PARTS_OF_FAMILIES = {
+    "GPT-OSS": Message("attention sinks, sliding windows and biases of experts"),
+}
+"""The same for single families of a kind that is otherwise built."""
+UNSUPPORTED_COUNTS = ("shared_experts", "dense_first_layers", "router_bias")
+
+
+def reference_model_kind(sizes: Mapping[str, Any]) -> str:
+    """Returns the kind of the reference model with these sizes: 'convnet' if they have `classes`, and 'bert' for the
+    families bert and roberta. Otherwise the position encoding `pos` decides: 'gpt2' for learned positions, else
+    'llama'."""
+    if "classes" in sizes:
+        return "convnet"
+    if str(sizes.get("family", "")).lower() in ("bert", "roberta"):
+        return "bert"
+    return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
+
+
+def unsupported_sizes(sizes: Mapping[str, Any]) -> Message | None:
+    """Returns why no reference model is built from `sizes` (keys of the catalog), or None if one is. Empty sizes ('' or
+    None) count as not given."""
+    given = {name: value for name, value in sizes.items() if value not in ("", None)}
+    kind, family = str(given.get("kind") or reference_model_kind(given)), str(given.get("family", ""))
+    missing = MISSING_PARTS.get(kind) or MISSING_PARTS_OF_FAMILIES.get(family)
+    if missing:
+        return Message(
+            "kind {kind!r}: the built-in reference models have no {part}; name a Hugging Face folder or a module "
+            "instead",
+            kind=kind if kind in MISSING_PARTS else family,
+            part=missing,
+        )
+    if kind not in MODEL_KINDS:
+        return Message(
+            "model kind {kind!r} is not one of {kinds}{hint}",
+            kind=kind,
+            kinds=", ".join(MODEL_KINDS),
+            hint=did_you_mean(kind, MODEL_KINDS),
+        )
+    if optional_count(given, "experts") and kind != "decoder":
+        return Message(
+            "experts ({experts}): the reference model {kind!r} has no experts, 'decoder' has",
+            experts=given["experts"],
+            kind=kind,
+        )
+    for name in UNSUPPORTED_COUNTS:
+        if optional_count(given, name):
+            return Message(
+                "{unsupported} ({given}): the built-in reference models do not support it; name a Hugging Face folder "
+                "or a module instead",
+                unsupported=name,
+                given=given[name],
+            )
+    if kind == "decoder" and not (
+        bool(optional_count(given, "experts")) != (optional_count(given, "norms") == 1)
+        and given.get("norm", "rms") == "rms"
+        and given.get("mlp", "swiglu") == "swiglu"
+    ):
+        return Message(
+            "kind 'decoder': the reference model needs experts or one norm per block (norms: 1), norm rms and mlp "
+            "swiglu; set them, or name a Hugging Face folder or a module instead"
+        )
+    if given.get("mla") not in (None, 0, "0"):
+        return Message(
+            "mla: the built-in reference models have no latent attention; name a Hugging Face folder or a module "
+            "instead"
+        )
+    if given.get("pos") not in (None, "rope", "learned"):
+        return Message(
+            "pos {pos!r} is not one of rope, learned; name a Hugging Face folder or a module instead",
+            pos=given["pos"],
+        )
+    return None
+
+
+def optional_count(sizes: Mapping[str, Any], name: str) -> int:
+    """Returns the count `name`, or 0 if it is missing or empty."""
+    return int(float(sizes.get(name) or 0))
