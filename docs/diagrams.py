@@ -170,7 +170,7 @@ def zero_diagram(drawing: Drawing) -> str:
                 x += width
             drawing.text(36, y + 18 * rank + 12, f"{rank}", "s m")
         drawing.text(WIDTH, y + 36, (f"{stored:g} of {whole} bytes", f"{whole} 字节中的 {stored:g}"), "s", "end")
-    return drawing.svg(("What four ranks store at ZeRO stages 0 to 3", "ZeRO 0 到 3 级时四个 rank 各自存放的内容"))
+    return drawing.svg(("What four ranks store at ZeRO stages 0 to 3", "ZeRO 0 到 3 时四个 rank 各自存放的内容"))
 
 
 def tensor_diagram(drawing: Drawing) -> str:
@@ -345,7 +345,7 @@ def recompute_diagram(drawing: Drawing) -> str:
         drawing.text(360, y + 15, f"{gib:.1f} GiB", "s")
         drawing.box(450, y, 240 * seconds / rows[-1][2], 20, RANK_COLOURS[3])
         drawing.text(696, y + 15, f"{seconds / rows[0][2] - 1:+.0%}", "s")
-    return drawing.svg(("Activations and time with and without recompute", "有无重算时的激活值与时间"))
+    return drawing.svg(("Activations and time with and without recompute", "有无重计算时的激活值与时间"))
 
 
 DIAGRAMS = {

@@ -47,11 +47,11 @@ PLAN_PARTS = {
     ("dp2x2.z3", "dp2x2.z1"): ("replicas of shard groups (HSDP)", "分片组的副本（HSDP）"),
     ("mb4",): ("sequences of a micro-batch", "一个微批的序列数"),
     ("mb4.pp2",): ("micro-batch in a pipeline", "流水线中的微批"),
-    ("rc-full",): ("recompute of whole blocks", "重算整个块"),
-    ("rc-full.pp2",): ("recompute in a pipeline", "流水线中的重算"),
-    ("rc-full2",): ("recompute of two blocks of a stage", "每个阶段只重算两块"),
-    ("rc-attn",): ("recompute of the attention core", "只重算注意力核心"),
-    ("rc-sac",): ("selective recompute", "选择性重算"),
+    ("rc-full",): ("recompute of whole blocks", "重计算整个块"),
+    ("rc-full.pp2",): ("recompute in a pipeline", "流水线中的重计算"),
+    ("rc-full2",): ("recompute of two blocks of a stage", "每个阶段只重计算两块"),
+    ("rc-attn",): ("recompute of the attention core", "只重计算注意力核心"),
+    ("rc-sac",): ("selective recompute", "选择性重计算"),
     ("off-optimizer", "off-optimizer.off-gradients", "off-optimizer.off-gradients.off-parameters"): (
         "offload to CPU",
         "卸载到 CPU",
@@ -66,7 +66,7 @@ PLAN_PARTS = {
 it can run."""
 WORKLOAD_PARTS: dict[str, tuple[str, Any, str, str]] = {
     "batch: 32": ("batch", 32, "sequences of a step, of all devices", "所有设备一步的序列数"),
-    "sequence: 1024": ("sequence", 1024, "tokens of a sequence", "一条序列的词元数"),
+    "sequence: 1024": ("sequence", 1024, "tokens of a sequence", "一条序列的 token 数"),
     "steps: 500": ("steps", 500, "steps", "步数"),
     "precision: fp32": ("precision", "fp32", "precision", "精度"),
     "precision: bf16": ("precision", "bf16", "", ""),

@@ -47,7 +47,7 @@ JOB = (
         ArchitectureSizes,
         "The sizes of the architecture. In an architecture file, `kind`, `layers` and `hidden` are required. "
         "In a job, every key replaces one size of the chosen model.",
-        "结构的尺寸。结构文件中必须写 `kind`、`layers` 和 `hidden`。在任务文件中，每个键替换所选模型的一个尺寸。",
+        "结构的尺寸。架构文件中必须写 `kind`、`layers` 和 `hidden`。在任务文件中，每个键替换所选模型的一个尺寸。",
     ),
     Section(
         "model.sizes.mla", LatentAttention, "Multi-head latent attention (DeepSeek).", "多头潜在注意力（DeepSeek）。"

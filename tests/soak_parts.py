@@ -45,7 +45,7 @@ PARTS = {
     "cuda": SoakPart(
         20,
         "paths of CUDA and NCCL that need no device: order and races of collectives",
-        {"mesh": "collective_order collective_races"},
+        {"mesh": "collective_order collective_races p2p_liveness step_budgets stream_races"},
     ),
     "families": SoakPart(
         45,
@@ -63,7 +63,7 @@ PARTS = {
             "data_dependent_models embedding_and_head loss_reads_parameters module_list_experts no_needless_refusals "
             "odd_cases odd_experts odd_jobs parameter_access "
             "parameters_without_gradient pass_writes row_coupling sequence_mixing single_rank_error soundness_list "
-            "late_changes step_guards step_invariants unused_weights writes_between_steps",
+            "batch_loss late_changes step_guards step_invariants unused_weights unusual_models writes_between_steps",
         },
     ),
     "proofs": SoakPart(

@@ -71,6 +71,7 @@ def train(plan: str, folder: Path, dropped: str = "") -> RaceDetector:
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.covering(3)
 def test_no_memory_is_used_without_an_order_and_each_wait_is_needed(plan: str, tmp_path: Path) -> None:
     whole = train(plan, tmp_path)
     assert whole.races == set() and whole.waits

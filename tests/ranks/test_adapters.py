@@ -113,7 +113,7 @@ def plain(folder: str, dtype: torch.dtype) -> tuple[list[tuple[float, float, flo
         ("dp1", 1, torch.float64, 1e-10),
     ],
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_trainer_under_a_plan_equals_trainer_on_one_device(
     ranks: Pool, tmp_path: Path, plan: str, world: int, dtype: torch.dtype, close: float
 ) -> None:
@@ -130,6 +130,7 @@ def test_trainer_under_a_plan_equals_trainer_on_one_device(
         assert torch.allclose(saved[name], value, rtol=2e-5, atol=2e-5), name
 
 
+@pytest.mark.soak
 def test_a_run_that_ends_goes_on_from_its_newest_complete_checkpoint_under_another_plan(
     ranks: Pool, tmp_path: Path
 ) -> None:

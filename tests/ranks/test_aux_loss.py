@@ -87,7 +87,7 @@ def alone(name: str, micro_batch: int, padded: bool) -> Any:
 
 @pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_a_balance_loss_is_that_of_one_device_with_the_same_micro_batches(
     ranks: Any, model: str, plan: str, padded: bool
 ) -> None:

@@ -69,6 +69,7 @@ def run_example(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.covering(2)
 def test_the_example_of_a_page_is_imported_planned_verified_and_trained(
     system: str, place: Path, warm: LocalAgent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
     assert state(tmp_path / "run") == whole != {}
 
 
+@pytest.mark.soak
 def test_a_rank_killed_during_a_recovery_only_makes_it_longer(
     agent: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:

@@ -79,11 +79,11 @@ def alone() -> dict[str, Any]:
     return result
 
 
-PLANS = ("tp2.sp.mb1", "cp2.mb1", "dp2.z3.mb1", "pp2.mb1", "tp2.mb1.compile")
+PLANS = ("tp2.sp.mb1", "cp2.mb1", "dp2.z3.mb1", "pp2.mb1")
 SOAKED = (
     "dp1.mb1", "dp2.z1.mb1", "tp2.mb1", "tp4.mb1", "cp2.tp2.mb1", "dp2.tp2.sp.z3.mb1", "pp2.tp2.mb1",
     "tp2.sp.mb1.rc-full", "tp2.mb1.rc-sac", "tp2.rc-attn.mb1", "dp2.z3.off-parameters.mb1", "dp1.mb1.compile",
-    "tp2.sp.mb1.compile", "tp2.sp.mb1.compile.rc-sac",
+    "tp2.mb1.compile", "tp2.sp.mb1.compile", "tp2.sp.mb1.compile.rc-sac",
 )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def planned(folder: str, epochs: int, plan: str, world: int, precision: str = "6
         ("dp1", 1, "64-true", 1e-10),
     ],
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 def test_lightning_under_a_plan_equals_lightning_on_one_device(
     ranks: Pool, tmp_path: Path, plan: str, world: int, precision: str, close: float
 ) -> None:

@@ -134,7 +134,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(5)
+@pytest.mark.covering(3)
 def test_losses_and_gradients_are_those_of_one_device_with_the_same_base(ranks: Any, source: Path, plan: str) -> None:
     expected = expected_of_reference_model(str(source))
     results = ranks.run(parse_plan(plan).world, trained, plan, str(source))
@@ -163,6 +163,7 @@ def place(source: Path) -> Path:
     return source.parent
 
 
+@pytest.mark.soak
 def test_a_qlora_run_goes_on_after_kill_9_and_has_the_losses_of_another_plan(place: Path) -> None:
     process = start(place, "killed", until=10)
     kill_rank(place, "killed", process)
@@ -222,6 +223,7 @@ class Odd(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(layer), nn.Sequential(layer)])
 
 
+@pytest.mark.soak
 def test_verify_reduces_a_model_to_blocks_that_tensor_ranks_can_divide(tmp_path: Path) -> None:
     options = ["--lora", "rank=4,base=nf4", "--cluster", "local:2", "--plan", "tp2", "--dtype", "float64"]
     command = [sys.executable, "-m", "meshwright.cli.main", "verify", "--model", "llama2-7b", *options]

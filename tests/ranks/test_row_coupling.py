@@ -267,7 +267,7 @@ def most_tokens(plan: str) -> int:
     return max(seen)
 
 
-@pytest.mark.parametrize("plan", ["dp1.mb1", "dp2.mb2", "tp2.sp.mb1"])
+@pytest.mark.parametrize("plan", ["dp1.mb1", "dp2.mb2", pytest.param("tp2.sp.mb1", marks=pytest.mark.soak)])
 def test_the_checks_run_no_more_tokens_than_a_micro_batch(ranks: Any, plan: str) -> None:
     """On a device that a plan fills, a pass of more rows would run out of memory in the first step."""
     rows = parse_plan(plan).micro_batch

@@ -15,8 +15,17 @@ from meshwright.runtime.expert_parallel.shared_experts import RowExchange, Share
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
-PLANS = ["dp2.ep2.z1", "tp2.ep2.mb2", "tp2.sp.ep2.mb2", "dp2.pp2.ep2.z1.mb2", "dp2.ep2.z3.rc-full"]
-SOAKED = ["dp2.tp2.ep4.z1", "dp2.ep2.z2.rc-sac", "cp2.ep2", "pp2.dp2.ep2.z1.zbh1", "dp2.ep2.z1.off-activations"]
+PLANS = ["tp2.sp.ep2.mb2", "dp2.ep2.z3.rc-full"]
+SOAKED = [
+    "dp2.ep2.z1",
+    "tp2.ep2.mb2",
+    "dp2.pp2.ep2.z1.mb2",
+    "dp2.tp2.ep4.z1",
+    "dp2.ep2.z2.rc-sac",
+    "cp2.ep2",
+    "pp2.dp2.ep2.z1.zbh1",
+    "dp2.ep2.z1.off-activations",
+]
 
 
 def model_of(plan: str) -> str:

@@ -311,7 +311,8 @@ def _belongs(pid: int, place: Path) -> bool:
     return Path(f"/proc/{pid}/fd/1").resolve().is_relative_to(place)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("times", [2, 5])
 def test_a_fork_server_killed_again_while_it_loads_costs_no_step(
     place: Path, whole: tuple[int, str, str], times: int
 ) -> None:

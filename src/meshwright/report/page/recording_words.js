@@ -13,7 +13,7 @@ const WORDS = {
     result: "结果", equal: "一致", differs: "不一致", engine: "引擎", ranks: "rank 数", replicas: "副本", stages: "流水线阶段", precision: "测量舍入的精度", versions: "版本",
     equalLine: "记录的各步与单设备一致。", differsLine: "记录的各步与单设备不一致。",
     findings: "第一个差异", what: "对象", module: "模块", amount: "差异", limit: "限值", cause: "可能的原因", why: "说明", whole: "整个模型",
-    steps: "比较过的步", step: "步", microBatches: "micro-batch 数", norm: "梯度范数", loss: "单设备损失", recordedLoss: "记录的损失", labels: "标签数", recordedLabels: "记录的标签数", outputs: "输出", output: "最大差异",
+    steps: "比较过的步", step: "步", microBatches: "微批数", norm: "梯度范数", loss: "单设备损失", recordedLoss: "记录的损失", labels: "标签数", recordedLabels: "记录的标签数", outputs: "输出", output: "最大差异",
     gradients: "梯度", gradient: "最大差异", at: "位置", updates: "更新", update: "最大差异", notes: "备注",
     keys: "按键：<kbd>l</kbd> 语言，<kbd>t</kbd> 主题", made: (version, folder) => `meshwright ${version}；${folder}；差异相对于单设备 float64 的范数`,
     light: "浅色", dark: "深色", auto: "自动", other: "English",
