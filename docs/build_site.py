@@ -87,13 +87,18 @@ def site_path(file: Path) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Uses the anchors of repositories and the language of the site in the navigation and the switch of colours."""
+    """Uses the anchors of repositories and the language of the site in the navigation and the switch of colours. Some
+    pages exist only in Chinese."""
     config.mdx_configs["toc"]["slugify"] = slug
-    words = config.extra["chinese"] if config.theme["language"] == "zh" else {}
+    chinese = config.theme["language"] == "zh"
+    words = config.extra["chinese"] if chinese else {}
+    more = config.extra["chinese_pages"] if chinese else {}
 
     def named(items: list[Any]) -> list[Any]:
         return [
-            {words.get(title, title): named(inner) for title, inner in item.items()} if isinstance(item, dict) else item
+            {words.get(title, title): named(inner + more.get(title, [])) for title, inner in item.items()}
+            if isinstance(item, dict)
+            else item
             for item in items
         ]
 

@@ -170,7 +170,7 @@ def test_numbers_carry_their_unit_and_nouns_their_plural() -> None:
 def test_a_message_inside_a_message_is_in_the_same_language() -> None:
     family = Message("{family} by {share:percent} ({plan})", family=term("family", "data"), share=0.1, plan="dp2")
     slower = Message("slower: {families}", families=(family,))
-    assert (slower, translate(slower, "zh")) == ("slower: data by 10% (dp2)", "较慢：数据慢 10%（dp2）")
+    assert (slower, translate(slower, "zh")) == ("slower: data by 10% (dp2)", "较慢：数据并行慢 10%（dp2）")
 
 
 def test_a_word_without_an_entry_is_its_own_name() -> None:
@@ -374,7 +374,7 @@ def test_the_help_of_every_command_is_chinese_and_has_lang(command: str, capsys:
 
 def test_lists_of_entries_have_chinese_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["catalog", "devices", "--like", "h100", "--lang", "zh-CN"]) == 0
-    assert capsys.readouterr().out.split()[:3] == ["设备", "内存", "带宽"]
+    assert capsys.readouterr().out.split()[:3] == ["设备", "显存", "带宽"]
     assert main(["checkpoint", "list", str(tmp_path), "--lang", "zh-CN"]) == 2
     assert "没有检查点" in capsys.readouterr().err
     assert main(["catalog", "models", "--like", "llama-65c", "--lang", "zh-CN"]) == 2

@@ -187,13 +187,18 @@ def _refuse_foreign_file(path: Path | None) -> None:
 def announce_defaults(file: JobFile, workload: Workload, language: str, options: tuple[str, ...] = DEFAULTS) -> None:
     """Prints which of `options` (--batch, --seq) have default values: neither the user nor the job file sets them. The
     chosen number of ranks of `local` is one of them."""
+    words = {
+        "batch": Message("batch {value:,} ({option})", value=workload.batch, option="--batch"),
+        "sequence": Message("sequence {value:,} ({option})", value=workload.sequence, option="--seq"),
+    }
     fields = {"--batch": "batch", "--seq": "sequence"}
-    used = [name for name in options if fields[name] not in file.workload.model_fields_set]
-    said = [f"{fields[name]} {getattr(workload, fields[name]):,} ({name})" for name in used]
+    used = [fields[name] for name in options if fields[name] not in file.workload.model_fields_set]
+    said = [words[field] for field in used]
     if file.cluster.local_ranks and "name" not in file.plan:
-        said.append(f"local:{file.cluster.local_ranks} (--cluster)")
+        ranks = file.cluster.local_ranks
+        said.append(Message("local:{value} ({option})", value=ranks, option="--cluster"))
     if said:
-        values = ", ".join(said)
+        values = translate(Message(", "), language).join(translate(each, language) for each in said)
         print_note(Message("using defaults: {values}", values=values), language)
 
 

@@ -99,10 +99,10 @@ def term(group: str, word: str) -> Message:
 
 
 def join_messages(separator: str, parts: Iterable[str]) -> Message:
-    """Joins `parts` with a separator that is the same in every language.
+    """Joins `parts` with a separator. In Chinese a comma or a semicolon has full width.
 
     >>> translate(join_messages(", ", [term("memory", "gradients"), "dp2"]), "zh")
-    '梯度, dp2'
+    '梯度，dp2'
     """
     fields = {f"part{index}": part for index, part in enumerate(parts)}
     escaped = separator.replace("{", "{{").replace("}", "}}")
@@ -123,7 +123,7 @@ def alternatives(parts: Iterable[str]) -> str:
 
 def translate(text: str, language: str = "en") -> str:
     """Returns `text` in `language` ("en" or "zh"). Text without a translation is returned in English."""
-    if language == "en" or not isinstance(text, Message):
+    if language == "en" or not isinstance(text, Message) or not text.msgid:
         return text
     from meshwright.core.i18n.catalogue import read_catalogue
 
@@ -131,6 +131,8 @@ def translate(text: str, language: str = "en") -> str:
     msgid = catalogue.pgettext(text.context, text.msgid) if text.context else catalogue.gettext(text.msgid)
     if msgid == text.msgid and not _PLAIN_TEMPLATE.fullmatch(msgid):
         return str.__str__(text)
+    if msgid == text.msgid:
+        msgid = msgid.replace("}, {", "}，{").replace("}; {", "}；{")
     try:
         translated = _format_message(msgid, text.fields, language)
     # A message from another version of Meshwright may have other fields than the translation.
