@@ -287,7 +287,7 @@ def test_a_rank_is_healed_while_the_run_folder_of_the_supervisor_hangs(
     killed = {"rank": 1, "step": 6, "phase": "backward", "how": "SIGKILL"}
     train(agent, launch(text, folder, "dp2"), [killed], notes, {3: "dp3"}, hear=hear, asks={99: 3})
     said = "\n".join(notes)
-    assert "rank 1 killed by SIGKILL" in said and "restored from in-memory checkpoint" in said
+    assert "rank 1 killed by SIGKILL" in said and "restored from in-memory checkpoint" in said, said
     assert "events cannot be written: " in said and "the requested number of ranks cannot be read: " in said
     found = events(folder)
     assert {event.kind for event in found} == {"fault", "recovery", "degraded"}
