@@ -390,6 +390,17 @@ def test_importing_meshwright_imports_neither_torch_nor_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=900).returncode == 0
 
 
+def test_the_options_of_plan_are_read_without_pydantic() -> None:
+    script = (
+        "import sys\n"
+        "from meshwright.cli.application import build_application\n"
+        "tokens = ['plan', '--batch', '4k', '--seq', '4096']\n"
+        "build_application(tokens).parse_args(tokens, exit_on_error=False)\n"
+        "sys.exit('pydantic' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=900).returncode == 0
+
+
 # Sizes.
 
 

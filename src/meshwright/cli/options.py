@@ -71,7 +71,7 @@ def convert_count(type_: Any, tokens: Sequence[Token]) -> int:
     Raises: InputError if the value is not a whole number.
     """
     from meshwright.core.errors import InputError
-    from meshwright.core.quantities import parse_count
+    from meshwright.core.units import parse_count
 
     number = parse_count(tokens[0].value)
     if isinstance(number, str) and not re.fullmatch(r"[-+]?[0-9]+", number):

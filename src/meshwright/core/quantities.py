@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from meshwright.core.messages import Message
+from meshwright.core.units import parse_count
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -93,21 +94,6 @@ _EXAMPLE_QUANTITIES = {"B": "80 GiB", "B/s": "450 GB/s", "FLOP/s": "312 TFLOP/s"
 
 def _quantity_validator(kind: str) -> BeforeValidator:
     return BeforeValidator(lambda value: parse_quantity(value, kind), json_schema_input_type=float | str)
-
-
-_COUNT = re.compile(r"\s*([0-9]+)\s*([kKmM])\s*")
-_COUNT_FACTORS = {"k": 2**10, "m": 2**20}
-
-
-def parse_count(value: Any) -> Any:
-    """Returns the whole number that the text `value` abbreviates: k is 1,024 and m is 1,048,576. Returns any other
-    value unchanged.
-
-    >>> parse_count("4k"), parse_count("8K"), parse_count("1m"), parse_count("3.5"), parse_count(7)
-    (4096, 8192, 1048576, '3.5', 7)
-    """
-    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
-    return int(match[1]) * _COUNT_FACTORS[match[2].lower()] if match else value
 
 
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | str)]

@@ -1,6 +1,14 @@
-"""Formats quantities in base units for messages and reports, as a number with about three digits and a unit."""
+"""Formats quantities in base units for messages and reports, as a number with about three digits and a unit. The module
+also parses abbreviated counts.
+
+Guarantees: importing this module does not import pydantic. If pydantic is loaded before the options of a command are
+converted, cyclopts also builds a pydantic validator for each option.
+"""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 
 def _show_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
@@ -62,3 +70,18 @@ def show_seconds(value: float) -> str:
             number = value / factor
             return f"{number:.{2 if number < 10 else 1}f} {unit}"
     raise AssertionError
+
+
+_COUNT = re.compile(r"\s*([0-9]+)\s*([kKmM])\s*")
+_COUNT_FACTORS = {"k": 2**10, "m": 2**20}
+
+
+def parse_count(value: Any) -> Any:
+    """Returns the whole number that the text `value` abbreviates: k is 1,024 and m is 1,048,576. Returns any other
+    value unchanged.
+
+    >>> parse_count("4k"), parse_count("8K"), parse_count("1m"), parse_count("3.5"), parse_count(7)
+    (4096, 8192, 1048576, '3.5', 7)
+    """
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return int(match[1]) * _COUNT_FACTORS[match[2].lower()] if match else value
