@@ -334,7 +334,7 @@ def recompute_diagram(drawing: Drawing) -> str:
     job = resolve_job(read_job(None, (), options))
     rows = []
     for part in ("", ".rc-attn", ".rc-sac", ".rc-full"):
-        found = estimate(job, f"dp8.z3{part}")
+        found = estimate(job, f"dp8.z3.mb1{part}")
         rows.append((part.removeprefix(".") or "-", found.memory.activations / 2**30, found.time.step))
     drawing.text(95, 14, ("activations of one sequence of Llama 2 7B", "Llama 2 7B 一条序列的激活值"), "s m")
     drawing.text(450, 14, ("time of a step", "一步的时间"), "s m")

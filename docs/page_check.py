@@ -314,7 +314,7 @@ def run_pages(browser: str, folder: Path) -> Iterator[str]:
 def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
     """The question, and each slider at both of its ends, in several languages, themes and sizes."""
     dresses = ["", "&lang=zh", "&theme=dark", "&theme=dark&lang=zh"]
-    found = [("", WIDE), ("lang=zh", NARROW), (f"plan={PICTURED}&with=dp16.z1", (820, 1000))]
+    found = [("", WIDE), ("lang=zh", NARROW), (f"plan={PICTURED}&with=dp16.z1.mb1", (820, 1000))]
     values = {**data["axes"], **{name: (low, high) for name, (low, _, high) in data["inputs"].items()}}
     for at, (name, stops) in enumerate(values.items()):
         found += [(f"{name}={stop}{dresses[at % 4]}", NARROW if at % 2 else WIDE) for stop in {stops[0], stops[-1]}]

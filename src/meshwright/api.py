@@ -17,7 +17,7 @@ from meshwright.interop.for_system import plans_for
 from meshwright.interop.importing import ImportedPlan
 from meshwright.interop.registry import find_system
 from meshwright.planner.cost import step
-from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.named_plans import complete_plan, with_micro_batch
 from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
 from meshwright.planner.search.best_plans import RankedPlan
 from meshwright.planner.search.ranking import search_plans
@@ -36,7 +36,9 @@ def load(path: str | Path) -> Job:
     """
     from meshwright.cli.trace_model import trace_job_model
 
-    return resolve_job(trace_job_model(read_job(path)))
+    file = trace_job_model(read_job(path))
+    job, plan = resolve_job(file), file.given_plan()
+    return job if plan is None else with_micro_batch(job, complete_plan(job, plan))
 
 
 def plan(job: Job, top: int = 10, system: str | None = None) -> list[RankedPlan]:
@@ -59,9 +61,8 @@ def export_plan(job: str | Path, plan: Plan | str, system: str) -> dict[str, str
 
     Raises: InputError when the plan cannot run the job, or for an unknown system.
     """
-    file = read_job(job)
-    chosen = parse_plan(plan) if isinstance(plan, str) else plan
-    return exporting.export_plan(load(job), chosen, system, known_sizes(file), file.model.source).files
+    file, question = read_job(job), load(job)
+    return exporting.export_plan(question, _named(question, plan), system, known_sizes(file), file.model.source).files
 
 
 def import_plan(*paths: str | Path, system: str | None = None, devices: int = 0) -> ImportedPlan:
@@ -79,8 +80,7 @@ def estimate(job: Job, plan: Plan | str) -> Estimate:
 
     Raises: InputError when the plan cannot run the job.
     """
-    named = parse_plan(plan, lambda: job.cluster.devices) if isinstance(plan, str) else plan
-    return step.estimate(job, with_chosen_bucket(job, named) if isinstance(plan, str) else named)
+    return step.estimate(job, _named(job, plan))
 
 
 def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
@@ -109,3 +109,8 @@ def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: in
     rank or a step that does not exist.
     """
     return run.simulate(job, plan, faults, steps)
+
+
+def _named(job: Job, plan: Plan | str) -> Plan:
+    """Returns `plan`, or the complete plan with this name."""
+    return complete_plan(job, parse_plan(plan, lambda: job.cluster.devices)) if isinstance(plan, str) else plan

@@ -30,6 +30,7 @@ from meshwright.planner.search.ranking import search_plans
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.plan_name import is_open
 from meshwright.spec.precision import Recipe
 from meshwright.spec.workload import Workload
 from meshwright.train.step.batch_forms import named_batch
@@ -90,7 +91,7 @@ def parallelize(
     else:
         chosen = parse_plan(plan, lambda: world) if isinstance(plan, str) else plan
     trainer = parallelize_as_planned(model, optimizer, chosen, precision=precision, clip=clip, seed=seed, **options)
-    trainer.has_open_micro_batch = isinstance(plan, str) and "micro_batch" not in chosen.model_fields_set
+    trainer.has_open_micro_batch = isinstance(plan, str) and is_open(chosen)
     return trainer
 
 

@@ -231,8 +231,8 @@ REFUSED: dict[str, list[Any]] = {
 """What decides the data and their order, the vocabulary, the model, or how it learns."""
 
 ALLOWED: dict[str, list[Any]] = {
-    "plan": ["dp1", "tp2", "dp2.z3", "dp2.mb2"],
-    "ranks": ["dp4.z1", "dp2.tp2"],
+    "plan": ["dp1.mb1", "tp2.mb1", "dp2.z3.mb1", "dp2.mb2"],
+    "ranks": ["dp4.z1.mb1", "dp2.tp2.mb1"],
     "run.checkpoint_every": [3, 10],
     "run.evaluate_every": [0, 10],
     "run.keep": [1, 5],
@@ -243,7 +243,7 @@ ALLOWED: dict[str, list[Any]] = {
 
 def drift(name: str, value: Any) -> list[str]:
     if name == "plan":
-        return ["--plan", value, *(["--cluster", "local:1"] if value == "dp1" else [])]
+        return ["--plan", value, *(["--cluster", "local:1"] if value == "dp1.mb1" else [])]
     return ["--plan", value, "--cluster", "local:4"] if name == "ranks" else ["--set", f"{name}={value}"]
 
 

@@ -94,7 +94,13 @@ def trained(plan: str) -> tuple[list[float], str]:
 
 @pytest.mark.parametrize(
     ("plan", "world", "name"),
-    [("dp1", 1, "dp1.mb8"), ("ddp", 2, "dp2.mb4"), ("fsdp", 2, "dp2.z3.mb4"), ("pp2", 2, "pp2"), ("dp2.mb1", 2, "dp2")],
+    [
+        ("dp1", 1, "dp1.mb8"),
+        ("ddp", 2, "dp2.mb4"),
+        ("fsdp", 2, "dp2.z3.mb4"),
+        ("pp2", 2, "pp2.mb1"),
+        ("dp2.mb1", 2, "dp2.mb1"),
+    ],
 )
 def test_a_name_without_mb_takes_the_rows_of_a_replica_at_once(ranks: Any, plan: str, world: int, name: str) -> None:
     for losses, chosen in ranks.run(world, trained, plan):

@@ -65,7 +65,7 @@ def proofs_of(place: Path, run: str) -> list[dict[str, Any]]:
 def own(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A folder with a module of one's own."""
     place = furnished(
-        tmp_path_factory.mktemp("own"), text, JOB.format(model='{module: "mine:Mine"}', plan="dp2.z3", run="")
+        tmp_path_factory.mktemp("own"), text, JOB.format(model='{module: "mine:Mine"}', plan="dp2.z3.mb1", run="")
     )
     (place / "mine.py").write_text(OWN)
     return place
@@ -91,7 +91,7 @@ def test_a_module_of_ones_own_is_proven_once_and_a_run_that_goes_on_repeats_no_p
 
 @pytest.mark.soak
 def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
-    (own / "job.yaml").write_text(JOB.format(model='{module: "mine:Mine"}', plan="dp2.z1", run=", prove: 2"))
+    (own / "job.yaml").write_text(JOB.format(model='{module: "mine:Mine"}', plan="dp2.z1.mb1", run=", prove: 2"))
     code, _, said = train(own, "every", "--steps", "6")
     assert code == 0, said
     assert said.count(PROVEN) == 1
@@ -104,7 +104,7 @@ def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
 
 @pytest.mark.soak
 def test_a_hugging_face_folder_is_proven(tmp_path: Path, text: Path) -> None:
-    place = furnished(tmp_path, text, JOB.format(model="{path: model}", plan="tp2", run=""))
+    place = furnished(tmp_path, text, JOB.format(model="{path: model}", plan="tp2.mb1", run=""))
     config = transformers.LlamaConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512,
         num_key_value_heads=2, max_position_embeddings=64

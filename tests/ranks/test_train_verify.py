@@ -177,15 +177,24 @@ def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_pa
         "--model",
         "llama2-7b",
     ]
-    command += ["--cluster", "2x8:a100-80gb", "--batch", "64", "--seq", "2048", "--plan", "dp4.tp2.sp.pp2.z3.rc-full"]
+    command += [
+        "--cluster",
+        "2x8:a100-80gb",
+        "--batch",
+        "64",
+        "--seq",
+        "2048",
+        "--plan",
+        "dp4.tp2.sp.pp2.z3.mb1.rc-full",
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["plan"], answer["ran"], answer["ranks"]) == (
-        "dp4.tp2.sp.pp2.z3.rc-full",
-        "dp2.tp2.sp.pp2.z3.rc-full",
+        "dp4.tp2.sp.pp2.z3.mb1.rc-full",
+        "dp2.tp2.sp.pp2.z3.mb1.rc-full",
         8,
     )
     assert answer["equal"] and answer["found"][0]["gradient"] < 1e-12

@@ -74,7 +74,7 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert [fault.message for fault in batch_violations(plan, 16)] == [
         "shares: (3+1) * micro_batch(2) = 8 but the batch is 16"
     ]
-    assert scale_down_plan(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.ga3-2"
+    assert scale_down_plan(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.mb1.ga3-2"
 
 
 def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_other() -> None:
@@ -123,7 +123,7 @@ def test_a_straggler_is_named_and_gets_fewer_micro_batches_at_an_equal_loss(
     for losses, said, plan in results:
         assert losses == results[0][0]
         assert len(said) == 2 and "rank 1 computes" in said[0] and f"changes to {plan}" in said[1]
-        assert plan == "dp2.z1.ga7-1"
+        assert plan == "dp2.z1.mb1.ga7-1"
     expected = alone("llama", "fp64", len(results[0][0]))["losses"]
     assert max(abs(ours / theirs - 1.0) for ours, theirs in zip(results[0][0], expected, strict=True)) <= 1e-10
 

@@ -23,7 +23,8 @@ from meshwright.core.errors import InputError, NothingFits
 from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, reserved_bytes
-from meshwright.planner.cost.overlap import choose_bucket, with_chosen_bucket
+from meshwright.planner.cost.named_plans import with_chosen_bucket
+from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import compile_seconds, estimate
 from meshwright.planner.cost.uncertainty import unmeasured_features

@@ -103,22 +103,23 @@ def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("DP8", "dp8"),
-        ("ddp", "dp8"),
-        ("fsdp", "dp8.z3"),
-        ("zero3", "dp8.z3"),
-        ("FSDP.tp2", "dp4.tp2.z3"),
-        ("hsdp2x4", "dp2x4.z3"),
-        ("dp8.zero1", "dp8.z1"),
-        ("ep4", "dp8.ep4.z1"),
-        ("dp8.ep4", "dp8.ep4.z1"),
-        ("dp4.tp2.ep2", "dp4.tp2.ep2"),
+        ("DP8", "dp8.mb1"),
+        ("ddp", "dp8.mb1"),
+        ("fsdp", "dp8.z3.mb1"),
+        ("zero3", "dp8.z3.mb1"),
+        ("FSDP.tp2", "dp4.tp2.z3.mb1"),
+        ("hsdp2x4", "dp2x4.z3.mb1"),
+        ("dp8.zero1", "dp8.z1.mb1"),
+        ("ep4", "dp8.ep4.z1.mb1"),
+        ("dp8.ep4", "dp8.ep4.z1.mb1"),
+        ("dp4.tp2.ep2", "dp4.tp2.ep2.mb1"),
     ],
 )
 def test_words_of_other_systems_name_a_plan(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     eight = ["--model", "mixtral-8x7b", "--cluster", "1x8:a100-80gb", "--batch", "64", "--seq", "2k", "--json"]
-    code, out, _ = called(capsys, "estimate", *eight, "--plan", name)
+    code, out, err = called(capsys, "estimate", *eight, "--plan", name)
     assert (code, json.loads(out)["name"]) == (0, meant)
+    assert f"plan {name} = {meant}\n" in err
 
 
 def test_defaults_of_batch_and_sequence_are_the_model_s_own_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +253,7 @@ def check_entry(entry: dict[str, Any], world: int) -> None:
     [
         ["plan", *MIDDLE],
         pytest.param(["plan", *LARGE], marks=pytest.mark.soak),
-        ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"],
+        ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.mb1.rc-full"],
         ["catalog", "models"],
     ],
 )

@@ -306,7 +306,7 @@ def test_another_plan_than_the_run_was_trained_under_is_said(tmp_path: Path) -> 
     (tmp_path / "plan.json").write_text(parse_plan("dp2.z1").to_json())
     assert not any("instead of" in line for line in said())
     (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())
-    assert said()[-1] == "  instead of plan tp2, which the run used so far"
+    assert said()[-1] == "  instead of plan tp2.mb1, which the run used so far"
 
 
 degrees = st.integers(1, 64)

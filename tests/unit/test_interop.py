@@ -118,11 +118,11 @@ def llama3_8b() -> Trainer.Config:
     launch = "torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b"
     files = write_files(tmp_path, {"config.py": function, "launch.sh": launch})
     found = import_plan(*files)
-    assert found.plan.name == "dp4.tp2.sp.z3.rc-full" and found.job["model"] == {"name": "llama3-8b"}
+    assert found.plan.name == "dp4.tp2.sp.z3.mb1.rc-full" and found.job["model"] == {"name": "llama3-8b"}
     assert found.job["workload"]["sequence"] == 8192 and found.job["workload"]["optimizer"]["lr"] == 3e-4
     options = f"{launch} --training.local-batch-size 2 --parallelism.pipeline_parallel_degree=2 --compile.enable"
     found = import_plan(*write_files(tmp_path, {"options.sh": options}))
-    assert found.plan.name == "dp4.pp2.z2.compile" and found.settings["accumulation"] == 2
+    assert found.plan.name == "dp4.pp2.z2.mb1.compile" and found.settings["accumulation"] == 2
     assert found.not_carried[0] == (
         "--config llama3_8b: the settings of this function are not read; give its file, or write them as options"
     )
@@ -197,7 +197,7 @@ def test_an_export_names_what_the_system_cannot_express_and_the_cost() -> None:
     lines = "\n".join(export_lines(found, job, plan))
     assert found.plan == parse_plan("dp8.pp2.z1")
     assert "DeepSpeed has zero=2 only with ZeRO 2 or Ulysses with ZeRO; the pipeline has zero=1 or zero=0" in lines
-    assert "cost: dp8.pp2.z1 instead of dp8.pp2.z2: " in lines and "on the peak rank instead of" in lines
+    assert "cost: dp8.pp2.z1.mb1 instead of dp8.pp2.z2: " in lines and "on the peak rank instead of" in lines
     assert "deepspeedai/DeepSpeed, deepspeed/runtime/engine.py" in lines
 
 
@@ -297,7 +297,7 @@ def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
         ("ds.json", '{"train_batch_size": 64, "zero_optimization": {"stage": 2}, "tensor_model_parallel_size": 2}',
          "DeepSpeed 0.19 has no tensor_model_parallel_size; --allow-unknown reads the other keys"),
         ("ds.json", '{"train_batch_size": 64, "zero_optimization": {"stage": 3}, "pipeline": {"stages": 2}}',
-         "the configuration contradicts itself, plan pp2.z3: DeepSpeed has pp=2 only with the pipeline; ZeRO 3 has "
+         "the configuration contradicts itself, plan pp2.z3.mb1: DeepSpeed has pp=2 only with the pipeline; ZeRO 3 has "
          "pp=1"),
         ("ds.json", '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, '
          '"parallelism": {"tensor_parallel_degree": 2}}',
@@ -390,7 +390,7 @@ def test_a_diff_has_only_keys_of_the_configuration_that_change(
     wanted = ["plan", "--for", "deepspeed", "--config", str(path), "--model", "llama2-7b", "--cluster"]
     assert main([*wanted, "1x8:a100-80gb", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert Plan.model_validate(found["yours"]["plan"]).name == "dp8.z2"
+    assert Plan.model_validate(found["yours"]["plan"]).name == "dp8.z2.mb1"
     assert {*found["removed"]} <= {"train_micro_batch_size_per_gpu", "zero_optimization.stage"}
     unlike = {"gradient_accumulation_steps", "--gradient_accumulation_steps", "--per_device_train_batch_size"}
     assert found["removed"] and not unlike & {*found["removed"], *found["added"]}

@@ -18,7 +18,7 @@ from jobs import cluster, decoder, named_job, small_job
 from test_search import small_jobs
 
 from meshwright.core.errors import InputError
-from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.named_plans import complete_plan
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.cost.step_formula import RATES, StepFormulas
 from meshwright.planner.cost.symbolic import Program, Symbol
@@ -178,7 +178,7 @@ def check_page(job: Job, values: random.Random, count: int = 3, shape: tuple[int
 
 def check_rows(job: Job, rows: list[list[Any]]) -> None:
     for name, verdict, _, reserved, speed, mfu, time in rows:
-        expected = estimate(job, with_chosen_bucket(job, parse_plan(name)))
+        expected = estimate(job, complete_plan(job, parse_plan(name)))
         kinds = [seconds for _, seconds in expected.time]
         assert time == pytest.approx(kinds, rel=1e-9, abs=1e-10 * expected.time.step)
         assert (reserved, speed, mfu) == pytest.approx(

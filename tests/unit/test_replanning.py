@@ -25,7 +25,7 @@ def test_an_unwritable_folder_costs_the_plan_report_and_not_the_run(tmp_path: Pa
         plan=Plan(dp_replicate=4), run={"folder": str(tmp_path / "gone" / "run")},
     )  # fmt: skip
     work = Replanner(launch, PlanChoice(None, launch.plan, None, []), tmp_path / "gone" / "run").replan(3)
-    assert (work.world, work.plan) == (3, "dp3") and not (tmp_path / "gone").exists()
+    assert (work.world, work.plan) == (3, "dp3.mb1") and not (tmp_path / "gone").exists()
 
 
 def question(cluster: str, optimizer: str) -> Job:

@@ -162,7 +162,7 @@ def test_memory_is_shown_by_kind_with_its_ratio(run: RunFolder) -> None:
 def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: RunFolder) -> None:
     text = run_text(run)
     for words in (
-        "tiny (10.0 k parameters), plan dp2.pp2.z1 on 4 ranks, 2.50 k tokens/s predicted",
+        "tiny (10.0 k parameters), plan dp2.pp2.z1.mb1 on 4 ranks, 2.50 k tokens/s predicted",
         "40 of 40 steps, 40.0 k tokens, 2.00 k tokens/s (median)",
         "6.0000 at step 0, 3.0000 at step 39, best 1.2500 at step 38  █",
         "1.5000 at step 39",
@@ -336,7 +336,7 @@ def test_a_run_of_live_code_which_has_no_job_is_named_by_its_launch(tmp_path: Pa
     (folder / "job.json").unlink()
     (folder / "estimate.json").unlink()
     text = run_text(read_run(folder))
-    assert "tiny, plan dp2.pp2.z1 on 4 ranks" in text
+    assert "tiny, plan dp2.pp2.z1.mb1 on 4 ranks" in text
     assert "3 of 40 steps" in text
 
 
@@ -352,7 +352,7 @@ def test_the_command_prints_one_run_as_text_and_several_side_by_side(
     one = write_run(tmp_path / "one", losses(5))
     two = write_run(tmp_path / "two", losses(5), plan="dp4")
     assert main(["report", str(one)]) == 0
-    assert "plan dp2.pp2.z1 on 4 ranks" in capsys.readouterr().out
+    assert "plan dp2.pp2.z1.mb1 on 4 ranks" in capsys.readouterr().out
     assert main(["report", str(one), str(two)]) == 0
     assert "0.0e+00 over 5" in capsys.readouterr().out
 

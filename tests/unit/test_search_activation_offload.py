@@ -75,4 +75,4 @@ def test_a_name_reads_back_and_a_plan_of_before_loads() -> None:
         plan.name == "dp2.z1.off-optimizer-disk60.off-activations-disk8"
         and Plan.model_validate_json(plan.to_json()) == plan
     )
-    assert parse_plan("dp1.off-activations8").but(offload=("activations-disk",)).name == "dp1.off-activations-disk8"
+    assert parse_plan("dp1.off-activations8").but(offload=("activations-disk",)).name == "dp1.mb1.off-activations-disk8"

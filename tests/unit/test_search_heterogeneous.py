@@ -11,7 +11,7 @@ from jobs import cluster, decoder, device, small_job
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.constants import PINNED_MEMORY_OVERHEAD
 from meshwright.planner.cost.cost_model import CostModel
-from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.named_plans import complete_plan
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_batches, uneven_micro_batch
@@ -62,7 +62,7 @@ def every_pipeline(job: Job) -> list[Plan]:
                         for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
                             split = "-".join(map(str, cut))
                             names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}place{on}")
-    plans = [with_chosen_bucket(job, parse_plan(name)) for name in names]
+    plans = [complete_plan(job, parse_plan(name)) for name in names]
     return [plan for plan in plans if not any(plan_violations(job, plan))]
 
 

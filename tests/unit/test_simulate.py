@@ -283,7 +283,7 @@ def test_reductions_of_a_rank_are_serial_and_slow_down_concurrent_compute() -> N
 
 
 def test_on_a_host_device_compute_stands_still_while_ranks_exchange() -> None:
-    played = simulate(named_job("llama-tiny", "1x4:cpu", 16, 64, "fp32"), "dp4")
+    played = simulate(named_job("llama-tiny", "1x4:cpu", 16, 64, "fp32"), "dp4.mb1")
     cell = played.cells[0]
     exchanged = sum(span.end - span.start for span in cell.collectives)
     alone = sum(cell.waits.values())
@@ -301,8 +301,8 @@ def test_on_a_host_device_compute_stands_still_while_ranks_exchange() -> None:
 
 def test_a_slow_rank_slows_all_and_all_wait_for_it() -> None:
     job = small_job(on=cluster(1, 4), batch=32)
-    healthy = simulate(job, "dp4")
-    slow = simulate(job, "dp4", Faults(slow=[(2, 2.0)]))  # type: ignore[list-item]
+    healthy = simulate(job, "dp4.mb1")
+    slow = simulate(job, "dp4.mb1", Faults(slow=[(2, 2.0)]))  # type: ignore[list-item]
     assert slow.healthy == healthy.seconds
     assert 1.5 * healthy.seconds < slow.seconds <= 2.0 * healthy.seconds
     ill, others = slow.ranks
@@ -312,13 +312,15 @@ def test_a_slow_rank_slows_all_and_all_wait_for_it() -> None:
 
 def test_a_whole_slow_cluster_takes_as_many_times_as_long_where_nothing_is_exchanged() -> None:
     job = small_job(on=cluster(1, 1), batch=4)
-    assert simulate(job, "dp1", Faults(slow=[(0, 3.0)])).seconds == pytest.approx(3.0 * simulate(job, "dp1").seconds)  # type: ignore[list-item]
+    assert simulate(job, "dp1.mb1", Faults(slow=[(0, 3.0)])).seconds == pytest.approx(
+        3.0 * simulate(job, "dp1.mb1").seconds
+    )  # type: ignore[list-item]
 
 
 def test_a_fast_rank_helps_nobody() -> None:
     job = small_job(on=cluster(1, 4), batch=32)
-    assert simulate(job, "dp4", Faults(slow=[(2, 0.5)])).seconds == pytest.approx(
-        simulate(job, "dp4").seconds, rel=1e-3
+    assert simulate(job, "dp4.mb1", Faults(slow=[(2, 0.5)])).seconds == pytest.approx(
+        simulate(job, "dp4.mb1").seconds, rel=1e-3
     )  # type: ignore[list-item]
 
 
@@ -333,7 +335,7 @@ def test_a_weak_link_makes_reductions_take_as_many_times_as_long() -> None:
     job = small_job(on=cluster(1, 4), batch=4)
 
     def reductions(faults: Faults | None) -> float:
-        (*_, last) = simulate(job, "dp4", faults).cells[0].collectives
+        (*_, last) = simulate(job, "dp4.mb1", faults).cells[0].collectives
         return last.end - last.start
 
     assert reductions(Faults(link=[(1, 0.1)])) == pytest.approx(10.0 * reductions(None))  # type: ignore[list-item]
@@ -341,11 +343,13 @@ def test_a_weak_link_makes_reductions_take_as_many_times_as_long() -> None:
 
 def test_a_link_that_is_down_for_a_while_costs_at_most_that_while() -> None:
     job, down = small_job(on=cluster(2, 2), batch=16), 0.25
-    healthy = simulate(job, "dp2.pp2")
+    healthy = simulate(job, "dp2.pp2.mb1")
     for start in (0.0, healthy.seconds / 3, healthy.seconds * 0.9):
-        flap = simulate(job, "dp2.pp2", Faults(link=[SlowLink(rank=0, share=0.0, seconds=down, start=start)]))
+        flap = simulate(job, "dp2.pp2.mb1", Faults(link=[SlowLink(rank=0, share=0.0, seconds=down, start=start)]))
         assert healthy.seconds < flap.seconds <= healthy.seconds + down + 1e-9
-    late = simulate(job, "dp2.pp2", Faults(link=[SlowLink(rank=0, share=0.0, seconds=down, start=healthy.seconds * 2)]))
+    late = simulate(
+        job, "dp2.pp2.mb1", Faults(link=[SlowLink(rank=0, share=0.0, seconds=down, start=healthy.seconds * 2)])
+    )
     assert late.seconds == pytest.approx(healthy.seconds)
 
 
@@ -393,10 +397,10 @@ def test_a_failure_costs_the_recovery_and_without_a_replica_the_steps_since_a_sa
         small_job(on=cluster(1, 4), batch=16),
         RecoveryPolicy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0),
     )
-    twin = simulate(job, "dp4", Faults.model_validate({"kill": [(3, 250)]}), 300, 100, policy)
+    twin = simulate(job, "dp4.mb1", Faults.model_validate({"kill": [(3, 250)]}), 300, 100, policy)
     assert twin.stretch.deaths == ((250, (3,), 3, 0),)
     assert twin.stretch.seconds == pytest.approx(300.5 * twin.seconds + 2 * 2.0 + 35.0)
-    shard = simulate(job, "dp4.z1", Faults.model_validate({"kill": [(3, 250), (0, 20), (1, 20)]}), 300, 100, policy)
+    shard = simulate(job, "dp4.z1.mb1", Faults.model_validate({"kill": [(3, 250), (0, 20), (1, 20)]}), 300, 100, policy)
     assert [(death.ranks, death.holders, death.again) for death in shard.stretch.deaths] == [
         ((0, 1), 0, 19),
         ((3,), 0, 49),
@@ -407,8 +411,8 @@ def test_a_failure_costs_the_recovery_and_without_a_replica_the_steps_since_a_sa
 @pytest.mark.parametrize(
     ("name", "dead", "left"),
     [
-        ("dp4", {1}, 3),
-        ("dp4", {0, 1, 2, 3}, 0),
+        ("dp4.mb1", {1}, 3),
+        ("dp4.mb1", {0, 1, 2, 3}, 0),
         ("dp2x2.z3", {1}, 1),
         ("dp2x2.z3", {1, 3}, 0),
         ("dp2x2.z3", {1, 2}, 1),
@@ -489,7 +493,7 @@ def checked(events: list[dict[str, Any]]) -> Counter[str]:
 
 def test_a_chrome_trace_has_a_track_for_each_rank_and_for_its_collectives(tmp_path: Path) -> None:
     job = small_job(decoder(runs=((8, 128),)), cluster(2, 4), batch=16)
-    played = simulate(job, "dp4.pp2.z1", FAULTY)
+    played = simulate(job, "dp4.pp2.z1.mb1", FAULTY)
     data = json.loads(json.dumps(chrome_trace(played), allow_nan=False))
     phases = checked(data["traceEvents"])
     actions = sum(len(cell.actions) for cell in played.cells)
@@ -515,7 +519,7 @@ def test_the_screen_fits_100_columns_and_the_json_is_one_object(
         "--seq",
         "2048",
         "--plan",
-        "dp16.tp8.pp8.z1",
+        "dp16.tp8.pp8.z1.mb1",
     ]
     asked = ["simulate", *where, "--slow", "3:1.5,900:2", "--link", "5:0:1s"]
     assert main([*asked, "--trace", str(tmp_path / "step.json")]) == 0
@@ -529,7 +533,7 @@ def test_the_screen_fits_100_columns_and_the_json_is_one_object(
 
 def test_every_second_of_a_rank_is_work_or_waiting() -> None:
     job = small_job(decoder(runs=((8, 128),)), cluster(2, 4), batch=32)
-    for name in ("dp4.pp2.z1", "dp2x2.pp2.z2", "dp8.z3", "pp8.gpipe", "pp4.dp2.interleaved2"):
+    for name in ("dp4.pp2.z1.mb1", "dp2x2.pp2.z2.mb1", "dp8.z3.mb1", "pp8.mb1.gpipe", "pp4.dp2.mb1.interleaved2"):
         played = simulate(job, name, FAULTY)
         for rank in played.ranks:
             assert rank.compute + rank.update + rank.idle == pytest.approx(played.seconds), name
@@ -538,9 +542,9 @@ def test_every_second_of_a_rank_is_work_or_waiting() -> None:
 
 def test_the_package_is_the_verb(tmp_path: Path) -> None:
     job = small_job(on=cluster(1, 4), batch=16)
-    assert mw.simulate(job, "dp4").seconds == mw.simulate(job, mw.Plan(dp_replicate=4), mw.Faults()).seconds
+    assert mw.simulate(job, "dp4.mb1").seconds == mw.simulate(job, mw.Plan(dp_replicate=4), mw.Faults()).seconds
     with pytest.raises(InputError, match="rank 7 is not one of the 4 ranks"):
-        mw.simulate(job, "dp4", mw.Faults(slow=[(7, 2.0)]))  # type: ignore[list-item]
+        mw.simulate(job, "dp4.mb1", mw.Faults(slow=[(7, 2.0)]))  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def row(**cells: str) -> MeasurementRow:
 def test_a_row_becomes_the_plan_that_it_states() -> None:
     case = benchmark_case(row(activation_ckpt="full", vpp="2"))
     assert not isinstance(case, str)
-    assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.interleaved2.rc-full"]
+    assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.mb1.interleaved2.rc-full"]
     assert case.job.cluster.groups[0].device.name == "a100-80gb"
 
 

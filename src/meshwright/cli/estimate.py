@@ -13,6 +13,7 @@ from meshwright.cli.options import (
     JobPath,
     Language,
     announce_defaults,
+    given_or_best_plan,
     print_json,
     print_output,
 )
@@ -36,7 +37,6 @@ def estimate(
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-full
     """
     from meshwright.cli.launch_plan import read_job_file
-    from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.cost.step import estimate as price
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.report.plans import estimate_text, plan_data
@@ -53,12 +53,7 @@ def estimate(
         else:
             print_output(layers_text(question.model, question.workload.precision, question.workload.sequence, language))
         return 0
-    plan = file.given_plan()
-    if plan is None:
-        from meshwright.planner.search.ranking import search_plans
-
-        plan = search_plans(question, 1).chosen.plan
-    plan = with_chosen_bucket(question, plan)
+    plan = given_or_best_plan(file, question, language)
     priced = price(question, plan)
     if json:
         print_json(plan_data(question, plan, priced))

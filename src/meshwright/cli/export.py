@@ -8,7 +8,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_note, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    complete_given_plan,
+    print_json,
+    print_note,
+    print_output,
+)
 from meshwright.core.files import write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -40,7 +49,12 @@ def export(
     system = find_system(to)
     file = read_job_file(job, shared)
     question, sizes = resolve_job(file), known_sizes(file)
-    plan = file.given_plan() or best_plan_for(question, system, sizes).plan
+    given = file.given_plan()
+    plan = (
+        best_plan_for(question, system, sizes).plan
+        if given is None
+        else complete_given_plan(question, given, file.plan["name"], language)
+    )
     found = export_plan(question, plan, system.name, sizes, file.model.source, language)
     lines = [translate(line, language) for line in export_lines(found, question, plan)]
     if out is not None:

@@ -131,7 +131,7 @@ def choose_plan(
                 "plan {plan}, as requested: {seconds:step} a step and {size:bytes} on the peak rank expected"
                 if given
                 else "plan {plan}, as the run began: {seconds:step} a step and {size:bytes} on the peak rank expected",
-                plan=plan.name,
+                plan=_name_as_written(file, plan),
                 **expected,
             ),
             *_memory_warnings(estimate),
@@ -156,15 +156,28 @@ def _with_ranks_of_run(file: JobFile, folder: Path) -> JobFile:
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the user's plan, or None. If the plan sets no bucket size, it gets that of the run folder's plan,
-    provided that both plans have equal names. Otherwise the planner chooses the bucket size."""
-    from meshwright.planner.cost.overlap import with_chosen_bucket
+    """Returns the user's plan, or None. What its name leaves open, the bucket size and the micro-batch, is that of the
+    run folder's plan if both plans are otherwise equal. Otherwise the planner chooses it."""
+    from meshwright.planner.cost.named_plans import complete_plan
+    from meshwright.spec.plan_name import is_open
 
     plan = file.given_plan()
     if plan is None or "bucket" in plan.model_fields_set:
         return plan
     before = _previous_plan(folder, question) if folder is not None else None
-    return before if before is not None and before.name == plan.name else with_chosen_bucket(question, plan)
+    if before is not None:
+        named = plan.but(micro_batch=before.micro_batch) if is_open(plan) else plan
+        if before.name == named.name:
+            return before
+    return complete_plan(question, plan)
+
+
+def _name_as_written(file: JobFile, plan: Plan) -> str:
+    """Returns the name of `plan`, such as `dp2 = dp2.mb4` if the user's name leaves the micro-batch open."""
+    from meshwright.spec.plan_name import is_open
+
+    given = file.given_plan()
+    return plan.name if given is None or not is_open(given) else f"{file.plan['name']} = {plan.name}"
 
 
 def _memory_warnings(estimate: Estimate) -> list[Message]:
@@ -277,12 +290,15 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
     """
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
-    from meshwright.spec.plan import Plan
+    from meshwright.spec.plan import Plan, default_micro_batches
+    from meshwright.spec.plan_name import is_open
     from meshwright.spec.workload_constraints import workload_violations
 
     cluster = resolve_cluster(file.cluster)
     devices = world or cluster.devices
-    plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
+    plan = file.given_plan() or Plan(dp_replicate=devices)
+    if is_open(plan):
+        plan = plan.but(micro_batch=file.workload.exact or default_micro_batches(plan, file.workload.batch)[0])
     if plan.world != devices:
         raise InputError(
             Message(
@@ -294,11 +310,12 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
         )
     for fault in workload_violations(plan, file.workload, cluster):
         raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
+    named = _name_as_written(file, plan)
     return PlanChoice(
         None,
         plan,
         None,
-        [Message("plan {plan} has no estimate, choose another with --plan: {reason}", plan=plan.name, reason=reason)],
+        [Message("plan {plan} has no estimate, choose another with --plan: {reason}", plan=named, reason=reason)],
     )
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from cyclopts import Token
 
     from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import Plan
     from meshwright.spec.workload import Workload
 
 
@@ -200,6 +202,33 @@ def announce_defaults(file: JobFile, workload: Workload, language: str, options:
     if said:
         values = translate(Message(", "), language).join(translate(each, language) for each in said)
         print_note(Message("using defaults: {values}", values=values), language)
+
+
+def announce_micro_batch(written: str, plan: Plan, complete: Plan, language: str) -> None:
+    """Prints the name of the `complete` plan if the name `written` of `plan` leaves the micro-batch open."""
+    from meshwright.spec.plan_name import is_open
+
+    if is_open(plan) and not is_open(complete):
+        print_note(Message("plan {written} = {plan}", written=written, plan=complete.name), language)
+
+
+def complete_given_plan(question: Job, plan: Plan, written: str, language: str) -> Plan:
+    """Returns the complete plan with the name `written`. Prints its micro-batch if the name leaves it open."""
+    from meshwright.planner.cost.named_plans import complete_plan
+
+    complete = complete_plan(question, plan)
+    announce_micro_batch(written, plan, complete, language)
+    return complete
+
+
+def given_or_best_plan(file: JobFile, question: Job, language: str) -> Plan:
+    """Returns the plan of the job file or of --plan, otherwise the planner's first choice."""
+    plan = file.given_plan()
+    if plan is not None:
+        return complete_given_plan(question, plan, file.plan["name"], language)
+    from meshwright.planner.search.ranking import search_plans
+
+    return search_plans(question, 1).chosen.plan
 
 
 def check_output_path(option: str, path: Path | None) -> None:

@@ -19,6 +19,7 @@ from meshwright.cli.options import (
     JobPath,
     announce_defaults,
     check_output_path,
+    complete_given_plan,
     print_json,
     print_note,
     print_output,
@@ -79,7 +80,7 @@ def _answer_from_cache(
     from meshwright.cli.answer_cache import answer_key, load_answer, recorded_output, save_answer
     from meshwright.report.text import terminal_width
 
-    question = _pinned_job(file, wanted)
+    question = _pinned_job(file, wanted, language)
     options = (wanted, replace(shown, save=None, fresh=False, lang=language), length, json, terminal_width())
     key = answer_key(question.to_json(None), *map(repr, options))
     stored = None if shown.fresh else load_answer(key)
@@ -250,12 +251,15 @@ def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOpt
     return question, "fewest" if wanted.objective == "fastest" else wanted.objective, left / max(steps, 1.0)
 
 
-def _pinned_job(file: JobFile, wanted: RankingOptions) -> Job:
+def _pinned_job(file: JobFile, wanted: RankingOptions, language: str) -> Job:
     """Returns the job with the pins and the trust of the options."""
+    from meshwright.planner.cost.named_plans import with_micro_batch
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
 
-    question = resolve_job(file).but(trust=wanted.trust)
+    question, plan = resolve_job(file).but(trust=wanted.trust), file.given_plan()
+    if plan is not None:
+        question = with_micro_batch(question, complete_given_plan(question, plan, file.plan["name"], language))
     return question.but(pins={**question.pins, **parse_pins(wanted.pin)}) if wanted.pin else question
 
 
@@ -280,7 +284,7 @@ def _search_after_trials(
     from meshwright.cli.device_checks import check_devices
     from meshwright.cli.trials import job_from_trials, with_fastest_first
 
-    question = _pinned_job(file, wanted)
+    question = _pinned_job(file, wanted, language)
     if not wanted.trials:
         return _search(question, wanted, count, length, language)
     check_devices(question, 0)
@@ -418,7 +422,6 @@ def _compare_plans(file: JobFile, names: tuple[str, str], language: str, json: b
     Raises: InputError if a name is no plan, or the job cannot run the plan.
     """
     from meshwright.core.errors import InputError
-    from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import read_plan
     from meshwright.planner.search.explain import priced_plan
@@ -430,7 +433,7 @@ def _compare_plans(file: JobFile, names: tuple[str, str], language: str, json: b
         plan = read_plan(name, lambda: question.cluster.devices)
         if plan is None:
             raise InputError(Message("--compare {name!r}: name a plan, such as dp8.tp2, or a plan file", name=name))
-        return priced_plan(question, with_chosen_bucket(question, plan))
+        return priced_plan(question, complete_given_plan(question, plan, name, language))
 
     first, second = map(priced, names)
     announce_defaults(file, question.workload, language)
@@ -449,7 +452,6 @@ def _explain_rejection(
     Raises: InputError if `name` is none of these.
     """
     from meshwright.core.errors import InputError
-    from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.plans import parse_pins, read_plan
     from meshwright.planner.search.explain import why_not
     from meshwright.report.why import plan_comparison_text, why_not_data
@@ -460,7 +462,7 @@ def _explain_rejection(
         raise InputError(
             Message("--why-not {name!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8", name=name)
         )
-    wanted = with_chosen_bucket(question, wanted) if isinstance(wanted, Plan) else wanted
+    wanted = complete_given_plan(question, wanted, name, language) if isinstance(wanted, Plan) else wanted
     found = why_not(question, answer.chosen, name, wanted, runnable)
     if json:
         print_json(why_not_data(question, answer, found))

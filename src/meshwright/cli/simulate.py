@@ -17,6 +17,7 @@ from meshwright.cli.options import (
     announce_defaults,
     check_output_path,
     count_option,
+    given_or_best_plan,
     print_json,
     print_note,
     print_output,
@@ -147,7 +148,6 @@ def _refuse_options(names: list[str], what: str) -> None:
 def _simulate_step(
     file: JobFile, wrong: FaultOptions, long: FleetOptions, trace: Path | None, json: bool, language: str
 ) -> int:
-    from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.simulate.run import simulate as play
     from meshwright.report.simulation import simulation_data, simulation_text
@@ -162,14 +162,8 @@ def _simulate_step(
         slow=parse_faults(SlowRank, wrong.slow, "--slow"),
         link=parse_faults(SlowLink, wrong.link, "--link"),
     )
-    plan = file.given_plan()
-    if plan is None:
-        from meshwright.planner.search.ranking import search_plans
-
-        plan = search_plans(question, 1).chosen.plan
-    played = play(
-        question, with_chosen_bucket(question, plan), faults, wrong.steps, file.run.every, _recovery_policy(long)
-    )
+    plan = given_or_best_plan(file, question, language)
+    played = play(question, plan, faults, wrong.steps, file.run.every, _recovery_policy(long))
     if trace is not None:
         from meshwright.report.trace import write_trace
 

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_note, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    announce_micro_batch,
+    print_json,
+    print_note,
+    print_output,
+)
 from meshwright.cli.recording_options import RecordingOptions
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
@@ -61,8 +70,11 @@ def verify(
         recorded.refuse_other_options(job, shared, pin)
         return recorded.compare(shared.model, json, language)
     recorded.refuse_without_recording()
-    requested = prepare_verification(read_job_file(job, shared, pin), pin, dtype)
+    file = read_job_file(job, shared, pin)
+    requested = prepare_verification(file, pin, dtype)
     small, source, choice = requested.small, requested.source, requested.choice
+    if (given := file.given_plan()) is not None:
+        announce_micro_batch(file.plan["name"], given, choice.plan, language)
     plan = Message("plan {plan}", plan=choice.plan.name)
     what = (
         plan if small.name == choice.plan.name else Message("{plan}, reduced to {small}", plan=plan, small=small.name)

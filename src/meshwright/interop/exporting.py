@@ -17,7 +17,7 @@ from meshwright.interop.for_system import best_plan_for
 from meshwright.interop.registry import find_system
 from meshwright.interop.settings import OPTIMIZER_FIELDS, Settings, settings_of
 from meshwright.interop.system import ANY, PlanSpaceLimit, System, encode
-from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.named_plans import with_chosen_bucket
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.constraints import validate_plan

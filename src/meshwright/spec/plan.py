@@ -310,18 +310,32 @@ MICRO_BATCHES_PER_STAGE = 4
 """The default number of micro-batches of a pipeline, per pipeline rank: its bubble is then under a fifth of a step."""
 
 
+def default_micro_batches(plan: Plan, rows: int) -> list[int]:
+    """Returns the micro-batch sizes of an open `plan` for a global batch of `rows` rows, the preferred and largest one
+    first: all rows of a replica, or with pipeline ranks a part of them that the schedule allows. A replica's rows are
+    rounded up. With `shares`, the batch determines the size.
+
+    >>> default_micro_batches(parse_plan("dp4"), 64), default_micro_batches(parse_plan("dp2.pp4"), 64)
+    ([16, 8, 4, 2, 1], [2, 1])
+    >>> default_micro_batches(parse_plan("dp2.ga3-1"), 64)
+    [16]
+    """
+    if plan.shares:
+        return [max(rows // sum(plan.shares), 1)]
+    own, rules = -(-rows // plan.dp), plan.schedule_rules
+    counts = [count for count in range(1, own + 1) if own % count == 0 and rules.accepts(plan.pp, count)] or [own]
+    usual = [count for count in counts if count <= MICRO_BATCHES_PER_STAGE * plan.pp] or counts[:1]
+    first = usual[-1] if plan.pp > 1 else usual[0]
+    return [own // count for count in counts if count >= first]
+
+
 def with_default_micro_batch(plan: Plan, rows: int) -> Plan:
-    """Returns `plan` with the micro-batch size for a global batch of `rows` rows: all rows of a replica, or with
-    pipeline ranks a part of them that the schedule allows. A replica's rows are rounded up.
+    """Returns `plan` with the preferred micro-batch size for a global batch of `rows` rows.
 
     >>> [with_default_micro_batch(parse_plan(name), 64).micro_batch for name in ("dp1", "dp4", "pp2", "dp2.pp4", "dp3")]
     [64, 16, 8, 2, 22]
     """
-    own, rules = -(-rows // plan.dp), plan.schedule_rules
-    counts = [1] if plan.pp == 1 else [count for count in range(1, own + 1) if rules.accepts(plan.pp, count)]
-    fitting = [count for count in counts if own % count == 0] or [own]
-    usual = [count for count in fitting if count <= MICRO_BATCHES_PER_STAGE * plan.pp]
-    return plan.but(micro_batch=own // (usual[-1] if usual else fitting[0]))
+    return plan.but(micro_batch=default_micro_batches(plan, rows)[0])
 
 
 def round_equation(plan: Plan) -> str:

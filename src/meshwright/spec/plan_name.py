@@ -1,6 +1,7 @@
 """Formats and parses the short name of a plan, such as `dp8.tp2.pp4.z1`.
 
-A name is a list of parts joined by dots. A part is omitted if its field has the default value.
+A name is a list of parts joined by dots. A part is omitted if its field has the default value, except `mbN`: a name
+without it leaves the micro-batch open.
 
     dp8             8 replicas (ZeRO 0), or a shard group of 8 ranks (ZeRO 1 to 3)
     dp2x4           2 replicas of shard groups of 4
@@ -69,12 +70,22 @@ def parse_number_list(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number, _, times in pairs for _ in range(int(times or 1)))
 
 
+def is_open(plan: Any) -> bool:
+    """Returns whether the micro-batch of a `Plan` is open: neither a name nor a file nor the planner has set it.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> is_open(parse_plan("dp2")), is_open(parse_plan("dp2.mb1"))
+    (True, False)
+    """
+    return "micro_batch" not in plan.model_fields_set
+
+
 def plan_name(plan: Any) -> str:
     """Returns the name of a `Plan`.
 
     >>> from meshwright.spec.plan import Plan
-    >>> plan_name(Plan(dp_shard=8, tp=2, pp=4, zero=1))
-    'dp8.tp2.pp4.z1'
+    >>> plan_name(Plan(dp_shard=8, tp=2, pp=4, zero=1, micro_batch=1))
+    'dp8.tp2.pp4.z1.mb1'
     """
     rest = f"+{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
     parts = [
@@ -83,7 +94,7 @@ def plan_name(plan: Any) -> str:
         "sp" if plan.sequence_parallel else "",
         *(f"{axis}{degree}" for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep)) if degree > 1),
         f"z{plan.zero}" if plan.zero else "",
-        "mb" + format_number_list(plan.micro_batch_sizes or (plan.micro_batch,)) if plan.micro_batch > 1 else "",
+        "" if is_open(plan) else "mb" + format_number_list(plan.micro_batch_sizes or (plan.micro_batch,)),
         plan.schedule_rules.name_part(plan.virtual_stages) if plan.schedule != DEFAULT_SCHEDULE else "",
         "ls" + format_number_list(plan.layers_per_stage) if plan.layers_per_stage else "",
         f"rc-{plan.recompute}{plan.recompute_layers or ''}{rest}" if plan.recompute != Recompute.none else "",

@@ -12,10 +12,10 @@ replicas, stages or shards does not change, else they become equal.
 >>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name
 'dp2.tp2.pp2.z1.mb2'
 >>> scale_down_plan(parse_plan("dp4.z3.rc-full")).name
-'dp4.z3.rc-full'
+'dp4.z3.mb1.rc-full'
 >>> (scale_down_plan(parse_plan("dp2.tp8.pp2.z3.zw3-1.place1-0")).name,
 ...     scale_down_plan(parse_plan("dp16.z3.zw" + "-".join("12" * 8))).name)
-('dp2.tp2.pp2.z3.place1-0.zw3-1', 'dp8.z3')
+('dp2.tp2.pp2.z3.mb1.place1-0.zw3-1', 'dp8.z3.mb1')
 """
 
 from __future__ import annotations

@@ -10,12 +10,10 @@ from math import sqrt
 import numpy as np
 
 from meshwright.planner.cost import constants
-from meshwright.planner.cost.cost_context import CostContext, build_cost_context
+from meshwright.planner.cost.cost_context import CostContext
 from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.plan_grid import Array
 from meshwright.spec.enums import DEFAULT_BUCKET_BYTES
-from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan
 
 
 def choose_bucket(of: CostContext) -> int:
@@ -36,16 +34,6 @@ def choose_bucket(of: CostContext) -> int:
     whole = collective_rates(links, devices, 1)
     best = sqrt(of.job.model.parameters * of.gradient * float(2 * whole.turn) * float(whole.bandwidth))
     return int(min(max(best, constants.MIN_BUCKET_BYTES), DEFAULT_BUCKET_BYTES))
-
-
-def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
-    """Returns `plan` with the bucket size that a search of `job` would choose, unless the plan already sets a bucket
-    size. This is needed for plans that are parsed from a name, because names do not contain the bucket size."""
-    return (
-        plan
-        if "bucket" in plan.model_fields_set
-        else plan.but(bucket=job.pins.get("bucket") or choose_bucket(build_cost_context(job)))
-    )
 
 
 def overlapped(communication: Array, compute: Array) -> Array:

@@ -57,13 +57,15 @@ def read_plan(text: str, world: Callable[[], int] | None = None) -> Plan | None:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Reads a file that contains a plan, or the output of `plan --json` or `estimate --json`."""
+    """Reads a file that contains a plan, or the output of `plan --json` or `estimate --json`. A file leaves no
+    micro-batch open: the default is one row."""
     data = parse_text(read_text_file(path, "plan"), str(path))
     if isinstance(data, dict) and isinstance(data.get("chosen"), dict):
         data = data["chosen"]
     if isinstance(data, dict) and isinstance(data.get("plan"), dict):
         data = data["plan"]
-    return validate_data(Plan, data, f"{path}: $")
+    plan = validate_data(Plan, data, f"{path}: $")
+    return plan.model_copy(update={"micro_batch": plan.micro_batch})
 
 
 def parse_pins(text: str) -> dict[str, Any]:
@@ -159,6 +161,7 @@ def _pin_value(field: str, value: Any, where: str) -> Any:
 
 
 def pins_from_plan(plan: Plan) -> dict[str, Any]:
-    """Returns every field of `plan` as a pin. The bucket size is a pin only if it was set in the plan."""
-    left = {"dp"} if "bucket" in plan.model_fields_set else {"dp", "bucket"}
+    """Returns every field of `plan` as a pin. The bucket size and the micro-batch are pins only if the plan sets
+    them."""
+    left = {"dp", *({"bucket", "micro_batch"} - plan.model_fields_set)}
     return {name: getattr(plan, name) for name in PINNABLE_FIELDS if name not in left}

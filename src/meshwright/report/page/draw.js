@@ -28,7 +28,7 @@ const fact = (label, value, kind = "") => make("div", { class: kind }, make("sma
 
 // Draws a pipeline chart. An action has the idle time before it and its duration, in 1/10,000 of the chart's time.
 function gantt(chart, words) {
-  const width = 1120, label = 58, high = 24, gap = 5
+  const width = WIDTH, label = 58, high = 24, gap = 5
   const scale = (width - label) / 10000
   const svg = make("svg", { viewBox: `0 0 ${width} ${chart.ranks.length * (high + gap) + 22}`, role: "img" }, make("title", {}, words.title))
   chart.rows.forEach((row, at) => {
@@ -51,8 +51,16 @@ function gantt(chart, words) {
   return svg
 }
 
-// The width of a plot, the height of its axis, the space to the left of it and below it.
-const WIDTH = 1120, HIGH = 230, LEFT = 74, BELOW = 22
+// The height of the axis of a plot, the space to the left of it and below it.
+const HIGH = 230, LEFT = 74, BELOW = 22
+// The width of a chart. Charts are as wide as the page, so that they fit on a phone with text of the usual size.
+let WIDTH = 1120
+
+function fitCharts() {
+  const before = WIDTH
+  WIDTH = Math.min(Math.max(document.querySelector("main").clientWidth, 280), 1120)
+  return WIDTH !== before
+}
 
 // Returns about five round numbers from `low` to `high`: 1, 2 or 5 times a power of ten, with `base` 1024 powers of two times a unit of bytes.
 function ticks(low, high, base = 10) {

@@ -24,6 +24,7 @@ function write(changes) {
 
 function draw() {
   say = WORDS[state.language]
+  fitCharts()
   const dark = state.theme === "dark" || (state.theme === "auto" && DARK.matches && !matchMedia("print").matches), root = document.documentElement
   root.dataset.theme = dark ? "dark" : "light"
   if (said !== say) {
@@ -57,6 +58,7 @@ function begin(own) {
   addEventListener("hashchange", () => { state = read(); draw() })
   addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })
   addEventListener("afterprint", draw)
+  addEventListener("resize", () => { if (fitCharts()) draw() })
   DARK.addEventListener("change", draw)
   document.getElementById("language").addEventListener("click", turnLanguage)
   document.getElementById("theme").addEventListener("click", turnTheme)

@@ -1,0 +1,41 @@
+"""Completes plans that are parsed from a name. A name has no bucket size, and without `mb` it leaves the micro-batch
+open: the whole batch of a replica, or the largest part of it that fits into memory."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.overlap import choose_bucket
+from meshwright.planner.cost.step import estimate
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, default_micro_batches
+from meshwright.spec.plan_name import is_open
+
+
+def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
+    """Returns `plan` with the bucket size that a search of `job` would choose, unless the plan sets one."""
+    if "bucket" in plan.model_fields_set:
+        return plan
+    return plan.model_copy(update={"bucket": job.pins.get("bucket") or choose_bucket(build_cost_context(job))})
+
+
+def complete_plan(job: Job, plan: Plan) -> Plan:
+    """Returns `plan` with a bucket size, and with the largest micro-batch that fits, if its name leaves it open. If no
+    micro-batch fits, it is the smallest one. If `job` cannot run the plan with any micro-batch, it stays open."""
+    plan = with_chosen_bucket(job, plan)
+    sizes = default_micro_batches(plan, job.workload.batch) if is_open(plan) else []
+    for size in [job.workload.exact] if sizes and job.workload.exact else sizes:
+        sized = plan.but(micro_batch=size)
+        try:
+            fits = estimate(job, sized).fits
+        except InputError:
+            continue
+        plan = sized
+        if fits:
+            break
+    return plan
+
+
+def with_micro_batch(job: Job, plan: Plan) -> Job:
+    """Returns `job`, whose pins are those of a plan by name, with the micro-batch of the complete `plan` as a pin."""
+    return job.but(pins={**job.pins, "micro_batch": plan.micro_batch})
