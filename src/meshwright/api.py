@@ -17,7 +17,7 @@ from meshwright.interop.for_system import plans_for
 from meshwright.interop.importing import ImportedPlan
 from meshwright.interop.registry import find_system
 from meshwright.planner.cost import step
-from meshwright.planner.cost.named_plans import complete_plan, with_micro_batch
+from meshwright.planner.cost.named_plans import complete_plan, read_named_plan, with_micro_batch
 from meshwright.planner.inputs.job import known_sizes, read_job, resolve_job
 from meshwright.planner.search.best_plans import RankedPlan
 from meshwright.planner.search.ranking import search_plans
@@ -26,7 +26,7 @@ from meshwright.planner.simulate.run import SimulationResult
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.plan import Plan
 
 
 def load(path: str | Path) -> Job:
@@ -62,7 +62,9 @@ def export_plan(job: str | Path, plan: Plan | str, system: str) -> dict[str, str
     Raises: InputError when the plan cannot run the job, or for an unknown system.
     """
     file, question = read_job(job), load(job)
-    return exporting.export_plan(question, _named(question, plan), system, known_sizes(file), file.model.source).files
+    return exporting.export_plan(
+        question, read_named_plan(question, plan), system, known_sizes(file), file.model.source
+    ).files
 
 
 def import_plan(*paths: str | Path, system: str | None = None, devices: int = 0) -> ImportedPlan:
@@ -80,7 +82,7 @@ def estimate(job: Job, plan: Plan | str) -> Estimate:
 
     Raises: InputError when the plan cannot run the job.
     """
-    return step.estimate(job, _named(job, plan))
+    return step.estimate(job, read_named_plan(job, plan))
 
 
 def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
@@ -109,8 +111,3 @@ def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: in
     rank or a step that does not exist.
     """
     return run.simulate(job, plan, faults, steps)
-
-
-def _named(job: Job, plan: Plan | str) -> Plan:
-    """Returns `plan`, or the complete plan with this name."""
-    return complete_plan(job, parse_plan(plan, lambda: job.cluster.devices)) if isinstance(plan, str) else plan

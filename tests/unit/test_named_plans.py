@@ -88,5 +88,20 @@ def test_the_python_functions_read_names_like_the_commands(tmp_path: Path) -> No
 
 
 def test_what_cannot_run_with_any_micro_batch_is_refused_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = called(capsys, "estimate", *SMALL, "--plan", "dp3")
-    assert (code, err.count("\n")) == (2, 1) and "plan dp3: dp(3)" in err
+    for command in ("estimate", "plan", "simulate", "export", "verify"):
+        code, _, err = called(
+            capsys, command, *SMALL, "--plan", "dp3", *(["--to", "megatron"] if command == "export" else [])
+        )
+        assert (code, err.count("\n")) == (2, 1) and "plan dp3: dp(3)" in err and err.endswith("or the cluster\n")
+    odd = ["--model", "llama-tiny", "--cluster", "1x2:cpu", "--batch", "7", "--seq", "64"]
+    code, _, err = called(capsys, "estimate", *odd, "--plan", "dp2")
+    assert code == 2 and "plan dp2: batch 7 is not a multiple of dp(2); use a batch of 2 sequences" in err
+
+
+def test_a_pin_and_fewer_devices_leave_the_micro_batch_to_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(capsys, "plan", *SMALL, "--plan", "dp2", "--pin", "mb=2")
+    assert (code, err) == (0, "") and "dp2.mb2" in out
+    file = JobOptions(model="llama-tiny", cluster="1x2:cpu", batch=8, plan="dp2").job_file(None)
+    assert choose_plan(file, "mb=2", None, {}, None).plan.name == "dp2.mb2"
+    code, out, err = called(capsys, "plan", *SMALL, "--plan", "dp1", "--objective", "fewest")
+    assert (code, err) == (0, "") and "dp1.mb8" in out

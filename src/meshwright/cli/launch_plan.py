@@ -156,14 +156,16 @@ def _with_ranks_of_run(file: JobFile, folder: Path) -> JobFile:
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the user's plan, or None. What its name leaves open, the bucket size and the micro-batch, is that of the
-    run folder's plan if both plans are otherwise equal. Otherwise the planner chooses it."""
+    """Returns the user's plan, or None. What its name leaves open, the bucket size and the micro-batch, is that of a
+    pin, or of the run folder's plan if both plans are otherwise equal. Otherwise the planner chooses it."""
     from meshwright.planner.cost.named_plans import complete_plan
     from meshwright.spec.plan_name import is_open
 
     plan = file.given_plan()
     if plan is None or "bucket" in plan.model_fields_set:
         return plan
+    if is_open(plan) and "micro_batch" in question.pins:
+        plan = plan.model_copy(update={"micro_batch": question.pins["micro_batch"]})
     before = _previous_plan(folder, question) if folder is not None else None
     if before is not None:
         named = plan.but(micro_batch=before.micro_batch) if is_open(plan) else plan
@@ -297,8 +299,6 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
     cluster = resolve_cluster(file.cluster)
     devices = world or cluster.devices
     plan = file.given_plan() or Plan(dp_replicate=devices)
-    if is_open(plan):
-        plan = plan.but(micro_batch=file.workload.exact or default_micro_batches(plan, file.workload.batch)[0])
     if plan.world != devices:
         raise InputError(
             Message(
@@ -308,9 +308,11 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
                 devices=devices,
             )
         )
-    for fault in workload_violations(plan, file.workload, cluster):
-        raise InputError(Message("plan {plan}: {message}", plan=plan.name, message=fault.message))
+    if is_open(plan):
+        plan = plan.but(micro_batch=file.workload.exact or default_micro_batches(plan, file.workload.batch)[0])
     named = _name_as_written(file, plan)
+    for fault in workload_violations(plan, file.workload, cluster):
+        raise InputError(Message("plan {plan}: {message}", plan=named, message=fault.message))
     return PlanChoice(
         None,
         plan,

@@ -252,15 +252,23 @@ def _with_run_length(question: Job, wanted: RankingOptions, length: RunLengthOpt
 
 
 def _pinned_job(file: JobFile, wanted: RankingOptions, language: str) -> Job:
-    """Returns the job with the pins and the trust of the options."""
+    """Returns the job with the pins and the trust of the options.
+
+    Raises: InputError if a plan by name needs more devices than there are, or cannot run on all of them.
+    """
     from meshwright.planner.cost.named_plans import with_micro_batch
     from meshwright.planner.inputs.job import resolve_job
     from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.spec.constraints import validate_plan
 
     question, plan = resolve_job(file).but(trust=wanted.trust), file.given_plan()
-    if plan is not None:
-        question = with_micro_batch(question, complete_given_plan(question, plan, file.plan["name"], language))
-    return question.but(pins={**question.pins, **parse_pins(wanted.pin)}) if wanted.pin else question
+    pins = parse_pins(wanted.pin) if wanted.pin else {}
+    if plan is not None and "micro_batch" not in pins:
+        complete = complete_given_plan(question, plan, file.plan["name"], language)
+        if complete.world >= question.cluster.devices and not pins:
+            validate_plan(question, complete)
+        question = with_micro_batch(question, complete)
+    return question.but(pins={**question.pins, **pins}) if pins else question
 
 
 def _search(

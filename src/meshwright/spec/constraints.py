@@ -35,7 +35,7 @@ from meshwright.spec.enums import (
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, round_equation, shares_equation
-from meshwright.spec.plan_name import offload_name_parts
+from meshwright.spec.plan_name import is_open, offload_name_parts
 from meshwright.spec.precision import Recipe
 from meshwright.spec.schedules.schedule import schedule_names
 from meshwright.spec.violation import Violation
@@ -250,7 +250,8 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
     """Checks that the batch is a whole number of micro-batches on every replica, and that the schedule supports this
     number."""
-    rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
+    rows, equation = plan.rows_per_round, round_equation(plan)
+    each = equation.partition(" = ")[0]
     if plan.shares and plan.uneven_batch != batch:
         yield Violation(
             "shares do not sum to the batch",
@@ -262,12 +263,8 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
     if plan.shares:
         return
     if batch % rows:
-        yield Violation(
-            "batch does not divide",
-            Message(
-                "batch {batch} is not a multiple of {round_equation}", batch=batch, round_equation=round_equation(plan)
-            ),
-        )
+        wrong = Message("batch {batch} is not a multiple of {round_equation}", batch=batch, round_equation=equation)
+        yield Violation("batch does not divide", _no_size_divides(plan, batch) if is_open(plan) else wrong)
         return
     rules, count = plan.schedule_rules, batch // rows
     if count % (multiple := rules.multiple_of(plan.pp)):
@@ -307,6 +304,14 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
                 count=count,
             ),
         )
+
+
+def _no_size_divides(plan: Plan, batch: int) -> Message:
+    return Message(
+        "batch {batch} is not a multiple of dp({dp}); use a batch of {dp} sequences or a multiple of it",
+        batch=batch,
+        dp=plan.dp,
+    )
 
 
 def batch_split_violations(plan: Plan, batch: int, model: ModelSpec) -> Iterator[Violation]:

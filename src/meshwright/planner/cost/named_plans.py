@@ -8,7 +8,7 @@ from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.step import estimate
 from meshwright.spec.job import Job
-from meshwright.spec.plan import Plan, default_micro_batches
+from meshwright.spec.plan import Plan, default_micro_batches, parse_plan
 from meshwright.spec.plan_name import is_open
 
 
@@ -36,6 +36,12 @@ def complete_plan(job: Job, plan: Plan) -> Plan:
     return plan
 
 
+def read_named_plan(job: Job, plan: Plan | str) -> Plan:
+    """Returns the complete plan for a plan or its name."""
+    return complete_plan(job, parse_plan(plan, lambda: job.cluster.devices) if isinstance(plan, str) else plan)
+
+
 def with_micro_batch(job: Job, plan: Plan) -> Job:
-    """Returns `job`, whose pins are those of a plan by name, with the micro-batch of the complete `plan` as a pin."""
-    return job.but(pins={**job.pins, "micro_batch": plan.micro_batch})
+    """Returns `job`, whose pins are those of a plan by name, with the micro-batch of the complete `plan` as a pin. An
+    open plan cannot run on all devices of `job`; a search of fewer devices then chooses the micro-batch."""
+    return job if is_open(plan) else job.but(pins={**job.pins, "micro_batch": plan.micro_batch})

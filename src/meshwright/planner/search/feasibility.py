@@ -123,7 +123,7 @@ def _check_device_pins(pins: Mapping[str, Any], devices: int) -> None:
     if all(name in pins for name in axes) and product != devices:  # no unpinned axis is left for the remaining devices
         raise InputError(
             Message(
-                "{equation} = {product} but the cluster has {devices} devices",
+                "{equation} = {product} but the cluster has {devices} devices: change the plan or the cluster",
                 equation=equation,
                 product=product,
                 devices=devices,

@@ -22,7 +22,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.planner.cost import heterogeneous
 from meshwright.planner.cost.cost_model import CostModel
-from meshwright.planner.cost.named_plans import complete_plan
+from meshwright.planner.cost.named_plans import read_named_plan
 from meshwright.planner.cost.plan_grid import PlanGrid, grid_of_plan
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.simulate.fleet import RecoveryPolicy
@@ -39,7 +39,7 @@ from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults, KilledRank
 from meshwright.spec.grid import Coords, rank_strides
 from meshwright.spec.job import Job, RunConfig
-from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.schedule import schedule_orders
 
 LOST_STEP_FRACTION = 0.5
@@ -215,7 +215,7 @@ def simulate(
 
     Raises: InputError if the plan cannot run, or if a fault names a rank or a step that does not exist.
     """
-    plan = complete_plan(job, parse_plan(plan, lambda: job.cluster.devices)) if isinstance(plan, str) else plan
+    plan = read_named_plan(job, plan) if isinstance(plan, str) else plan
     wrong = (faults or NO_FAULTS).check(plan.world)
     check_equal_replicas(plan)
     priced = estimate(job, plan)
