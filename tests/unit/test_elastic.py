@@ -595,9 +595,9 @@ def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() ->
 def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks() -> None:
     """Sums that are exact are of its micro-batches; replicas that meet rarely are as many as they were."""
     plans = lambda work, *counts: [plan_for_devices(None, Workload(**work), count)[1].name for count in counts]
-    assert plans({"batch": 24}, 6, 5, 3) == ["dp6", "dp4", "dp3"]
+    assert plans({"batch": 24}, 6, 5, 3) == ["dp6.mb1", "dp4.mb1", "dp3.mb1"]
     assert plans({"batch": 24, "exact": 4}, 6, 5, 1) == ["dp6.mb4", "dp3.mb4", "dp1.mb4"]
-    assert plans({"batch": 24, "local": {"replicas": 2}}, 4, 3, 2) == ["dp2", "dp2", "dp2"]
+    assert plans({"batch": 24, "local": {"replicas": 2}}, 4, 3, 2) == ["dp2.mb1", "dp2.mb1", "dp2.mb1"]
     with pytest.raises(NothingFits):
         plans({"batch": 24, "local": {"replicas": 2}}, 1)
 

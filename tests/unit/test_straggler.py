@@ -214,7 +214,7 @@ def test_the_gain_of_rebalancing_is_reported_and_a_rank_that_slows_further_gets_
 
 
 def test_a_recovered_rank_gets_its_micro_batches_back() -> None:
-    watch, plans = StragglerMonitor(parse_plan("dp4.z1"), 32), []
+    watch, plans = StragglerMonitor(parse_plan("dp4.z1.mb1"), 32), []
     for step in range(110):
         slow = 1.5 if 20 <= step < 60 else 1.0
         busy = tuple((0.02 + 0.01 * count) * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
@@ -222,7 +222,7 @@ def test_a_recovered_rank_gets_its_micro_batches_back() -> None:
             PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.01 - each for each in busy)), step, balance=True
         )
         plans += [plan.name] if plan is not None else []
-    assert plans == ["dp4.z1.ga9-9-9-5", "dp4.z1"]
+    assert plans == ["dp4.z1.mb1.ga9-9-9-5", "dp4.z1.mb1"]
 
 
 @pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.ga6-6-6-5"), (4.0, "dp4.z1.mb4.ga5-5-5-1")])

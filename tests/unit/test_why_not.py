@@ -282,7 +282,7 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
         search_plans(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": (), "compile": False}))
     said = str(caught.value)
     assert (
-        "the nearest (dp1.rc-full79+sac) needs 1.20 TiB on rank 0, which may use 80.0 GiB; optimizer states take "
+        "the nearest (dp1.mb1.rc-full79+sac) needs 1.20 TiB on rank 0, which may use 80.0 GiB; optimizer states take "
         "729.6 GiB" in said
     )
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
