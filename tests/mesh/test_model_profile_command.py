@@ -134,7 +134,7 @@ def test_an_untraceable_model_is_one_line_in_plan_and_data_parallel_in_train(
     assert "its forward asks for the values of a tensor" in error and error.count("\n") == 1
     file = JobOptions(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
     choice = choose_plan(file, None, None, {}, None)
-    assert (choice.plan.name, choice.estimate) == ("dp4", None)
+    assert (choice.plan.name, choice.estimate) == ("dp4.mb8", None)
     assert "has no estimate" in translate(choice.why[0])
 
 

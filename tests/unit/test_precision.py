@@ -47,19 +47,19 @@ def test_an_estimate_holds_the_bytes_that_a_recipe_says(
     workload: dict[str, Any], held: tuple[float, float, float]
 ) -> None:
     asked = job(**workload)
-    memory = mw.estimate(asked, "dp8.z3").memory
+    memory = mw.estimate(asked, "dp8.z3.mb1").memory
     each = asked.model.parameters / 8
     for found, expected in zip((memory.parameters, memory.gradients, memory.optimizer), held, strict=True):
         assert found == pytest.approx(expected * each, rel=1e-3)
 
 
 def test_an_optimizer_of_a_persons_own_is_priced_as_adamw() -> None:
-    assert mw.estimate(job(optimizer__name="mine:make"), "dp8.z1").memory == mw.estimate(job(), "dp8.z1").memory
+    assert mw.estimate(job(optimizer__name="mine:make"), "dp8.z1.mb1").memory == mw.estimate(job(), "dp8.z1.mb1").memory
 
 
 def test_muon_and_adafactor_hold_less_than_adamw_by_what_their_rules_keep() -> None:
     adamw, muon, adafactor = (
-        mw.estimate(job(optimizer__name=name), "dp8.z1").memory.optimizer for name in ("adamw", "muon", "adafactor")
+        mw.estimate(job(optimizer__name=name), "dp8.z1.mb1").memory.optimizer for name in ("adamw", "muon", "adafactor")
     )
     spec = job().model
     matrices = sum(
@@ -187,7 +187,7 @@ def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
 
 @pytest.mark.parametrize("schedule", ["zbh1", "zbv"])
 def test_float8_with_zero_bubbles_is_estimated_and_never_called_runnable(schedule: str) -> None:
-    asked, given = job("1x8:h100", precision="fp8"), mw.parse_plan(f"pp8.{schedule}")
+    asked, given = job("1x8:h100", precision="fp8"), mw.parse_plan(f"pp8.mb1.{schedule}")
     full = mw.estimate(job("1x8:h100", precision="bf16"), given.name)
     assert 0.5 < mw.estimate(asked, given.name).time.step / full.time.step <= 1.0
     assert unsupported_parts(given, asked.workload.recipe) == (f"fp8 with {schedule}",) and not unsupported_parts(given)
@@ -202,7 +202,7 @@ def test_float8_with_zero_bubbles_is_estimated_and_never_called_runnable(schedul
 def test_float8_with_tensor_ranks_is_trained_and_counts_one_byte_per_cast() -> None:
     asked, full = job("1x8:h100", precision="fp8"), job("1x8:h100", precision="bf16")
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    for plan, ranks in (("dp8.z1", 1), ("dp2.tp4.z1", 4), ("dp2.tp4.z3", 0)):
+    for plan, ranks in (("dp8.z1.mb1", 1), ("dp2.tp4.z1.mb1", 4), ("dp2.tp4.z3.mb1", 0)):
         assert not unsupported_parts(mw.parse_plan(plan), asked.workload.recipe)
         one, other = (mw.estimate(each, plan).memory.total for each in (asked, full))
         assert one - other == (linear / ranks if ranks else 0)
