@@ -188,6 +188,7 @@ class Pool:
             os.environ.get(DEVICE_VARIABLE) != "cuda"
         )  # backward in the parent process starts the driver and threads, which a fork cannot use
         if forked and len(self._workers) < world:
+            assert not dist.is_initialized(), "ranks would inherit the process group that a test left in this process"
             warm()
         context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         while len(self._workers) < world:

@@ -169,6 +169,7 @@ def test_a_run_that_ends_goes_on_from_its_last_checkpoint_under_another_plan(ran
     (tmp_path / "run" / "last.ckpt.meshwright").rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match="has no folder"), as_torchrun_starts():
         planned(folder, 3, "dp1", 1)
+    torch.distributed.destroy_process_group()
 
 
 def from_the_page(folder: str) -> list[float]:

@@ -183,7 +183,7 @@ def test_balance_states_its_action_and_ranks_in_lockstep_keep_their_micro_batche
         "as its peers"
     )
     assert said[1].startswith(
-        f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: the run changes to dp4.z1.ga"
+        f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: the run changes to dp4.z1.mb1.ga"
     )
     assert len(said) == 3
 
