@@ -12,18 +12,20 @@ from equality import anatomy_of, made, make_batch, make_optimizer
 from pool import unchecked
 
 from meshwright.core.errors import PlanRefused
+from meshwright.spec.precision import Recipe
+from meshwright.spec.precision import recipe as named_recipe
 from meshwright.spec.record import ProofCost, ProofResult
 from meshwright.train.proof.proof_run import ReferenceSide
 from meshwright.train.proof.proof_tolerance import STRICT_TOLERANCES
 from meshwright.train.trainer import Trainer, parallelize
 
 
-def trainer_of(name: str, plan: str, precision: str = "fp64", **beside: Any) -> Trainer:
+def trainer_of(name: str, plan: str, precision: str = "fp64", recipe: Recipe | None = None, **beside: Any) -> Trainer:
     return parallelize(
         made(name, precision),
         make_optimizer,
         plan,
-        precision=precision,
+        precision=recipe or precision,
         clip=1.0,
         anatomy=anatomy_of(name),
         **{"prove": "start", **beside},
@@ -35,6 +37,21 @@ def proof_of(name: str, plan: str, precision: str = "fp64", rows: int = 8) -> tu
     trainer = trainer_of(name, plan, precision)
     proof = trainer.prove(make_batch(name, 0, rows))
     return proof, trainer.prover.proven
+
+
+def proof_with_sums_in_bfloat16(scale: float) -> tuple[bool, float]:
+    """Whether the proof is equal, and its largest difference. `scale` multiplies a gradient under the plan."""
+    trainer = trainer_of("llama", "dp2.z3.mb2", "fp32", recipe=named_recipe("fp32", "bf16"))
+    block = trainer.engine.model.get_submodule("model.layers.1")
+    block.mlp.register_forward_hook(lambda module, args, output: output + (scale - 1) * (output - output.detach()))
+    proof = trainer.prove(make_batch("llama", 0, 8))
+    return proof.equal, proof.gradient
+
+
+def test_gradients_summed_in_bfloat16_may_differ_by_their_rounding_only(ranks: Any) -> None:
+    for equal, gradient in ranks.run(2, proof_with_sums_in_bfloat16, 1.0):
+        assert equal and 1e-4 < gradient < 0.016
+    assert not any(equal for equal, _ in ranks.run(2, proof_with_sums_in_bfloat16, 1.05))
 
 
 PLANS = (

@@ -39,9 +39,9 @@ from meshwright.train.proof.proof_tolerance import (
     STRICT_TOLERANCES,
     GradientGap,
     ProofComparison,
-    ProofLimits,
     ProofOutcome,
     judge_comparison,
+    limits_of,
     sketch_gradient,
 )
 from meshwright.train.proof.recorded_pass import OutputDigests, first_differing_module, isolate_pass, preserve_engine
@@ -328,7 +328,7 @@ class ProofRun:
         """Compares one batch. Returns None and adds a note in two cases: the loss or gradients of the reference are not
         finite, or the batch is optional and the reference cannot run its forward. Raises InputError if the reference
         cannot run the forward of a batch that is not optional, or the backward of any batch."""
-        low = self.side.is_low
+        low, limits = self.side.is_low, limits_of(self.side.engine.recipe)
         reference, (loss, labels, problem) = self.side.forward(content, self.side.options(self.side.is_low))
         if problem:
             if content.optional:
@@ -343,10 +343,6 @@ class ProofRun:
         if not self.side.agreed(all(map(math.isfinite, (loss, *(gap.norm for gap in compared.gaps.values()))))):
             self.side.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
             return None
-        limits = ProofLimits(
-            *(LOW_PRECISION_FLOORS if low else STRICT_TOLERANCES)[self.side.compute],
-            eps=torch.finfo(torch.float32 if low else self.side.compute).eps,
-        )
         del reference
         verdict = judge_comparison(compared, limits)
         if low or not self.side.agreed(verdict.good):

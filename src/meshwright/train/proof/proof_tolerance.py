@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.spec.precision import Recipe
+
 STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
 """The accepted relative differences of the loss and of a gradient, by the dtype of the computation."""
 LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
@@ -92,6 +94,17 @@ class ProofLimits:
     loss: float
     gradient: float
     eps: float
+
+
+def limits_of(recipe: Recipe) -> ProofLimits:
+    """Returns the tolerances of a proof. With `reduce`, gradients may be stored and summed in fewer bits than the
+    computation has. One device does not round its sums, so such gradients get the tolerance of several roundings."""
+    compute = getattr(torch, recipe.compute)
+    low = compute in LOW_PRECISION_FLOORS
+    loss, gradient = (LOW_PRECISION_FLOORS if low else STRICT_TOLERANCES)[compute]
+    if not low and recipe.gradient_size < recipe.size:
+        gradient = ROUNDING_FACTOR * LOW_PRECISION_FLOORS[torch.bfloat16][1]
+    return ProofLimits(loss, gradient, eps=torch.finfo(torch.float32 if low else compute).eps)
 
 
 @dataclass
