@@ -110,9 +110,12 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def shown(output: str, folder: str) -> str:
-    """What a page shows of an output: no place of this machine, no step lines but those with a held-out loss."""
+    """What a page shows of an output: no place of this machine, no progress of a slow search, no step lines but those
+    with a held-out loss."""
     lines = output.replace(folder + "/", "").rstrip().splitlines()
-    kept = [line for line in lines if not re.match(r"step \d+/\d+ ", line) or "val loss" in line]
+    kept = [
+        line for line in lines if not re.match(r"step \d+/\d+ |searching for the best plan", line) or "val loss" in line
+    ]
     return "\n".join(line.rstrip() for line in kept) + "\n"
 
 
