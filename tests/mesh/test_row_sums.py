@@ -30,7 +30,7 @@ def digest(data: torch.Tensor, state: bytes = b"state") -> int:
 
 
 def test_every_flipped_bit_changes_the_digest() -> None:
-    data = some_bytes(ROW_BYTES + 9)
+    data = some_bytes(2 * ROW_BYTES + 9)
     seen = {digest(data)}
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8

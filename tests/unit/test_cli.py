@@ -123,13 +123,24 @@ def test_words_of_other_systems_name_a_plan(name: str, meant: str, capsys: pytes
 
 
 def test_defaults_of_batch_and_sequence_are_the_model_s_own_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, err = called(capsys, "plan", "--model", "llama3-70b", "--cluster", "8x8:h100", "--top", "1")
-    assert "work     batch 32 x 4096 tokens" in out
-    assert err.endswith(
-        "using defaults: batch 32 (--batch), sequence 4,096 (--seq)\n"
-    )  # after the progress of a slow search
-    err = called(capsys, "plan", "--model", "llama3-70b", "--cluster", "8x8:h100", "--top", "1", "--lang", "zh")[2]
-    assert err.endswith("使用默认值：批大小 32（--batch），序列长度 4,096（--seq）\n")
+    asked = ["plan", "--model", "llama3-70b", "--cluster", "8x8:h100", "--top", "1"]
+    for language, work, progress, defaults in (
+        (
+            "en",
+            "work     batch 32 x 4096 tokens",
+            "searching for the best plan: ",
+            "using defaults: batch 32 (--batch), sequence 4,096 (--seq)",
+        ),
+        (
+            "zh",
+            "负载     批次 32 x 4096 个 token",
+            "正在搜索最佳方案：",
+            "使用默认值：批大小 32（--batch），序列长度 4,096（--seq）",
+        ),
+    ):
+        _, out, err = called(capsys, *asked, "--lang", language)
+        assert work in out
+        assert [line for line in err.splitlines() if not line.startswith(progress)] == [defaults]
     assert "2048 tokens" in called(capsys, "fit", "--model", "llama-65b", "--cluster", "8x8:a100-40gb")[1]
     both = ["--cluster", "1x4:cpu", "--batch", "8", "--seq", "1k"]
     assert called(capsys, "plan", "--model", "gpt2", *both, "--top", "1")[2] == ""

@@ -156,8 +156,8 @@ def _with_ranks_of_run(file: JobFile, folder: Path) -> JobFile:
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """Returns the user's plan, or None. What its name leaves open, the bucket size and the micro-batch, is that of a
-    pin, or of the run folder's plan if both plans are otherwise equal. Otherwise the planner chooses it."""
+    """Returns the user's plan, or None. Its name may leave the bucket size and the micro-batch open. A pin sets them,
+    or the plan of the run folder if both plans are otherwise equal. Else the planner chooses them."""
     from meshwright.planner.cost.named_plans import complete_plan
     from meshwright.spec.plan_name import is_open
 

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from meshwright.core.background_thread import start_background_thread
 from meshwright.core.language import choose_language
-from meshwright.core.messages import Message, translate
+from meshwright.core.messages import Message, join_messages, translate
 from meshwright.core.printable_text import escape_terminal_controls
 
 if TYPE_CHECKING:
@@ -189,19 +189,15 @@ def _refuse_foreign_file(path: Path | None) -> None:
 def announce_defaults(file: JobFile, workload: Workload, language: str, options: tuple[str, ...] = DEFAULTS) -> None:
     """Prints which of `options` (--batch, --seq) have default values: neither the user nor the job file sets them. The
     chosen number of ranks of `local` is one of them."""
-    words = {
-        "batch": Message("batch {value:,} ({option})", value=workload.batch, option="--batch"),
-        "sequence": Message("sequence {value:,} ({option})", value=workload.sequence, option="--seq"),
+    defaults = {
+        "--batch": ("batch", Message("batch {value:,} ({option})", value=workload.batch, option="--batch")),
+        "--seq": ("sequence", Message("sequence {value:,} ({option})", value=workload.sequence, option="--seq")),
     }
-    fields = {"--batch": "batch", "--seq": "sequence"}
-    used = [fields[name] for name in options if fields[name] not in file.workload.model_fields_set]
-    said = [words[field] for field in used]
+    said = [text for field, text in (defaults[name] for name in options) if field not in file.workload.model_fields_set]
     if file.cluster.local_ranks and "name" not in file.plan:
-        ranks = file.cluster.local_ranks
-        said.append(Message("local:{value} ({option})", value=ranks, option="--cluster"))
+        said.append(Message("local:{value} ({option})", value=file.cluster.local_ranks, option="--cluster"))
     if said:
-        values = translate(Message(", "), language).join(translate(each, language) for each in said)
-        print_note(Message("using defaults: {values}", values=values), language)
+        print_note(Message("using defaults: {values}", values=join_messages(", ", said)), language)
 
 
 def announce_micro_batch(written: str, plan: Plan, complete: Plan, language: str) -> None:

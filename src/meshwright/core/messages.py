@@ -98,15 +98,18 @@ def term(group: str, word: str) -> Message:
     return _make_message(msgid, msgid, group, {})
 
 
+SEPARATORS = (mark_msgid(", "), mark_msgid("; "))
+"""The separators of `join_messages` that have a translation."""
+
+
 def join_messages(separator: str, parts: Iterable[str]) -> Message:
-    """Joins `parts` with a separator. In Chinese a comma or a semicolon has full width.
+    """Joins `parts` with a separator, which is translated too: in Chinese a comma or a semicolon has full width.
 
     >>> translate(join_messages(", ", [term("memory", "gradients"), "dp2"]), "zh")
     '梯度，dp2'
     """
     fields = {f"part{index}": part for index, part in enumerate(parts)}
-    escaped = separator.replace("{", "{{").replace("}", "}}")
-    return Message(escaped.join(f"{{{name}}}" for name in fields), **fields)
+    return Message("{separator}".join(f"{{{name}}}" for name in fields), separator=Message(separator), **fields)
 
 
 def alternatives(parts: Iterable[str]) -> str:
@@ -131,8 +134,6 @@ def translate(text: str, language: str = "en") -> str:
     msgid = catalogue.pgettext(text.context, text.msgid) if text.context else catalogue.gettext(text.msgid)
     if msgid == text.msgid and not _PLAIN_TEMPLATE.fullmatch(msgid):
         return str.__str__(text)
-    if msgid == text.msgid:
-        msgid = msgid.replace("}, {", "}，{").replace("}; {", "}；{")
     try:
         translated = _format_message(msgid, text.fields, language)
     # A message from another version of Meshwright may have other fields than the translation.

@@ -307,6 +307,7 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
 
 
 def _no_size_divides(plan: Plan, batch: int) -> Message:
+    """Returns why no micro-batch size of an open plan divides the batch: the replicas do not."""
     return Message(
         "batch {batch} is not a multiple of dp({dp}); use a batch of {dp} sequences or a multiple of it",
         batch=batch,

@@ -16,9 +16,9 @@ MISSING_PARTS = {
 }
 """What kinds of the catalog have that no reference model has."""
 MISSING_PARTS_OF_FAMILIES = {
-    "GPT-OSS": Message("attention sinks, sliding windows and biases of experts"),
+    "GPT-OSS": Message("attention sinks, sliding windows, or biases of experts"),
 }
-"""The same for single families of a kind that is otherwise built."""
+"""What single families have that no reference model has, although their kind is built."""
 UNSUPPORTED_COUNTS = ("shared_experts", "dense_first_layers", "router_bias")
 
 

@@ -20,8 +20,8 @@ def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
 
 
 def complete_plan(job: Job, plan: Plan) -> Plan:
-    """Returns `plan` with a bucket size, and with the largest micro-batch that fits, if its name leaves it open. If no
-    micro-batch fits, it is the smallest one. If `job` cannot run the plan with any micro-batch, it stays open."""
+    """Returns `plan` with a bucket size. If its name leaves the micro-batch open, the plan gets the largest one that
+    fits, or the smallest one if none fits. If `job` cannot run the plan with any micro-batch, it stays open."""
     plan = with_chosen_bucket(job, plan)
     sizes = default_micro_batches(plan, job.workload.batch) if is_open(plan) else []
     for size in [job.workload.exact] if sizes and job.workload.exact else sizes:
@@ -42,6 +42,6 @@ def read_named_plan(job: Job, plan: Plan | str) -> Plan:
 
 
 def with_micro_batch(job: Job, plan: Plan) -> Job:
-    """Returns `job`, whose pins are those of a plan by name, with the micro-batch of the complete `plan` as a pin. An
-    open plan cannot run on all devices of `job`; a search of fewer devices then chooses the micro-batch."""
+    """Returns `job` with the micro-batch of the complete `plan` as a pin. If the plan is still open, it cannot run on
+    all devices of `job`. The pins then stay as they are, and a search of fewer devices chooses the micro-batch."""
     return job if is_open(plan) else job.but(pins={**job.pins, "micro_batch": plan.micro_batch})

@@ -3,8 +3,6 @@ plans. The planner marks such plans as plan-only, and `train` and `launch` refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from meshwright.catalog import read as catalog
 from meshwright.core.messages import Message
 from meshwright.spec.cluster import Cluster
@@ -19,24 +17,8 @@ TRAINABLE_VENDORS = ("nvidia", "amd", "host")
 
 
 def untrainable_part(model: ModelSpec, cluster: Cluster) -> Message | str | None:
-    """Returns why this version cannot train `model` or use the devices of `cluster`, or None if it can. It has no
-    backend for some vendors, and the collective libraries of several vendors do not connect. Devices that the catalog
-    does not have are trusted."""
-    if model.against_training:
-        return model.against_training
-    vendors = _vendors(cluster)
-    if wrong := _devices_without_backend(vendors):
-        return Message(
-            "{devices} can be planned for but not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; name "
-            "one of these in --cluster",
-            devices=", ".join(wrong),
-        )
-    if len(vendors) > 1:
-        return Message(
-            "{devices} in one job can be planned but not trained: they have no common collective library",
-            devices=", ".join(vendors.values()),
-        )
-    return None
+    """Returns why this version cannot train `model` or use the devices of `cluster`, or None if it can."""
+    return model.against_training or _untrainable_devices(cluster)[1]
 
 
 def plan_only_reasons(job: Job, plan: Plan) -> list[Message]:
@@ -51,17 +33,26 @@ def plan_only_reasons(job: Job, plan: Plan) -> list[Message]:
 
 def plan_only_parts(job: Job, plan: Plan) -> tuple[str, ...]:
     """Returns the names of what this version cannot train: the model, devices, or parts of the plan."""
-    vendors = _vendors(job.cluster)
-    devices = _devices_without_backend(vendors) or (vendors.values() if len(vendors) > 1 else ())
     model = (job.model.name,) if job.model.against_training else ()
-    return (*model, *devices, *unsupported_parts(plan, job.workload.recipe))
+    return (*model, *_untrainable_devices(job.cluster)[0], *unsupported_parts(plan, job.workload.recipe))
 
 
-def _vendors(cluster: Cluster) -> dict[str, str]:
-    """Returns for each vendor of the cluster's devices the name of one device."""
+def _untrainable_devices(cluster: Cluster) -> tuple[list[str], Message | None]:
+    """Returns the names of the devices of `cluster` that this version cannot train on, and the reason, or ([], None).
+    It has no backend for some vendors, and the collective libraries of several vendors do not connect. Devices that the
+    catalog does not have are trusted."""
     rows = catalog.devices()
-    return {row["vendor"]: row["name"] for group in cluster.groups if (row := rows.get(group.device.name))}
-
-
-def _devices_without_backend(vendors: Mapping[str, str]) -> list[str]:
-    return [name for vendor, name in vendors.items() if vendor not in TRAINABLE_VENDORS]
+    vendors = {row["vendor"]: row["name"] for group in cluster.groups if (row := rows.get(group.device.name))}
+    if wrong := [name for vendor, name in vendors.items() if vendor not in TRAINABLE_VENDORS]:
+        return wrong, Message(
+            "{devices} can be planned for but not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; name "
+            "one of these in --cluster",
+            devices=", ".join(wrong),
+        )
+    if len(vendors) > 1:
+        names = [*vendors.values()]
+        return names, Message(
+            "{devices} in one job can be planned but not trained: they have no common collective library",
+            devices=", ".join(names),
+        )
+    return [], None
