@@ -1,7 +1,7 @@
 """Ranks for a benchmark: processes forked from this one, which has torch imported and warm, with one gloo group over
 loopback.
 
-Promise: results in order of rank, or the first failing rank's traceback; no process outlives the call.
+Guarantee: results in order of rank, or the first failing rank's traceback; no process outlives the call.
 """
 
 from __future__ import annotations

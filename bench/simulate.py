@@ -46,13 +46,13 @@ STEPS = (
 DAY = 86400.0
 
 
-def timed(rounds: int, deed: Callable[[], Any]) -> tuple[float, Any]:
+def timed(rounds: int, call: Callable[[], Any]) -> tuple[float, Any]:
     found, seconds = None, []
     for _ in range(rounds):
         gc.collect()
         gc.disable()
         began = time.process_time()
-        found = deed()
+        found = call()
         seconds.append(time.process_time() - began)
         gc.enable()
     return median(seconds), found

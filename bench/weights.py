@@ -4,7 +4,7 @@ part each, or (`--fresh`) from its configuration alone.
 
 Each rank's highest resident memory (what the system gave it, shared memory and pages of files included) is set beside
 its shard: the
-weights and master weights that its plan lays on it. The promise is shard + 2 GB. The file is removed afterwards.
+weights and master weights that its plan lays on it. The guarantee is shard + 2 GB. The file is removed afterwards.
 """
 
 from __future__ import annotations

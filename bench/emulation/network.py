@@ -9,7 +9,7 @@ for a node's turn are dropped, as a switch does.
 Nodes as network namespaces behind one switch, each with a wire of its own rate, both ways; behind a relay (relay.py)
 where wires have a delay.
 
-Promise: nothing is left behind, whatever dies. Namespaces have no names: each lives as long as the process that holds
+Guarantee: nothing is left behind, whatever dies. Namespaces have no names: each lives as long as the process that holds
 it and the ranks in
 it, and the holders die with this process (PR_SET_PDEATHSIG); wires go with their namespaces. The machine's own network
 is not touched.

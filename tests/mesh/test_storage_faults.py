@@ -322,8 +322,8 @@ def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Pat
         lines.write('{"step": 6, "loss": 1.0, "tok')
     workload = Workload(sequence=125, batch=8, steps=60)
     source = ModelSource(name="tiny", module="a:b")
-    noun = LaunchSpec(model=source, workload=workload, data=DataConfig(), plan=parse_plan("dp1"), run=RunConfig())
-    (folder / "run" / "launch.json").write_text(noun.to_json())
+    launch = LaunchSpec(model=source, workload=workload, data=DataConfig(), plan=parse_plan("dp1"), run=RunConfig())
+    (folder / "run" / "launch.json").write_text(launch.to_json())
     run = read_run(folder / "run")
     summary = summarize_run(run)
     assert (

@@ -13,12 +13,10 @@ Interface, as the session fixture `ranks` (conftest.py):
 
 `ranks.once` runs equal calls once: what several tests compare with.
 
-Promise: each call has a fresh default process group, torch seeded with 0, one thread a rank, default dtype float32. If
-a rank raises, dies or
-does not answer within `timeout` seconds, `run` raises `RankFailure` with the rank and its traceback, ends every rank,
-and the next call starts
-anew. To expect an exception on a rank, catch it inside the function and return what it says. Ranks end with the test
-process.
+Guarantee: each call has a fresh default process group, torch seeded with 0, one thread a rank, default dtype float32.
+If a rank raises, dies or does not answer within `timeout` seconds, `run` raises `RankFailure` with the rank and its
+traceback, ends every rank, and the next call starts new ones. To expect an exception on a rank, catch it inside the
+function and return what it says. Ranks end with the test process.
 A cold start costs about 0.1 s a rank, a call some hundredths of a second.
 """
 

@@ -1,4 +1,4 @@
-"""The Python face: three verbs and four nouns, each imported when it is used."""
+"""The Python API: three functions and four classes, each imported when it is used."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ recomputed, deferred."""
 STANDARD_NAMES = re.compile("held_out")
 """Standard terms with such a word: the held-out data and the held-out loss of machine learning, also keys of JSON."""
 BANNED_IN_PROSE = re.compile(
-    r"\b(alike|apart|beside|besides|deeds?|elsewhere|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike"
+    r"\b(alike|apart|beside|besides|deeds?|elsewhere|promis(?:e|es|ed)|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike"
     r"|want of memory|wings?"
     r"|goes its own way|for certain|put off|puts off|handed on|makes? (it |them )?again|made again|made anew"
     r"|in its turn|by turns"

@@ -46,7 +46,7 @@ def read(path: Path, field: str = "text") -> list[str]:
     return [passage.text for passage in iter_document_chunks(find_files((str(path),)), field)]
 
 
-# --- the noun
+# --- the specification
 # ---------------------------------------------------------------------------------------------------------------------
 
 

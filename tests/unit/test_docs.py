@@ -173,8 +173,8 @@ def test_job_files_in_the_pages_are_jobs(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_job_is_on_the_page_about_plans() -> None:
-    nouns = (ModelChoice, Workload, OptimizerConfig, DataConfig, ClusterChoice, RunConfig)
-    keys = [name for noun in nouns for name, field in noun.model_fields.items() if not field.exclude]
+    specs = (ModelChoice, Workload, OptimizerConfig, DataConfig, ClusterChoice, RunConfig)
+    keys = [name for spec in specs for name, field in spec.model_fields.items() if not field.exclude]
     assert not [name for page in both("plan.md") for name in keys if f"`{name}`" not in page]
 
 

@@ -1,4 +1,4 @@
-"""What a person writes becomes nouns, or one line that says what, where, the numbers and the way out."""
+"""What a person writes becomes a specification, or one line that says what, where, the numbers and the remedy."""
 
 from __future__ import annotations
 

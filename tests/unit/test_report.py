@@ -85,11 +85,11 @@ def launch(plan: str, batch: int = 8) -> LaunchSpec:
 
 
 def write_run(
-    folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True, batch: int = 8
+    folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", specs: bool = True, batch: int = 8
 ) -> Path:
     folder.mkdir()
     (folder / "records.jsonl").write_text("".join(line.to_json(indent=None) + "\n" for line in records))
-    if nouns:
+    if specs:
         (folder / "plan.json").write_text(parse_plan(plan).to_json())
         (folder / "job.json").write_text(job().to_json())
         (folder / "launch.json").write_text(launch(plan, batch).to_json())
@@ -219,7 +219,7 @@ def test_a_step_that_was_run_again_after_a_restart_counts_once_as_it_was_run_las
 
 
 def test_a_run_without_plan_and_estimate_is_reported_by_what_it_measured(tmp_path: Path) -> None:
-    text = run_text(read_run(write_run(tmp_path / "a", losses(3), nouns=False)))
+    text = run_text(read_run(write_run(tmp_path / "a", losses(3), specs=False)))
     assert "the folder has no plan.json" in text
     assert "500.0 ms" in text
 

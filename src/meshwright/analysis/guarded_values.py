@@ -215,6 +215,8 @@ class _View:
 
 def _count_hooks(hooks: Mapping[int, Any]) -> int:
     """Returns the number of hooks without those of this package, since the memory trace adds and removes hooks."""
+    if not hooks:  # the usual case, in each step for each module
+        return 0
     return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in hooks.values())
 
 

@@ -180,8 +180,8 @@ class RunFolder:
     @property
     def planned_steps(self) -> int | None:
         """Returns the number of steps of the job, or None if no file of the folder names it."""
-        noun = self.launch or self.job
-        return noun.workload.steps if noun else None
+        job = self.launch or self.job
+        return job.workload.steps if job else None
 
 
 class LossPoint(StrictModel):
@@ -415,8 +415,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
         checkpoints=run.checkpoints,
         goodput=compute_goodput(run.records, run.again, run.events),
         events=run.events,
-        ledger=check_sample_balance(steps, noun.workload.batch, run.events, run.last)
-        if (noun := run.launch or run.job)
+        ledger=check_sample_balance(steps, job.workload.batch, run.events, run.last)
+        if (job := run.launch or run.job)
         else None,
     )
 

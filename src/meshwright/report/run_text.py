@@ -82,8 +82,8 @@ def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
                 )
             )
         elif event.kind == "rebalance_result":
-            promised = [at for at, each in enumerate(found) if each.predicted == event.predicted and not each.measured]
-            for at in promised[-1:]:
+            waiting = [at for at, each in enumerate(found) if each.predicted == event.predicted and not each.measured]
+            for at in waiting[-1:]:
                 found[at] = found[at]._replace(measured=event.measured)
     return found
 

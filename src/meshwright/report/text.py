@@ -126,6 +126,6 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     return "".join(_SPARK_BARS[round((mean - low) / step)] if math.isfinite(mean) else " " for mean in means)
 
 
-def strict_json_data(noun: StrictModel) -> Any:
+def strict_json_data(value: StrictModel) -> Any:
     """Returns a model as strict JSON data: a number that is not finite becomes null."""
-    return json.loads(noun.to_json(), parse_constant=lambda _: None)
+    return json.loads(value.to_json(), parse_constant=lambda _: None)

@@ -188,7 +188,7 @@ class StragglerMonitor:
     def follow(self, plan: Plan) -> None:
         """Starts a new window under `plan`, which differs from the first plan at most in its micro-batches."""
         self.plan, self._window = plan, deque[PhaseSeconds](maxlen=MEDIAN_WINDOW_STEPS)
-        self._promised: tuple[float, float] | None = None
+        self._expected: tuple[float, float] | None = None
         rows = self._rows(plan)
         self.counts = [rows[self.grid.replica(rank)] for rank in range(plan.world)]
 
@@ -216,17 +216,17 @@ class StragglerMonitor:
         plan, times = better
         self.say(Message(CHANGED_PLAN_TEXT, step=step, plan=plan.name, times=times))
         self.tell("rebalanced", step=step, plan=plan.name, predicted=times)
-        promised = (self._seconds(), times)
+        expected = (self._seconds(), times)
         self.follow(plan)
-        self._promised = promised
+        self._expected = expected
         return plan
 
     def _compare(self, step: int) -> None:
         """Reports the measured and the predicted speed-up of a new plan, as soon as a window of steps under this plan
         is complete."""
-        if self._promised is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
-            before, times = self._promised
-            self._promised, found = None, before / self._seconds()
+        if self._expected is not None and len(self._window) == MEDIAN_WINDOW_STEPS:
+            before, times = self._expected
+            self._expected, found = None, before / self._seconds()
             self.say(Message(MEASURED_GAIN_TEXT, step=step, plan=self.plan.name, found=found, times=times))
             self.tell("rebalance_result", step=step, plan=self.plan.name, predicted=times, measured=found)
 
@@ -295,18 +295,18 @@ class StragglerMonitor:
             for rank in range(self.plan.world)
             if self.grid.replica(rank) == replicas.index(max(replicas))
         )
-        promised = {self.plan: step}
+        expected = {self.plan: step}
         if before - after >= MIN_GAIN_FRACTION * step and (adjusted := self._of(shared)) is not None:
-            promised[adjusted] = step - before + after
+            expected[adjusted] = step - before + after
         if (
             self._healthy.step
             and not self.slow
             and self.plan != self.first
             and end(self._rows(self.first)) <= (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * before
         ):
-            promised[self.first] = min(self._healthy.step, promised.get(self.first, step))
-        plan = min(promised, key=promised.__getitem__)
-        return (plan, step / promised[plan]) if step - promised[plan] >= MIN_GAIN_FRACTION * step else None
+            expected[self.first] = min(self._healthy.step, expected.get(self.first, step))
+        plan = min(expected, key=expected.__getitem__)
+        return (plan, step / expected[plan]) if step - expected[plan] >= MIN_GAIN_FRACTION * step else None
 
     def _rows(self, plan: Plan) -> list[int]:
         """Returns the number of sequences per step of each replica under `plan`."""

@@ -47,13 +47,13 @@ const turnLanguage = () => write({ language: state.language === "en" ? "zh" : "e
 
 function begin(own) {
   page = { read: () => ({}), tell: () => {}, ...own }
-  const deeds = { ...page.keys, l: turnLanguage, t: turnTheme }
+  const actions = { ...page.keys, l: turnLanguage, t: turnTheme }
   addEventListener("keydown", event => {
-    if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(deeds, event.key)) return
+    if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(actions, event.key)) return
     if (event.target.matches("select")) return
     if (event.target.matches("input") && event.key.startsWith("Arrow")) return
     event.preventDefault()
-    deeds[event.key]()
+    actions[event.key]()
   })
   addEventListener("hashchange", () => { state = read(); draw() })
   addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light" })

@@ -105,6 +105,8 @@ class GroupGradients:
         """Whether gradients have already been reduced in this step (ZeRO 2 and 3). If so, the results of later
         reductions are added to `buffer`."""
         self._gaps = layout.gaps()
+        self._views: dict[str, torch.Tensor] = {}
+        """The tensors in `buffer` by parameter name (ZeRO 0 and 1), made once: `buffer` never changes."""
         dtype = self.exact.dtype if self.exact is not None else _grad_dtype(recipe)
         if layout.frozen:
             self.buffer = self.shard = layout.allocate(0, False, dtype)
@@ -135,7 +137,11 @@ class GroupGradients:
         """Returns the view of the gradient buffer in which gradients of `name` are summed, and whether the next
         gradient is the first in the sum. The first gradient must overwrite the view."""
         first = self.counter.start(name)
-        return self.layout.view(self.buffer if self.layout.zero_stage < 2 else self._full_buffer(), name), first
+        if self.layout.zero_stage >= 2:
+            return self.layout.view(self._full_buffer(), name), first
+        if name not in self._views:
+            self._views[name] = self.layout.view(self.buffer, name)
+        return self._views[name], first
 
     def mark_unused_ready(self, passes: int) -> bool:
         """Ends backward pass number `passes`. A parameter without a gradient in this pass gets a gradient of zero.

@@ -158,19 +158,20 @@ class FlatParamGroup:
     def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
         """Accumulates the gradient of the parameter `name` from one backward pass. Also advances reductions between
         hosts, which would otherwise not progress until the next group is ready."""
-        if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
+        reducer, gradients = self.reducer, self.gradients
+        if reducer is not None and reducer.divert_to_probe(name, gradient):
             return
-        group = self.placement.shard_group or self.placement.replicate_group
+        placement = self.layout.placement
+        group = placement.shard_group or placement.replicate_group
         if group is not None and group.shm is not None and group.process_group is not None:
             group.shm.progress_queue.progress()
-        gradients = self.gradients
         if gradients.exact is not None:
             gradient = gradients.exact.quantize(gradient)
         complete = gradients.counter.mark(name)
         count = gradients.counter.counts[name]
-        if self.reducer is not None:
-            self.reducer.received.add(name)
-            if count > self.reducer.passes + 1:
+        if reducer is not None:
+            reducer.received.add(name)
+            if count > reducer.passes + 1:
                 raise InputError(
                     Message(
                         "the gradient of {name} arrived again after the gradients of its layer were complete: several "
@@ -180,8 +181,8 @@ class FlatParamGroup:
                     )
                 )
         accumulate_into(*gradients.slot(name), gradient)
-        if complete and gradients.is_reduced_after(count) and self.reducer is not None:
-            self.reducer.mark_ready(self)
+        if complete and gradients.is_reduced_after(count) and reducer is not None:
+            reducer.mark_ready(self)
 
     def reduce(self) -> CollectiveWork:
         """Starts to sum the gradients over ranks (`GroupGradients.reduce`). Returns the handle to wait for."""

@@ -259,10 +259,9 @@ def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
 SEQUENCE_TYPES = (list, tuple)
 
 
-def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError if `batch` has no rows, or names that the model's forward does not take. If `pieces` > 1, it
-    also raises InputError for a list, tuple or NumPy array: only tensors can be divided by rows into `pieces` parts.
-    """
+def check_batch_rows(batch: Batch, pieces: int) -> None:
+    """Raises InputError if `batch` has no rows. If `pieces` > 1, it also raises InputError for a list, tuple or NumPy
+    array: only tensors can be divided by rows into `pieces` parts."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(
@@ -283,6 +282,10 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
                     pieces=pieces,
                 )
             )
+
+
+def check_batch_names(batch: Batch, objective: LossHead) -> None:
+    """Raises InputError if `batch` has names that the model's forward does not take."""
     own_loss = objective.loss is not None
     if not own_loss or not bind_inputs(objective.model, batch, own_loss):
         names = bind_inputs(objective.model, {name: None for name in batch if own_loss or name != "labels"}).keys()

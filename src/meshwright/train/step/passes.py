@@ -22,8 +22,9 @@ from meshwright.runtime.preflight.user_writes import is_single_device_step
 from meshwright.spec.record import MoeStats
 from meshwright.train.step.inputs import (
     LocalBatch,
-    check_batch,
     check_batch_across_ranks,
+    check_batch_names,
+    check_batch_rows,
     check_batch_type,
     check_nested_tensors,
     count_replica_labels,
@@ -57,7 +58,8 @@ class StepPasses:
         self.dropped = 0.0
         """The fraction of (token, expert) pairs that were dropped."""
         self.balance_loss: float | None = None
-        self._checked_batches = 0
+        self._checked_names: set[frozenset[str]] = set()
+        """The names of the batches that were checked."""
 
     def check_around(self, state: TrainState) -> None:
         """Raises InputError if the user's code has replaced the optimizer, added hooks or entered a torch mode that a
@@ -125,11 +127,13 @@ class StepPasses:
             )
         whole = not isinstance(batch, LocalBatch)
         given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
-        if whole or not self._checked_batches:
+        if whole or not self._checked_names:
             check_batch_across_ranks(given, mesh, whole=whole)
             for part in given:
-                check_batch(part, objective, (sum(plan.shares) or plan.dp) if whole else 1)
-            self._checked_batches += 1
+                check_batch_rows(part, (sum(plan.shares) or plan.dp) if whole else 1)
+                if (names := frozenset(part)) not in self._checked_names:
+                    check_batch_names(part, objective)
+                    self._checked_names.add(names)
         if isinstance(batch, LocalBatch):
             batches = batch.micro_batches
             tokens = batch.tokens
