@@ -175,7 +175,7 @@ def check_devices(question: Job | None, ranks: int) -> None:
         raise InputError(
             Message(
                 "cluster {cluster!r} has {devices}, but this machine has no GPU: use --cluster local, or train on "
-                "CPUs with --allow-cpu, where the predicted times and memory do not apply",
+                "CPUs with `train --allow-cpu`, where the predicted times and memory do not apply",
                 cluster=cluster.name,
                 devices=names,
             )

@@ -43,6 +43,10 @@ DEVICE_FIELDS = (
 )
 
 
+class _WrongGroup(InputError):
+    """Raised for node groups that cannot be parsed. The message does not name the cluster."""
+
+
 def parse_cluster(text: str) -> Cluster:
     """Parses groups of nodes joined by `+`, with an optional `@LINK`, or nested blocks of nodes (module docstring).
 
@@ -74,10 +78,11 @@ def _parse_blocks(text: str, start: int, end: int) -> tuple[tuple[NodeGroup, ...
         try:
             return _parse_groups(text[start:end])
         except InputError as error:
-            whole = end - start == len(text)
-            raise (
-                error if whole else _syntax_error(text, start + _first_wrong(text[start:end]), error.args[0])
-            ) from None
+            if end - start == len(text) and not isinstance(error, _WrongGroup):
+                raise
+            if end - start == len(text):
+                raise InputError(Message("cluster {text!r}: {why}", text=text, why=error.args[0])) from None
+            raise _syntax_error(text, start + _first_wrong(text[start:end]), error.args[0]) from None
     copies, close = int(match[1]), _closing_bracket(text, match.end() - 1, end)
     if copies < 1:
         raise _syntax_error(text, match.start(1), Message("there must be at least 1 block"))
@@ -139,20 +144,17 @@ def _parse_groups(text: str) -> tuple[tuple[NodeGroup, ...], list[Link]]:
     for part in re.split(r"\+(?=\d+[x:])", body):
         match = _GROUP_PATTERN.fullmatch(part.strip())
         if match is None:
-            raise InputError(
+            raise _WrongGroup(
                 Message(
-                    "cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or "
-                    "'local', or a file",
-                    text=text,
+                    "{part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or 'local', or a file",
                     part=part,
                 )
             )
         nodes, devices = int(match[1] or 1), int(match[2])
         if nodes < 1 or devices < 1:
-            raise InputError(
+            raise _WrongGroup(
                 Message(
-                    "cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1",
-                    text=text,
+                    "{part!r} has {nodes} nodes of {devices} devices; both must be at least 1",
                     part=part,
                     nodes=nodes,
                     devices=devices,
@@ -174,10 +176,9 @@ def _split_network(text: str) -> tuple[str, str]:
     different links."""
     found = re.findall(r"@([^+]+)", text)
     if len(set(found)) > 1:
-        raise InputError(
+        raise _WrongGroup(
             Message(
-                "cluster {text!r} names two networks, {found!r} and {found_2!r}, but all nodes use one network",
-                text=text,
+                "two networks, {found!r} and {found_2!r}, but all nodes use one network",
                 found=found[0],
                 found_2=found[1],
             )
