@@ -49,9 +49,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def warm(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
-    """A fork server in this folder: each command forks its ranks from it instead of starting its own."""
+    """A fork server in this folder: each command forks its ranks from it instead of starting its own. Runs are proven,
+    as those of a user are."""
     log = tmp_path_factory.mktemp("agent") / "log"
-    environment = {**ENVIRONMENT, "MESHWRIGHT_CHECKS": os.environ["MESHWRIGHT_TEST_CHECKS"]}
+    checks = os.environ["MESHWRIGHT_TEST_CHECKS"]
+    environment = {**ENVIRONMENT, "MESHWRIGHT_CHECKS": checks, "MESHWRIGHT_PROVE": "start"}
     with LocalAgent(log, ("meshwright.train.verify", "meshwright.train.loop"), environment) as agent:
         while not agent.events(1.0):
             assert not agent.ended
@@ -93,6 +95,7 @@ def test_the_example_of_a_page_is_imported_planned_verified_and_trained(
                 assert [found[:28] for found in out] == EQUAL, line
             else:
                 assert re.search(r"^  trained +2 of 2 steps", said.err, re.MULTILINE), line
+                assert "proven equal to one device before step 1: " in said.err, line
     assert [*dict.fromkeys(done)] == ["import", "plan", "verify", "train"]
 
 
