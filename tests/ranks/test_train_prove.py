@@ -140,6 +140,20 @@ def test_auto_says_in_a_line_that_a_proof_is_too_dear_and_trains(ranks: Any) -> 
         assert is_proven and lines[0].startswith(PROVEN)
 
 
+def after_resume(steps: int) -> list[str]:
+    """What is said in a process that resumes a run after `steps` steps, under a plan that no proof has compared."""
+    trainer, lines = trainer_of("llama", "dp2", prove="start"), list[str]()
+    trainer.prover.say, trainer.steps = lines.append, steps
+    for step in range(3):
+        trainer.step(make_batch("llama", step))
+    return lines
+
+
+def test_a_proof_after_a_resume_names_the_step_of_the_run(ranks: Any) -> None:
+    for lines in ranks.run(2, after_resume, 95):
+        assert [line.split(": ")[0] for line in lines] == ["proven equal to one device before step 96"]
+
+
 def with_memory_for(tokens: int, mode: ProofMode) -> tuple[list[str], ProofResult | None]:
     """What is said and proven if the reference has memory for rows of `tokens` tokens."""
 

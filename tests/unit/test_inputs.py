@@ -669,3 +669,15 @@ def test_local_has_the_number_of_cpu_ranks_with_the_fastest_plan(cores: int, mon
     monkeypatch.setattr(local_ranks, "_fastest", last_multiple_of_4)
     assert chosen().cluster.local_ranks == 4, "no more ranks than cores than needed, however fast they are estimated"
     assert chosen(**{"cluster.name": "local:3"}).cluster.local_ranks == 0
+
+
+def test_a_misspelt_model_folder_is_answered_with_the_folder_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my-llama").mkdir()
+    (tmp_path / "my-llama" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="did you mean 'my-llama'"):
+        read_sizes("my-lama")
+    with pytest.raises(InputError, match="did you mean 'llama-65b'"):
+        read_sizes("lama-65b")

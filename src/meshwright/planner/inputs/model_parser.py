@@ -91,7 +91,12 @@ def read_sizes(name: str) -> ArchitectureSizes:
     if parameters is not None:
         return sizes_for_parameters(parameters)
     known = catalog.all_names(rows)
-    hint = did_you_mean(name.lower(), known) or Message("; `meshwright catalog models` lists the known ones")
+    folders = [str(file.parent) for file in path.parent.glob("*/config.json")]
+    hint = (
+        did_you_mean(name, folders)
+        or did_you_mean(name.lower(), known)
+        or Message("; `meshwright catalog models` lists the known ones")
+    )
     if is_hub_name(name):
         raise InputError(
             Message(

@@ -252,7 +252,8 @@ class ProofSchedule:
             self.required = reason  # the batch, not the plan, prevents a comparison
             self.say(Message("{nothing}; the next update is proven instead", nothing=nothing))
             return
-        shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
+        is_repeated = self._updates > 1 and reason == _before_step(state.steps)
+        shown = self.reason != reason and not is_repeated
         self.reason, self.required = reason, ""
         self._seconds = proof.seconds
         self.record(proof)
@@ -365,13 +366,13 @@ class ProofSchedule:
             self.skipped = self._why_not(state, batch)
             if self.skipped:
                 self.say(self.skipped)
-            return "" if self.skipped else _before_step(0)
+            return "" if self.skipped else _before_step(state.steps)
         if not self._seconds or self._updates not in REPEAT_UPDATES:
             return ""
         limit = (
             CHEAP_PROOF_SECONDS if self._updates == 1 else CHEAP_PROOF_FRACTION * (time.perf_counter() - self._began)
         )
-        return _before_step(self._updates) if self._all(state, self._seconds <= limit) else ""
+        return _before_step(state.steps) if self._all(state, self._seconds <= limit) else ""
 
     def _all(self, state: TrainState, good: bool) -> bool:
         """Returns whether `good` is true on every rank."""
@@ -431,8 +432,9 @@ class ProofSchedule:
         )
 
 
-def _before_step(updates: int) -> str:
-    return Message("before step {updates}", updates=updates + 1)
+def _before_step(done: int) -> str:
+    """Returns the reason of a proof before the step that follows `done` completed steps of the run."""
+    return Message("before step {step}", step=done + 1)
 
 
 def _announcement(when: str, predicted: ProofCost) -> str:
