@@ -181,7 +181,7 @@ def answer(words: list[str]) -> dict[str, Any]:
 def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterator[str]:
     """What the page shows in a state and should not, or does not and should. Every number is that of the command, and
     so is the first plan unless the state has values for which the page has no search."""
-    is_searched = not re.search(r"efficiency=|link=|network=", state)
+    is_searched = not re.search(r"efficiency=|link=|network=|batch=132", state)
     cells = look(browser, page, state, size)
     noticed = cells.body
     if noticed.get("data-error"):
@@ -315,10 +315,12 @@ def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
     """The question, and each slider at both of its ends, in several languages, themes and sizes."""
     dresses = ["", "&lang=zh", "&theme=dark", "&theme=dark&lang=zh"]
     found = [("", WIDE), ("lang=zh", NARROW), (f"plan={PICTURED}&with=dp16.z1.mb1", (820, 1000))]
-    values = {**data["axes"], **{name: (low, high) for name, (low, _, high) in data["inputs"].items()}}
+    values = {name: stops for name, stops in data["axes"].items() if len(stops) > 1}
+    values |= {name: (low, high) for name, (low, _, high) in data["inputs"].items()}
+    values |= {"batch": data["batch"], "sequence": data["lengths"]}
     for at, (name, stops) in enumerate(values.items()):
         found += [(f"{name}={stop}{dresses[at % 4]}", NARROW if at % 2 else WIDE) for stop in {stops[0], stops[-1]}]
-    return [*found, ("network=1.5e10&efficiency=0.6&tp=2", WIDE)]
+    return [*found, ("network=1.5e10&efficiency=0.6&tp=2", WIDE), ("batch=132&sequence=3008", NARROW)]
 
 
 def pictured() -> dict[str, Any]:

@@ -73,34 +73,31 @@ EVEN = EVEN.but(layers=tuple(map(attending(32, 0, 0.0), EVEN.layers)))
 """On four devices with one sequence, two of its plans take the same time but for a rounding."""
 
 
+def sizeless(name: str) -> str:
+    """The name of a plan without its micro-batch size: one plan of the page stands for all sizes."""
+    return re.sub(r"(^|\.)mb\d+", "", name)
+
+
 def check_anchors(job: Job) -> None:
-    """The plans of every anchor are on the page, with the memory of their estimates."""
+    """The plans of every anchor are on the page."""
     found, data = page_of(job)
-    memory = data["keys"]["memory"]
     for point, shown in zip(found.points, data["points"], strict=True):
-        assert [entry["name"] for entry in shown["plans"]] == [priced.plan.name for priced in point.plans]
-        assert point.error or len(point.anchors) == len({anchor.cluster.to_json() for anchor in point.anchors})
+        names = {sizeless(entry["name"]) for entry in shown["plans"]}
+        assert len(names) == len(shown["plans"])
+        assert point.error or len(point.anchors) == len({anchor.job.to_json() for anchor in point.anchors})
         for anchor in point.anchors:
             try:
-                expected = {entry.name for entry in search_plans(point.job.but(cluster=anchor.cluster), 3).plans}
+                expected = {sizeless(entry.name) for entry in search_plans(anchor.job, 3).plans}
             except MeshwrightError:
                 expected = set()
-            assert expected <= {entry["name"] for entry in shown["plans"]}
+            assert expected <= names
             assert isfinite(anchor.score) == bool(expected)
-        for entry in shown["plans"][::4]:
-            priced = estimate(point.job, parse_plan(entry["name"]))
-            assert entry["of"] == len(priced.per_stage)
-            for rank, sizes in zip(entry["ranks"], entry["memory"], strict=True):
-                assert sizes == pytest.approx([getattr(priced.per_stage[rank], kind) for kind in memory], rel=1e-9)
-            assert entry["memory"][entry["peak"]] == pytest.approx(
-                [getattr(priced.memory, kind) for kind in memory], rel=1e-9
-            )
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @example(small_job(EVEN, cluster(1, 4, 2e6), 1, precision="fp32", sequence=32))
 @given(small_jobs())
-def test_every_point_has_the_plans_of_its_searches_and_the_memory_of_their_estimates(job: Job) -> None:
+def test_every_point_has_the_plans_of_its_searches(job: Job) -> None:
     check_anchors(job)
 
 
@@ -122,7 +119,7 @@ def test_with_a_budget_the_range_of_memory_is_one_of_budgets_up_to_the_memory_of
     axes = page_axes(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1))
     assert axes.memory == tuple(size * 2**30 for size in (24, 36, 40))
     assert [on.devices for on in axes.clusters] == [4, 8]
-    budgets = [anchor.budget for on in axes.clusters for anchor in axes.anchors(on)][:3]
+    budgets = [anchor.cluster.budget for anchor in axes.anchors(job.but(cluster=axes.clusters[0]))][:3]
     assert budgets == [size * 2**30 for size in (36, 24, 40)]
 
 
@@ -137,8 +134,8 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
     found, data = page_of(job, (1, 1, 1))
     answer = search_plans(job, PLANS_PER_ANCHOR)
     shown = data["points"][0]
-    on_page = {(data["families"][entry["family"]], entry["name"]) for entry in shown["plans"]}
-    assert on_page >= {(family.name, family.plan.name) for family in answer.families}
+    on_page = {(data["families"][entry["family"]], sizeless(entry["name"])) for entry in shown["plans"]}
+    assert on_page >= {(family.name, sizeless(family.plan.name)) for family in answer.families}
     assert [
         (data["reasons"][reason], count, shown["examples"][example])
         for reason, count, example in shown["anchors"][0]["rejected"]
@@ -323,7 +320,7 @@ def test_plans_can_be_ranked_by_what_they_leave_free_among_those_that_run() -> N
 def test_sequences_end_where_the_positions_of_the_model_do() -> None:
     job = small_job(decoder().but(context=256), batch=7)
     axes = page_axes(job, (3, 3, 3))
-    assert axes.sequences == (64, 128, 256) and axes.batches == (7, 14) and axes.here == (0, 0, 1)
+    assert axes.lengths[0] == 32 and axes.lengths[-1] == 256 and 128 in axes.lengths and axes.batch == (2, 7, 28)
 
 
 def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings(
@@ -356,20 +353,19 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
         "tp=1,pp=1",
     ]
     axes, inputs = data["axes"], data["inputs"]
-    last = [len(stops) - 1 for stops in axes.values()]
-    for devices, batch, memory in ((0, 0, inputs["memory"][0]), (last[0], last[1], inputs["memory"][2])):
+    for devices, batch, memory in ((0, 8, inputs["memory"][0]), (-1, 32, inputs["memory"][1])):
         words = [
             *data["command"][1:],
             "--cluster",
             data["clusters"][devices],
             "--set",
             f"cluster.memory={memory / 2**30:.0f}GiB",
-            *("--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][0])),
+            *("--batch", str(batch), "--seq", str(axes["sequence"][0])),
         ]
         code = main([*words, "--json", "--top", "3"])
         answer = json.loads(capsys.readouterr().out) if code == 0 else {"plans": []}
-        shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"])]
-        assert {entry["name"] for entry in answer["plans"]} <= {entry["name"] for entry in shown["plans"]}
+        shown = {sizeless(entry["name"]) for entry in data["points"][devices]["plans"]}
+        assert {sizeless(entry["name"]) for entry in answer["plans"]} <= shown
 
 
 def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

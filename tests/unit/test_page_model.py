@@ -20,14 +20,15 @@ from test_search import small_jobs
 from meshwright.core.errors import InputError
 from meshwright.planner.cost.named_plans import complete_plan
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.cost.step_formula import RATES, StepFormulas
+from meshwright.planner.cost.step_formula import INPUTS, StepFormulas
 from meshwright.planner.cost.symbolic import Program, Symbol
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.report.page.page_grid import (
-    InputRange,
+    GridShape,
     PageGrid,
     PageSearch,
+    cluster_memory_limit,
     page_axes,
     search_page_grid,
     with_memory_limit,
@@ -56,33 +57,54 @@ def random_rates(job: Job, values: random.Random) -> dict[str, float]:
 
 def with_inputs(job: Job, inputs: dict[str, float]) -> Job:
     """The job with the memory and the rates of the inputs of a page."""
-    rates = {name: value for name, value in inputs.items() if name != "memory"}
-    return job.but(cluster=with_memory_limit(job.cluster.with_rates(ClusterRates(**rates)), inputs["memory"]))
+    work = {name: int(inputs[name]) for name in ("batch", "sequence") if name in inputs}
+    rates = {name: value for name, value in inputs.items() if name in ClusterRates.model_fields}
+    on = with_memory_limit(job.cluster.with_rates(ClusterRates(**rates)), inputs["memory"])
+    return job.but(cluster=on, workload=job.workload.but(**work))
+
+
+def random_workload(job: Job, values: random.Random) -> Job:
+    """The job with another batch and another sequence length."""
+    work = job.workload
+    batch = values.choice([work.batch, 2 * work.batch, 3 * work.batch, values.randint(1, 4 * work.batch)])
+    sequence = max(round(work.sequence * values.choice([0.25, 0.5, 0.75, 1.0, 1.125, 2.0]) / 8) * 8, 8)
+    return job.but(workload=work.but(batch=batch, sequence=sequence))
 
 
 def check_formulas(job: Job, values: random.Random) -> int:
-    """Compares the formulas of the best plans, and of the best plan of each family, with their estimates."""
-    if job.cluster.rates is None:
+    """Compares the formulas of the best plans, and of the best plan of each family, with their estimates for other
+    rates, batches, sequences and micro-batch sizes. Returns the number of comparisons."""
+    if job.cluster.rates is None or job.model.gathered or job.model.against_division:
         return 0
     try:
         ranking = search_top_plans(job, 8).ranking
     except InputError:
         return 0
     plans = {each.plan for each in (*ranking.best, *ranking.families.values(), *ranking.nearest.values())}
-    program = Program(RATES)
+    program, compared = Program(INPUTS), 0
     formulas = StepFormulas(job, program)
     recorded = {plan: formulas.record(plan) for plan in plans}
-    for _ in range(3):
+    for _ in range(4):
         rates = random_rates(job, values)
-        changed = job.but(cluster=job.cluster.with_rates(ClusterRates(**rates)))
-        found = program.evaluate(rates)
+        changed = random_workload(job.but(cluster=job.cluster.with_rates(ClusterRates(**rates))), values)
+        work = changed.workload
         for plan, formula in recorded.items():
-            expected = estimate(changed, plan).time
-            seconds = [found[each.at] if isinstance(each, Symbol) else each for each in formula.values()]
-            assert seconds == pytest.approx(
-                [getattr(expected, kind) for kind in formula], rel=1e-9, abs=1e-12 * expected.step
-            )
-    return len(plans)
+            sizes = [size for size in range(1, work.batch + 1) if work.batch % (plan.dp * size) == 0]
+            sized = plan.but(micro_batch=values.choice(sizes or [1]))
+            try:
+                expected = estimate(changed, sized)
+            except InputError:
+                continue
+            tokens, count = sized.micro_batch * work.sequence / plan.cp, work.batch // (plan.dp * sized.micro_batch)
+            found = program.evaluate({**rates, "sequence": work.sequence, "tokens": tokens, "count": count})
+            value = lambda each: found[each.at] if isinstance(each, Symbol) else each  # noqa: B023
+            assert [value(each) for each in formula.time.values()] == pytest.approx(
+                [getattr(expected.time, kind) for kind in formula.time], rel=1e-9, abs=1e-12 * expected.time.step
+            ), sized.name
+            for rank, known in zip(formula.ranks, expected.per_stage, strict=True):
+                assert sum(map(value, rank[:5])) == pytest.approx(known.total, rel=1e-9), sized.name
+            compared += 1
+    return compared
 
 
 @seed(1)
@@ -136,44 +158,60 @@ def ask(found: PageGrid, asked: list[tuple[int, dict[str, float]]]) -> tuple[dic
     return data, json.loads(answer.stdout)
 
 
-def check_page(job: Job, values: random.Random, count: int = 3, shape: tuple[int, int, int] = (1, 2, 1)) -> list[float]:
+def random_inputs(found: PageGrid, values: random.Random, is_own_work: bool = False) -> dict[str, float]:
+    """Values of all continuous inputs that the sliders of a page reach. `is_own_work`: whether batch and sequence are
+    those of the job."""
+    axes = found.axes
+    ends = {"memory": axes.memory, **axes.rates}
+    inputs = {name: end.low * (end.high / end.low) ** values.random() for name, end in ends.items()}
+    if is_own_work:
+        return inputs
+    low, own, high = axes.batch
+    batch = values.choice(
+        [own, own * values.randint(1, 4), own * values.randint(1, 16) // 4, values.randint(low, high)]
+    )
+    return {**inputs, "batch": max(batch, low), "sequence": values.choice(axes.lengths)}
+
+
+def check_page(
+    job: Job, values: random.Random, count: int = 3, shape: GridShape = (1, 1, 1), is_own_work: bool = False
+) -> list[float]:
     """Compares what the page shows for the anchors and for `count` random inputs with the planner. Returns for each of
     these inputs the fraction by which the best plan of a search is better than the best plan of the page."""
     found = search_page_grid(job, page_axes(job, shape))
-    axes, asked = found.axes, []
-
-    def inputs(ends: dict[str, InputRange], at: float | None) -> dict[str, float]:
-        chosen = {name: values.random() if at is None else at for name in ends}
-        return {name: end.low * (end.high / end.low) ** chosen[name] for name, end in ends.items()}
-
-    own = {"memory": axes.memory.own, **{name: each.own for name, each in axes.rates.items()}}
+    asked: list[tuple[int, dict[str, float]]] = []
     for place, point in enumerate(found.points):
-        if not point.error:
-            asked += [(place, {**own, "memory": limit}) for limit in set(axes.memory)]
-            asked += [(place, inputs({"memory": axes.memory, **axes.rates}, None)) for _ in range(count)]
+        asked += [(place, anchor_inputs(anchor.job)) for anchor in point.anchors]
+        asked += [(place, random_inputs(found, values, is_own_work)) for _ in range(count if not point.error else 0)]
     data, answers = ask(found, asked)
     assert data["keys"]["time"] and len(answers) == len(asked)
     lost = []
     for (place, given_inputs), answer in zip(asked, answers, strict=True):
-        job = with_inputs(found.points[place].job, given_inputs)
+        point = found.points[place]
+        job = with_inputs(point.job, given_inputs)
         check_rows(job, values.sample(answer["rows"], min(6, len(answer["rows"]))))
         best = next(PageSearch().ranked(job, 1), None)
-        if not answer["rows"]:
-            assert best is None
-            continue
-        name, verdict, score, *_ = answer["rows"][0]
-        assert (verdict == "no") == (best is None) or given_inputs["memory"] not in axes.memory
+        is_anchor = any(given_inputs == anchor_inputs(anchor.job) for anchor in point.anchors)
+        name, verdict, score, *_ = answer["rows"][0] if answer["rows"] else ("", "no", 0.0)
         if best is None or verdict == "no":
+            assert (verdict == "no") == (best is None) or not is_anchor
+            lost += [1.0] if best is not None else []
             continue
         loss = score / risk_adjusted_seconds(job, best.plan, best.estimate) - 1
         # the search lowers offload fractions only after it has chosen a plan
         is_partial = re.search(r"off-\w+?\d", f"{name} {best.name}")
         assert loss >= -1e-8 or is_partial, f"the page has {name}, {-loss:.1%} better than {best.name} of a search"
-        is_anchor = given_inputs["memory"] in axes.memory
         assert answer["searched"] == (is_anchor and abs(loss) < 1e-6) or is_partial
         assert not is_anchor or is_partial or name == best.name or loss < 1e-9
-        lost.append(max(loss, 0.0))
+        lost += [max(loss, 0.0)] if not is_anchor else []
     return lost
+
+
+def anchor_inputs(job: Job) -> dict[str, float]:
+    """The inputs of a page for the job of an anchor."""
+    work, own = {"batch": job.workload.batch, "sequence": job.workload.sequence}, job.cluster.rates
+    rates = {} if own is None else own.model_dump()
+    return {"memory": cluster_memory_limit(job.cluster), **rates, **work}
 
 
 def check_rows(job: Job, rows: list[list[Any]]) -> None:
@@ -189,7 +227,7 @@ def check_rows(job: Job, rows: list[list[Any]]) -> None:
 
 
 @seed(2)
-@settings(RELAXED, max_examples=3)
+@settings(RELAXED, max_examples=2)
 @given(small_jobs())
 def test_the_page_shows_the_numbers_of_the_planner_for_random_inputs(job: Job) -> None:
     check_page(job, random.Random(len(job.to_json())), 2)
@@ -203,9 +241,12 @@ def test_40_pages_show_the_numbers_of_the_planner_for_random_inputs(job: Job) ->
 
 
 @pytest.mark.soak
-def test_the_page_of_a_real_model_is_right_for_nine_of_ten_random_inputs() -> None:
-    lost = check_page(named_job("llama2-7b", "2x8:a100-80gb", 128, 4096), random.Random(5), 60, (1, 1, 1))
-    assert sum(loss < 1e-6 for loss in lost) >= 0.9 * len(lost) and max(lost) < 0.1
+@pytest.mark.parametrize(("is_own_work", "right"), [(True, 0.9), (False, 0.75)])
+def test_the_page_of_a_real_model_is_right_for_most_random_inputs(is_own_work: bool, right: float) -> None:
+    """Without a rule of its own for odd batches, the page misses more first plans at other batches and sequences."""
+    job = named_job("llama2-7b", "2x8:a100-80gb", 128, 4096)
+    lost = check_page(job, random.Random(5), 60, (1, 3, 2), is_own_work)
+    assert len(lost) == 60 and sum(loss < 1e-6 for loss in lost) >= right * len(lost) and max(lost) < 0.1
 
 
 @pytest.mark.soak
@@ -237,7 +278,7 @@ def test_a_pin_has_the_best_plans_of_a_search_with_this_pin() -> None:
 def test_the_ranges_of_links_end_before_the_search_chooses_another_bucket() -> None:
     job = named_job("gpt2", "2x4:a100-80gb", 64, 1024)
     axes = page_axes(job, (1, 1, 1))
-    buckets = {search_top_plans(job.but(cluster=on), 1).space.bucket for on in axes.anchors(job.cluster)}
+    buckets = {search_top_plans(each, 1).space.bucket for each in axes.anchors(job)}
     assert len(buckets) == 1 and axes.rates["efficiency"].high > axes.rates["efficiency"].own
 
 

@@ -354,6 +354,17 @@ def half_sequence_length(plan: Plan, length: int) -> int:
     return half if half >= max(8, divisor) else 0
 
 
+def sequence_divisor(plan: Plan) -> int:
+    """Returns the number by which a sequence length must be divisible for `plan` (`sequence_violations`).
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> [sequence_divisor(parse_plan(name)) for name in ("tp4.sp", "tp4.sp.cp2", "cp2", "dp2")]
+    [4, 8, 4, 1]
+    """
+    tensor = plan.tp if plan.sequence_parallel else 1
+    return math.lcm(tensor * (plan.cp if tensor > 1 else 1), 2 * plan.cp if plan.cp > 1 else 1)
+
+
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
     """Checks the sequence length. Sequence parallelism cuts a sequence into tp chunks, context parallelism into 2 x cp
     chunks. With both, tp x cp must also divide the length. If the model has learned positions, their

@@ -68,26 +68,18 @@ class ActivationBytes(NamedTuple):
         """Returns the bytes that a layer stores between B and W for each recompute kind in `kinds` (axis c), over axes
         (b, s, c) of GRID_AXES. The stored tensors are the inputs of matrix products and the gradients of the outputs.
         Blocks with selective or full recompute store nothing until W."""
-        found = np.zeros((*self.deferred.shape, len(kinds)))
-        for at, kind in enumerate(kinds):
-            if kind not in PER_BLOCK_RECOMPUTE:
-                found[..., at] = self.deferred
-        return found
+        return np.stack([(kind not in PER_BLOCK_RECOMPUTE) * self.deferred for kind in kinds], axis=-1)
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
         """Returns the saved bytes and the additional transient bytes of backward, as two arrays over axes (b, s, c) of
         GRID_AXES. The axis c has the recompute kinds `kinds`."""
-        saved, alive = np.zeros((2, *self.whole.shape, len(kinds)))
-        for at, kind in enumerate(kinds):
-            match kind:
-                case Recompute.none:
-                    saved[..., at] = self.whole
-                case Recompute.attn:
-                    saved[..., at], alive[..., at] = self.whole - self.core, self.core
-                case Recompute.sac:
-                    saved[..., at], alive[..., at] = self.whole - self.derived, self.at_once
-                case Recompute.full:
-                    saved[..., at], alive[..., at] = self.entering, self.whole
+        cases = {
+            Recompute.none: (self.whole, 0.0 * self.whole),
+            Recompute.attn: (self.whole - self.core, self.core),
+            Recompute.sac: (self.whole - self.derived, self.at_once),
+            Recompute.full: (self.entering, self.whole),
+        }
+        saved, alive = (np.stack([cases[kind][part] for kind in kinds], axis=-1) for part in range(2))
         return saved, self.passing[..., None] + alive
 
 
@@ -101,7 +93,7 @@ def layer_activations(setting: CostContext, box: PlanGrid) -> list[ActivationByt
         more, shape = replace(box, micro_batches=new), (len(new), len(box.sequence_parallel))
         tokens = more.tokens(setting.job.workload.sequence)
         parts = [activation_bytes(setting, entry, more, tokens) for entry in setting.entries]
-        found = np.array([[np.broadcast_to(part, shape) for part in layer] for layer in parts])
+        found = np.stack([np.stack([np.broadcast_to(part, shape) for part in layer]) for layer in parts])
         known = found if known is None else np.concatenate([known, found], axis=2)
         rows = {**rows, **{choice: len(rows) + at for at, choice in enumerate(new)}}
         setting.cache[key] = rows, known

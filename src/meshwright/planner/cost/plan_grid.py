@@ -76,7 +76,7 @@ def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Arr
     width, shape = max(array.shape[kinds] for array in arrays), list(arrays[0].shape)
     shape[kinds] = width
     shape.insert(orders, len(arrays))
-    found = np.empty(shape, dtype=arrays[0].dtype)
+    found = np.empty_like(arrays[0], shape=shape)
     before: tuple[Any, ...] = (slice(None),) * orders
     for o, array in enumerate(arrays):
         if array.shape[kinds] < width:
@@ -90,7 +90,7 @@ def pad_last_axis(array: Array, length: int) -> Array:
     """Returns `array` with zeros at the end of the last axis, so that this axis has length `length`."""
     if array.shape[-1] == length:
         return array
-    found = np.zeros((*array.shape[:-1], length), dtype=array.dtype)
+    found = np.zeros_like(array, shape=(*array.shape[:-1], length))
     found[..., : array.shape[-1]] = array
     return found
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
-OPERATIONS = ("add", "subtract", "multiply", "true_divide", "maximum", "minimum", "sqrt", "greater", "where")
+OPERATIONS = (
+    *("add", "subtract", "multiply", "true_divide", "maximum", "minimum", "sqrt", "greater", "where"),
+    *("ceil", "floor_divide", "greater_equal", "equal"),
+)
 """The operations of a program, by the names of the NumPy functions. Their indices are the codes in `Program.code`."""
 
 Operand = Any
@@ -39,6 +42,13 @@ class Symbol:
         return self.program.record("multiply", self, other)
 
     __radd__, __rmul__ = __add__, __mul__
+
+    def __hash__(self) -> int:
+        return self.at
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether both are the same value of a program."""
+        return isinstance(other, Symbol) and other.at == self.at and other.program is self.program
 
     def __bool__(self) -> bool:
         raise TypeError("the value of a symbol is not known when a program is recorded")
@@ -97,6 +107,11 @@ class Program:
         a new operation. Returns None for other operations."""
         first, *rest = operands
         second = rest[0] if rest else None
+        if operation in ("maximum", "minimum"):
+            pairs: tuple[tuple[Any, Any], ...] = ((first, second), (second, first))
+            for one, other in pairs:
+                if not isinstance(one, Symbol) and math.isinf(one):
+                    return other if (one > 0) == (operation == "minimum") else one
         if operation in ("maximum", "minimum", "greater") and self.operand(first) == self.operand(second):
             return False if operation == "greater" else first
         if operation == "where":
@@ -112,7 +127,7 @@ class Program:
             return first
         if operation == "multiply" and second == 0:
             return 0.0
-        if operation == "true_divide":
+        if operation == "true_divide" and math.frexp(second)[0] == 0.5:  # otherwise the reciprocal is rounded
             return self.record("multiply", first, 1.0 / second)
         if operation == "multiply" and (inner := self._scaled(first)) is not None:
             return self.record("multiply", Symbol(self, inner[0]), inner[1] * second)
@@ -143,7 +158,9 @@ def _recorded(operation: str) -> Callable[..., Operand]:
 
 
 _ELEMENTWISE = {
-    getattr(np, name): np.frompyfunc(_recorded(name), 1 if name == "sqrt" else 2, 1) for name in OPERATIONS[:-1]
+    getattr(np, name): np.frompyfunc(_recorded(name), 1 if name in ("sqrt", "ceil") else 2, 1)
+    for name in OPERATIONS
+    if name != "where"
 }
 _WHERE = np.frompyfunc(_recorded("where"), 3, 1)
 
@@ -165,8 +182,10 @@ class SymbolicArray(np.ndarray):
         plain = [np.asarray(each, dtype=object) for each in inputs]
         if ufunc is np.matmul and method == "__call__":
             return symbolic_array(np.asarray(np.matmul(*plain), dtype=object))
-        if ufunc is np.less:
-            ufunc, plain = np.greater, plain[::-1]
+        if ufunc.__name__ == "clip":
+            return np.minimum(np.maximum(inputs[0], inputs[1]), inputs[2])
+        if ufunc in (np.less, np.less_equal):
+            ufunc, plain = np.greater if ufunc is np.less else np.greater_equal, plain[::-1]
         if ufunc is np.negative:
             ufunc, plain = np.multiply, [np.asarray(-1.0, dtype=object), *plain]
         if method == "reduce":

@@ -1,15 +1,17 @@
 """Searches the plans that the page of `plan --page` can show.
 
-Devices, batch size and sequence length take a few values around the job's own value; neighbouring values differ by a
-factor of 2. A value is omitted if it is not an integer, or if the sequence is longer than the number of positions of
-the model. The number of devices varies only if the cluster is written as `NODESxDEVICES:device`. Each combination of
-them is a point.
+The number of devices takes a few values around the job's own value; neighbouring values differ by a factor of 2. It
+varies only if the cluster is written as `NODESxDEVICES:device`. Each number of devices is a point.
 
-Device memory (or the budget, if the cluster has one) and the rates of the cluster are continuous. At each point, plans
-are searched at several anchors: the job's own values, the ends of the range of memory, and the ends of the ranges of
-all links together. The
-page ranks all plans of a point by formulas of the cost model, so it shows the plans that are best among those that any
-anchor has found. At the job's own values, the best plans for each value of tp, pp and ZeRO are also searched.
+Batch size, sequence length, device memory (or the budget, if the cluster has one) and the rates of the cluster are
+continuous: the page ranks all plans of a point by formulas of the cost model, with every micro-batch size that divides
+the batch. At each point, plans are searched at several anchors: the job's own values, and the ends of the ranges of
+memory, of all links together, of the batch and of the sequence. So the page shows the plans that are best among those
+that any anchor has found, with any micro-batch size. At the job's own values, the best plans for each value of tp, pp
+and ZeRO are also searched.
+
+If no formulas exist (`is_continuous`), batch and sequence take a few values like the devices, and each combination is a
+point.
 
 The number of points depends on the size of the plan space, so it is equal on all machines.
 """
@@ -20,33 +22,31 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import islice, product
 from math import inf
 from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.signals import blocked_stop_signals
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
 from meshwright.planner.cost.cost_context import build_cost_context
-from meshwright.planner.cost.memory import reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.cost.uncertainty import unmeasured_features
 from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.search.best_plans import (
     RISK_MARGIN,
     RankedPlan,
     SearchObjective,
-    count_risks,
     risk_adjusted_seconds,
     simplicity_key,
+    uses_unmeasured_link,
 )
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.ranking import rank_plans
 from meshwright.spec.cluster import Cluster, ClusterRates
-from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -59,6 +59,10 @@ GRID_SHAPES = ((3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 MAX_PLANS_OF_GRID = 200_000_000
 """The maximum number of plans in the plan spaces of all points together, unless there is only one point. With this
 number, the searches of a page take about a minute of one CPU core."""
+MAX_BATCH_FACTOR = 4
+"""The largest and the smallest batch and sequence, divided by those of the job."""
+STEPS_PER_OCTAVE, SEQUENCE_UNIT = 8, 64
+"""The steps of the slider of the sequence for each factor of 2, and the number of tokens to which it rounds."""
 RATE_RANGES = {"network": (0.25, 4.0), "link": (0.25, 4.0), "efficiency": (0.5, 1.5)}
 """The ends of the range of each rate (`ClusterRates`), divided by the job's own value."""
 
@@ -75,7 +79,9 @@ class InputRange(NamedTuple):
 
 class PageAxes(NamedTuple):
     """The values of devices (`clusters`), batch and sequence in ascending order, and in `here` the indices of the job's
-    values. `memory` is the range of the memory limit, `rates` the ranges of those rates that vary."""
+    values. `memory` is the range of the memory limit, `rates` the ranges of those rates that vary. With formulas,
+    `batches` and `sequences` have only the job's values, `batch` is the range of the batch and `lengths` has all
+    sequence lengths of the page. `searches` is the maximum number of anchors of a point."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -83,21 +89,43 @@ class PageAxes(NamedTuple):
     memory: InputRange
     rates: dict[str, InputRange]
     here: tuple[int, int, int]
+    batch: tuple[int, int, int]
+    lengths: tuple[int, ...]
+    searches: int
 
     @property
     def size(self) -> int:
         """Returns the number of points."""
         return math.prod(map(len, self[:3]))
 
-    def anchors(self, cluster: Cluster) -> Iterator[Cluster]:
-        """Yields `cluster` with the continuous inputs of each anchor, the job's own values first."""
-        yield cluster
-        for limit in dict.fromkeys((self.memory.low, self.memory.high)):
-            if limit != self.memory.own:
-                yield with_memory_limit(cluster, limit)
+    def anchors(self, job: Job) -> Iterator[Job]:
+        """Yields `job` with the continuous inputs of each anchor, the job's own values first."""
+        yield from islice(self._anchors(job), self.searches)
+
+    def _anchors(self, job: Job) -> Iterator[Job]:
+        cluster, (low, own, high), lengths = job.cluster, self.batch, self.lengths
+        least, most = with_memory_limit(cluster, self.memory.low), with_memory_limit(cluster, self.memory.high)
         links = {name: ends for name, ends in self.rates.items() if name != "efficiency"}
-        for end in ("low", "high") if links else ():
-            yield cluster.with_rates(ClusterRates(**{name: getattr(ends, end) for name, ends in links.items()}))
+        ends = [
+            cluster.with_rates(ClusterRates(**{name: getattr(each, end) for name, each in links.items()}))
+            for end in (("low", "high") if links else ())
+        ]
+        found = [job, *(job.but(cluster=on) for on in (least, most, *ends))]
+        size = job.workload.sequence
+        # Batches with few factors of 2 divide among fewer replicas.
+        odd, twice, four, eight = (min(number * (own // number | 1), high) for number in (1, 2, 4, 8))
+        for on, batch, sequence in (
+            *((cluster, own, lengths[-1]), (cluster, odd, size), (cluster, low, size), (cluster, own, lengths[0])),
+            *((cluster, high, size), (most, own, lengths[-1]), (cluster, twice, size), (least, own, lengths[-1])),
+            *((cluster, odd, lengths[-1]), (cluster, low, lengths[-1]), (cluster, high, lengths[0])),
+            *((cluster, four, size), (cluster, odd, lengths[0]), (most, odd, size), (least, low, lengths[0])),
+            *((cluster, eight, size), (least, odd, size), (most, low, lengths[-1]), (cluster, twice, lengths[-1])),
+            *((cluster, min(3 * own // 2, high), size), (least, high, lengths[0]), (most, twice, lengths[0])),
+            *((cluster, four, lengths[-1]), (most, high, size), (least, four, size)),
+        ):
+            if (batch, sequence) != (own, size):
+                found.append(job.but(cluster=on, workload=job.workload.but(batch=batch, sequence=sequence)))
+        yield from {each.to_json(): each for each in found}.values()
 
 
 def page_axes(question: Job, shape: GridShape) -> PageAxes:
@@ -105,8 +133,12 @@ def page_axes(question: Job, shape: GridShape) -> PageAxes:
     of devices, batch and sequence. No sequence is longer than the number of positions of the model."""
     work, longest = question.workload, question.model.context
     clusters = cluster_sizes(question.cluster, shape[0])
-    batches = halves_and_doubles(work.batch, shape[1])
-    sequences = tuple(size for size in halves_and_doubles(work.sequence, shape[2]) if not longest or size <= longest)
+    is_smooth = is_continuous(question)
+    batches = (work.batch,) if is_smooth else halves_and_doubles(work.batch, shape[1])
+    sequences = (work.sequence,) if is_smooth else halves_and_doubles(work.sequence, shape[2])
+    sequences = tuple(size for size in sequences if not longest or size <= longest)
+    lengths = sequence_lengths(work.sequence, longest) if is_smooth else (work.sequence,)
+    factor = MAX_BATCH_FACTOR if is_smooth else 1
     here = ([cluster.devices for cluster in clusters].index(question.cluster.devices), batches.index(work.batch))
     return PageAxes(
         clusters,
@@ -115,7 +147,35 @@ def page_axes(question: Job, shape: GridShape) -> PageAxes:
         memory_range(question.cluster),
         rate_ranges(question, clusters),
         (*here, sequences.index(work.sequence)),
+        (-(-work.batch // factor), work.batch, work.batch * factor),
+        lengths,
+        SEARCHES_OF_POINT + max(5 * (shape[1] * shape[2] - 1), 6),
     )
+
+
+SEARCHES_OF_POINT = 5
+"""The number of anchors with the job's own batch and sequence."""
+
+
+def is_continuous(job: Job) -> bool:
+    """Returns whether the page has formulas for batch and sequence. Nodes of several kinds have none, nor has a batch
+    that a plan must not divide."""
+    return job.cluster.rates is not None and not job.model.gathered and not job.model.against_division
+
+
+def sequence_lengths(own: int, longest: int) -> tuple[int, ...]:
+    """Returns the sequence lengths of the page in ascending order: from a quarter of `own` to four times `own`, at most
+    `longest` unless this is 0.
+
+    >>> sequence_lengths(1024, 2048)[-4:], len(sequence_lengths(4096, 0)), sequence_lengths(24, 0)[:3]
+    ((1584, 1728, 1872, 2048), 33, (6, 7, 8))
+    """
+    unit = min(SEQUENCE_UNIT, max(own // SEQUENCE_UNIT, 1))
+    steps = STEPS_PER_OCTAVE * (MAX_BATCH_FACTOR.bit_length() - 1)
+    sizes = {
+        max(round(own * 2 ** (step / STEPS_PER_OCTAVE) / unit), 1) * unit for step in range(-steps, steps + 1) if step
+    }
+    return tuple(sorted(size for size in {own, *sizes} if not longest or size <= longest))
 
 
 def rate_ranges(question: Job, clusters: Sequence[Cluster]) -> dict[str, InputRange]:
@@ -249,14 +309,13 @@ PINS = ("tp", "pp", "zero")
 class PricedPlan(NamedTuple):
     """A plan with its estimate for the job of its point, or for an anchor: then its seconds are those of the anchor.
 
-    `safe`: the bytes that the peak rank needs, with a safety margin. `risk`: the factor by which uncertainty raises the
-    score, without the factor of tight memory, or 0 if the host memory does not suffice. `limits`: the usable memory of
-    each pipeline rank if ranks may differ, otherwise empty; the fit status is then that of the estimate.
+    `risk`: the factor by which uncertainty raises the score, without the factor of tight memory, or 0 if the host
+    memory does not suffice. `limits`: the usable memory of each pipeline rank if ranks may differ, otherwise empty; the
+    fit status is then that of the estimate.
     """
 
     plan: Plan
     estimate: Estimate
-    safe: float
     risk: float
     limits: tuple[float, ...] = ()
 
@@ -265,18 +324,20 @@ class Anchor(NamedTuple):
     """The result of the search at an anchor of a point: the best plan and its score, infinite if no plan fits.
     `rejected`: for each reason, the number of rejected plans and an example."""
 
-    cluster: Cluster
+    job: Job
     best: RankedPlan | None
     score: float
     rejected: tuple[tuple[str, int, str], ...]
 
 
 class GridPoint(NamedTuple):
-    """The search results for one cluster, batch size and sequence length. Simpler plans are first in `plans`. `pins`
-    are the pins whose best plans were searched. If there are no results, `error` is the reason."""
+    """The search results for one cluster, batch size and sequence length. Simpler plans are first in `plans`. `others`
+    are plans that were found at other batch sizes and sequence lengths. `pins` are the pins whose best plans were
+    searched. If there are no results, `error` is the reason."""
 
     job: Job
     plans: tuple[PricedPlan, ...]
+    others: tuple[Plan, ...]
     anchors: tuple[Anchor, ...]
     considered: int
     pins: tuple[str, ...] = ()
@@ -346,19 +407,26 @@ def search_page_grid(
 def search_point(job: Job, axes: PageAxes, options: PageSearch, with_pins: bool = False) -> GridPoint:
     """Searches plans for `job` at each anchor. `with_pins`: whether to search the best plans of each pin too."""
     plans: dict[Plan, PricedPlan] = {}
+    others: dict[Plan, None] = {}
     anchors, considered, degrees = [], 0, {}
-    for cluster in axes.anchors(job.cluster):
-        limited = job.but(cluster=cluster)
+    for limited in axes.anchors(job):
+        is_own = limited.workload == job.workload
         try:
             found = search_top_plans(limited, PLANS_PER_ANCHOR, options.objective, options.runnable)
             entries, families = rank_plans(limited, found, PLANS_PER_ANCHOR, options.objective, options.runnable)
         except InputError as error:
-            return GridPoint(job, (), (), 0, error=str(error))
+            if is_own:
+                return GridPoint(job, (), (), (), 0, error=str(error))
+            continue
         score = risk_adjusted_seconds(limited, entries[0].plan, entries[0].estimate) if entries else inf
-        anchors.append(Anchor(cluster, entries[0] if entries else None, score, _rejections(found.space.rejected)))
+        anchors.append(Anchor(limited, entries[0] if entries else None, score, _rejections(found.space.rejected)))
+        if not is_own:
+            others |= dict.fromkeys(entry.plan for entry in entries)
+            others |= dict.fromkeys(family.plan for family in families if not entries)
+            continue
         for entry in entries:
             plans.setdefault(entry.plan, priced_plan(job, entry.plan, entry.estimate))
-        if cluster == job.cluster or not entries:
+        if limited == job or not entries:
             for family in families:
                 plans.setdefault(family.plan, priced_plan(job, family.plan, estimate(job, family.plan)))
         if not considered:
@@ -373,7 +441,7 @@ def search_point(job: Job, axes: PageAxes, options: PageSearch, with_pins: bool 
                 if entry.plan.dp_shard > 1 or not entry.plan.zero or entry.plan.offload:
                     plans.setdefault(entry.plan, priced_plan(job, entry.plan, entry.estimate))
     ordered = sorted(plans.values(), key=lambda each: simplicity_key(each.plan))
-    return GridPoint(job, tuple(ordered), tuple(anchors), considered, tuple(pins))
+    return GridPoint(job, tuple(ordered), tuple(others), tuple(anchors), considered, tuple(pins))
 
 
 def _rejections(found: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
@@ -382,10 +450,13 @@ def _rejections(found: dict[str, Any]) -> tuple[tuple[str, int, str], ...]:
 
 def priced_plan(job: Job, plan: Plan, known: Estimate) -> PricedPlan:
     """Returns a plan of `job` with the estimate `known`."""
-    risks = count_risks(job, plan, known) - (known.verdict == FitStatus.tight)
-    _, safe = reserved_bytes(build_cost_context(job), np.array(known.memory.total), known.memory.driver)
-    risk = 0.0 if known.crowded else (1.0 + RISK_MARGIN) ** risks
-    return PricedPlan(plan, known, float(safe), risk, rank_memory_limits(job, plan, known))
+    return PricedPlan(plan, known, 0.0 if known.crowded else plan_risk(job, plan), rank_memory_limits(job, plan, known))
+
+
+def plan_risk(job: Job, plan: Plan) -> float:
+    """Returns the factor by which the features of a plan raise its score."""
+    risks = uses_unmeasured_link(job.cluster, plan.offload) + len(unmeasured_features(job.cluster, plan))
+    return (1.0 + RISK_MARGIN) ** risks
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:

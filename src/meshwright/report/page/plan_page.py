@@ -8,8 +8,8 @@ backward (gradient reduction, optimizer update) is not in the chart.
 
 The page embeds the plans of all points as compact JSON. All names are in English and Chinese. The field `keys` lists
 the names of a plan's fields, of the kinds of time and of the kinds of memory, in the order of their values. The seconds
-of a plan are formulas of the rates of the cluster: results of one program, which the cost model records
-(planner/cost/step_formula.py) and plan_model.js evaluates.
+and the bytes of a plan are formulas of the batch, the sequence and the rates of the cluster: results of one program,
+which the cost model records (planner/cost/step_formula.py) and plan_model.js evaluates.
 
 Every page fills one HTML frame with its body, texts, script and data. The HTML file refers to no other file, and its
 content security policy forbids any request.
@@ -36,19 +36,27 @@ from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.cost_model import CostModel, PassTime
 from meshwright.planner.cost.heterogeneous import group_cost_models
 from meshwright.planner.cost.links import p2p_seconds
-from meshwright.planner.cost.memory import p2p_message_bytes, physical_limit
+from meshwright.planner.cost.memory import p2p_message_bytes, physical_limit, reserved_bytes
 from meshwright.planner.cost.plan_grid import grid_of_plan
 from meshwright.planner.cost.rank_contents import RankClass, stage_contents
 from meshwright.planner.cost.step import model_flops, peak_flops
-from meshwright.planner.cost.step_formula import RATES, StepFormulas
+from meshwright.planner.cost.step_formula import INPUTS, RATES, StepFormulas
 from meshwright.planner.cost.symbolic import OPERATIONS, Program
 from meshwright.planner.inputs.plan_only import plan_only_parts
-from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family
+from meshwright.planner.search.best_plans import RISK_MARGIN, plan_family, simplicity_key
 from meshwright.planner.search.explain import family_name
-from meshwright.report.page.page_grid import GridPoint, PageGrid, PricedPlan, cluster_memory_limit
+from meshwright.report.page.page_grid import (
+    GridPoint,
+    PageGrid,
+    PricedPlan,
+    cluster_memory_limit,
+    is_continuous,
+    plan_risk,
+)
 from meshwright.report.plans import shown_stages
 from meshwright.spec.cluster import Cluster, ClusterRates
-from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.constraints import sequence_divisor
+from meshwright.spec.estimate import MemoryBreakdown, TimeBreakdown
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.action import ActionSpan, ScheduleTimeline, simulate_orders
@@ -155,23 +163,31 @@ each anchor."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = (
-    *("name", "family", "time", "of", "ranks", "peak", "memory"),
-    *("safe", "risk", "first", "missing", "notes", "limits", "verdict"),
+    *("name", "family", "time", "of", "ranks", "members", "memory", "driver"),
+    *("risk", "first", "rule", "missing", "notes", "limits", "verdict"),
 )
 """The fields of a plan. `time` has the seconds by kind, as operands of the program, and `of` is the number of pipeline
-ranks. `ranks` are the shown ranks, and `memory` has the bytes by kind for each of these ranks. `peak` is the index in
-`ranks` of the peak-memory rank. `first` is the compile time divided by the number of steps. `missing` has the
-unsupported parts of the plan's name. If ranks differ, `limits` has the usable memory of each shown rank, and `verdict`
-the fit status. For the other fields see `PricedPlan`."""
+ranks. `memory` has the bytes of distinct ranks by kind (BYTE_FIELDS), as operands, and `members` the index in `memory`
+of each rank. `ranks` are the shown ranks, in addition to the peak-memory rank. `driver` is the bytes outside of the
+allocator. `risk` is the factor by which uncertainty raises the score. `first` is the compile time divided by the number
+of steps. `rule` has RULE_FIELDS; a plan with an empty rule runs only the batch and the sequence of its point.
+`missing` has the unsupported parts of the plan's name. If ranks differ, `limits` has the usable memory of each rank,
+and `verdict` the fit status."""
+BYTE_FIELDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "host", "reserved")
+"""The bytes of a rank. `reserved` is omitted if the page computes it."""
+RULE_FIELDS = ("rows", "cp", "multiple", "least", "ordered", "divisor")
+"""What a batch and a sequence need for a plan: the rows of a micro-batch of one sequence on all replicas, the context
+ranks, a divisor of the number of micro-batches, its minimum, its only value unless this is 0, and a divisor of the
+sequence."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
     """Returns all data of the page. `command` is the beginning of every command that the page shows. `cluster` is the
     value for `--cluster`, or None if the cluster has no such notation."""
     axes, job = found.axes, found.job
-    families = sorted({plan_family(priced.plan) for point in found.points for priced in point.plans})
+    families = sorted({plan_family(plan) for point in found.points for plan in page_plans(point)})
     reasons = sorted({reason for point in found.points for anchor in point.anchors for reason, _, _ in anchor.rejected})
-    program = Program(RATES)
+    program = Program(INPUTS)
     data: dict[str, Any] = {
         "model": {
             "name": job.model.name,
@@ -192,13 +208,22 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
         },
         "here": axes.here,
         "inputs": {"memory": axes.memory, **axes.rates},
+        "batch": axes.batch,
+        "lengths": axes.lengths,
+        "microBatch": {**job.workload.fixed, **job.pins}.get("micro_batch", 0),
         "rates": rate_values(job.cluster),
         "hardware": hardware_data(job),
-        "keys": {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "entry": PLAN_FIELDS, "rates": RATES},
+        "keys": {
+            "memory": MEMORY_FIELDS,
+            "time": TIME_FIELDS,
+            "entry": PLAN_FIELDS,
+            "rates": RATES,
+            "rule": RULE_FIELDS,
+        },
         "families": families,
         "reasons": reasons,
         "words": {language: localized_names(language, families, reasons) for language in LANGUAGES},
-        "points": [point_data(found, point, families, reasons, program) for point in found.points],
+        "points": [point_data(point, families, reasons, program) for point in found.points],
     }
     data["program"] = program_data(program, data["points"])
     rejected = [example for point in found.points for anchor in point.anchors for _, _, example in anchor.rejected]
@@ -218,9 +243,12 @@ def rate_values(cluster: Cluster) -> list[float]:
 def hardware_data(job: Job) -> dict[str, Any]:
     """Returns the constants of a device with which the page computes limits and rates: the usable memory divided by the
     memory, the usable memory of the job's device, FLOP/s of large matrix products at an efficiency of 1, the factor for
-    tight plans."""
+    tight plans, the reserved bytes divided by the allocated bytes (expected, with a safety margin), and the host memory
+    of a device."""
     setting = build_cost_context(job)
     return {
+        "overhead": [float(each) for each in reserved_bytes(setting, np.array(1.0), 0.0)],
+        "host": setting.host_memory,
         "usable": USABLE_MEMORY_FRACTION,
         "physical": physical_limit(setting),
         "flops": sustained_flops(setting, job.workload.recipe.rates[-1]) / setting.device.efficiency,
@@ -231,44 +259,39 @@ def hardware_data(job: Job) -> dict[str, Any]:
 def program_data(program: Program, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns those operations of the program that the times of plans need, as one list of numbers: the index of the
     operation, then its operands. Changes the operands in `points` accordingly."""
-    inputs, at = len(program.names), PLAN_FIELDS.index("time")
-    rows = [row for point in points for row in point["plans"]]
-    needed = {operand for row in rows for operand in row[at]}
+    inputs, at, of = len(program.names), PLAN_FIELDS.index("time"), PLAN_FIELDS.index("memory")
+    rows = [operands for point in points for row in point["plans"] for operands in (row[at], *row[of])]
+    needed = {operand for row in rows for operand in row}
     for index in range(len(program.code) - 1, -1, -1):
         if index + inputs in needed:
             needed.update(program.code[index][1:])
-    new = {operand: operand for operand in needed if operand < inputs}
+    used = sorted(-1 - operand for operand in needed if operand < 0)
+    new = {operand: operand for operand in needed if 0 <= operand < inputs}
+    new |= {-1 - old: -1 - at for at, old in enumerate(used)}
     new |= {old: inputs + index for index, old in enumerate(sorted(needed - new.keys()))}
     for row in rows:
-        row[at] = [new[operand] for operand in row[at]]
+        row[:] = [new[operand] for operand in row]
     code = [number for index, (operation, *operands) in enumerate(program.code) if index + inputs in needed
-            for number in (operation, *(new.get(operand, operand) for operand in operands))]  # fmt: skip
-    constants = [round_number(number, DIGITS_OF_CONSTANTS) for number in program.constants]
+            for number in (operation, *(new[operand] for operand in operands))]  # fmt: skip
+    constants = [round_number(program.constants[at], DIGITS_OF_CONSTANTS) for at in used]
     return {"operations": OPERATIONS, "code": code, "constants": constants}
 
 
-def point_data(
-    found: PageGrid, point: GridPoint, families: Sequence[str], reasons: Sequence[str], program: Program
-) -> dict[str, Any]:
-    """Returns the data of one cluster, batch and sequence. At the base point every plan has the memory of several
-    ranks; otherwise plans have only that of the peak-memory rank."""
-    job, whole = point.job, point is found.base
-    formulas = StepFormulas(job, program) if job.cluster.rates and point.plans else None
+def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], program: Program) -> dict[str, Any]:
+    """Returns the data of one cluster, batch and sequence."""
+    job = point.job
+    rows = plan_rows(point, families, program)
     examples = list(dict.fromkeys(example for anchor in point.anchors for _, _, example in anchor.rejected))
+    lengths = job, with_double_length(job)
+    own, double = (model_flops(each) / peak_flops(each) / each.workload.tokens for each in lengths)
     return {
-        "plans": [
-            [
-                priced.plan.name,
-                families.index(plan_family(priced.plan)),
-                time_operands(formulas, program, priced),
-                *priced_plan_data(priced, whole, job),
-            ]
-            for priced in point.plans
-        ],
+        "plans": rows,
         "anchors": [
             {
-                "memory": cluster_memory_limit(anchor.cluster),
-                "rates": rate_values(anchor.cluster),
+                "memory": cluster_memory_limit(anchor.job.cluster),
+                "rates": rate_values(anchor.job.cluster),
+                "batch": anchor.job.workload.batch,
+                "sequence": anchor.job.workload.sequence,
                 "score": round_number(anchor.score, DIGITS_OF_CONSTANTS) if math.isfinite(anchor.score) else None,
                 "rejected": [
                     [reasons.index(reason), count, examples.index(example)]
@@ -280,53 +303,89 @@ def point_data(
         "examples": examples,
         "considered": point.considered,
         "pins": point.pins,
-        "tokens": job.workload.tokens,
-        "flops": model_flops(job) / peak_flops(job),
+        "batch": job.workload.batch,
+        "sequence": job.workload.sequence,
+        "flops": [2 * own - double, (double - own) / job.workload.sequence],
         "error": point.error,
     }
 
 
-def time_operands(formulas: StepFormulas | None, program: Program, priced: PricedPlan) -> list[int]:
-    """Returns the seconds of a plan by kind, as operands of `program`. Without formulas, they are constants."""
-    plan = priced.plan
-    if formulas is None or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
-        return [program.operand(seconds) for _, seconds in priced.estimate.time]
-    seconds = formulas.record(plan)
-    return [program.operand(seconds[kind]) for kind in TIME_FIELDS]
+def with_double_length(job: Job) -> Job:
+    """Returns the job with twice its sequence length."""
+    return job.but(workload=job.workload.but(sequence=2 * job.workload.sequence))
 
 
-def priced_plan_data(priced: PricedPlan, whole: bool, job: Job) -> list[Any]:
-    """Returns the fields of a plan after its times, in the order of PLAN_FIELDS.
+def page_plans(point: GridPoint) -> list[Plan]:
+    """Returns the plans of a point, simpler plans first. With formulas, one plan covers all micro-batch sizes."""
+    plans = [*(priced.plan for priced in point.plans), *filter(has_formulas, point.others)]
+    if is_continuous(point.job):
+        plans = list({plan.but(micro_batch=1) if has_formulas(plan) else plan: plan for plan in plans[::-1]}.values())
+    return sorted(plans, key=simplicity_key)
 
-    `whole`: whether the data contains the memory of several ranks; otherwise it contains only the memory of the
-    peak-memory rank. Empty fields at the end are omitted.
-    """
-    estimate = priced.estimate
-    ranks, peak_rank = ranks_with_memory(estimate)
-    ranks = ranks if whole else [peak_rank]
-    entry: list[Any] = [
-        len(estimate.per_stage),
-        ranks,
-        ranks.index(peak_rank),
-        [[round_number(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
-        round_number(priced.safe),
-        round_number(priced.risk),
-        round_number(estimate.over(job.workload.steps) - estimate.time.step),
-        ", ".join(plan_only_parts(job, priced.plan)),
-        list(estimate.notes),
-        [round_number(priced.limits[rank]) for rank in ranks] if priced.limits else [],
-        str(estimate.verdict) if priced.limits else "",
+
+def has_formulas(plan: Plan) -> bool:
+    """Returns whether all replicas and shards of a plan are equal."""
+    return not (plan.shares or plan.micro_batch_sizes or plan.shard_weights or plan.placement)
+
+
+def plan_rows(point: GridPoint, families: Sequence[str], program: Program) -> list[list[Any]]:
+    """Returns the rows of the plans of a point, each in the order of PLAN_FIELDS. Empty fields at the end are
+    omitted."""
+    job, known = point.job, {priced.plan: priced for priced in point.plans}
+    formulas = StepFormulas(job, program) if is_continuous(job) and point.plans else None
+    rows = []
+    for plan in page_plans(point):
+        if formulas is not None and has_formulas(plan):
+            row = formula_row(formulas, program, plan)
+        else:
+            row = constant_row(program, known[plan], job)
+        notes = list(known[plan].estimate.notes) if plan in known else []
+        limits = [round_number(limit) for limit in known[plan].limits] if plan in known else []
+        verdict = str(known[plan].estimate.verdict) if limits else ""
+        missing = ", ".join(plan_only_parts(job, plan))
+        rows.append([plan.name, families.index(plan_family(plan)), *row, missing, notes, limits, verdict])
+        while not rows[-1][-1]:
+            rows[-1].pop()
+    return rows
+
+
+def formula_row(formulas: StepFormulas, program: Program, plan: Plan) -> list[Any]:
+    """Returns the fields `time` to `rule` of a plan whose numbers are formulas."""
+    found, rules = formulas.record(plan), plan.schedule_rules
+    distinct = list(dict.fromkeys(tuple(map(program.operand, rank)) for rank in found.ranks))
+    members = [distinct.index(tuple(map(program.operand, rank))) for rank in found.ranks]
+    rule = (plan.dp, plan.cp, rules.multiple_of(plan.pp), rules.min_micro_batches(plan.pp), rules.ordered_micro_batches)
+    return [
+        [program.operand(found.time[kind]) for kind in TIME_FIELDS],
+        plan.pp,
+        shown_stages(plan.pp, MAX_RANKS_SHOWN),
+        members,
+        [list(rank) for rank in distinct],
+        round_number(found.driver),
+        round_number(plan_risk(formulas.job, plan)),
+        round_number(found.first),
+        [*rule, sequence_divisor(plan)],
     ]
-    while not entry[-1]:
-        entry.pop()
-    return entry
 
 
-def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
-    """Returns a pair: the pipeline ranks whose memory is shown, in ascending order, and the peak-memory rank, which is
-    one of them."""
-    peak_rank = estimate.per_stage.index(estimate.memory)
-    return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), peak_rank}), peak_rank
+def constant_row(program: Program, priced: PricedPlan, job: Job) -> list[Any]:
+    """Returns the fields `time` to `rule` of a plan whose numbers are constants."""
+    known = priced.estimate
+    sizes = [
+        (each.parameters, each.gradients, each.optimizer, each.activations, each.buffers, 0.0, each.reserved)
+        for each in known.per_stage
+    ]
+    return [
+        [program.operand(seconds) for _, seconds in known.time],
+        len(sizes),
+        shown_stages(len(sizes), MAX_RANKS_SHOWN),
+        [*range(len(sizes))],
+        [[program.operand(size) for size in row] for row in sizes],
+        round_number(known.memory.driver),
+        round_number(priced.risk),
+        round_number(known.over(job.workload.steps) - known.time.step),
+        [],
+    ]
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:

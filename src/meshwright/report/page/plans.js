@@ -1,8 +1,9 @@
 // The state of this page: the positions of three sliders, the values of continuous inputs, the selected plan, the plan that it is compared with,
 // pins, and the sort order.
 const SLIDERS = ["devices", "batch", "sequence"]
-// The inputs that vary, each with its range. Sliders are logarithmic and have STEPS steps.
-const INPUTS = Object.fromEntries(Object.entries(DATA.inputs).map(([name, [low, own, high]]) => [name, { low, own, high }]))
+// The inputs that vary, each with its range. Sliders are logarithmic and have STEPS steps. Batch and sequence have whole values (`stopsOf`).
+const INPUTS = Object.fromEntries(Object.entries({ batch: DATA.batch, sequence: [DATA.lengths[0], DATA.points[0].sequence, DATA.lengths.at(-1)], ...DATA.inputs })
+  .filter(([name, [low, , high]]) => high > low || !SLIDERS.includes(name)).map(([name, [low, own, high]]) => [name, { low, own, high }]))
 const STEPS = 400
 const ITEMS = TIME.filter(kind => kind !== "step"), KINDS = MEMORY.filter(kind => !["total", "driver", "reserved"].includes(kind))
 const WAITING = ["tensor", "data", "pipeline", "context", "expert"]
@@ -27,7 +28,10 @@ function heard(given) {
     const found = DATA.axes[name].findIndex(stop => String(stop) === given.get(name))
     return found < 0 ? DATA.here[axis] : found
   })
-  const inputs = Object.fromEntries(Object.entries(INPUTS).map(([name, { low, own, high }]) => [name, Math.min(Math.max(Number(given.get(name)) || own, low), high)]))
+  const inputs = Object.fromEntries(Object.entries(INPUTS).map(([name, { low, own, high }]) => {
+    const value = Math.min(Math.max(Number(given.get(name)) || own, low), high)
+    return [name, SLIDERS.includes(name) ? Math.round(value) : value]
+  }))
   const pins = Object.fromEntries(Object.keys(PINS).map(pin => [pin, given.get(pin) || ""]))
   return { stops, inputs, plan: given.get("plan"), with: given.get("with"), pins, sort: given.get("sort") || "" }
 }
@@ -61,19 +65,20 @@ function look() {
   const [devices] = state.stops
   const { place, point, all } = resultsAt(state.stops, state.inputs)
   const isPinned = Object.values(state.pins).some(Boolean)
-  const matching = all.filter(row => Object.entries(state.pins).every(([pin, value]) => !value || degree(row.entry, pin) === value))
+  const matching = all.filter(row => Object.entries(state.pins).every(([pin, value]) => !value || degree(row.plan, pin) === value))
   const rows = matching.filter(row => row.verdict !== "no").slice(0, SHOWN)
   const kin = DATA.families.flatMap(family => matching.find(row => row.family === family) || []).sort((one, other) => matching.indexOf(one) - matching.indexOf(other))
   const by = COLUMNS[state.sort.replace("-", "")], way = state.sort.startsWith("-") ? -1 : 1
   const sorted = by ? [...rows].sort((one, other) => (by(one) < by(other) ? -1 : by(one) > by(other) ? 1 : 0) * way) : rows
-  const selected = matching.find(row => row.entry.name === state.plan) || rows[0] || kin[0]
+  const selected = matching.find(row => row.name === state.plan) || rows[0] || kin[0]
   if (selected && rows.length && !rows.includes(selected) && selected.verdict !== "no") { rows.push(selected); if (sorted !== rows) sorted.push(selected) }
   return { place, point, rows, sorted, kin, all, isPinned, selected, cluster: DATA.clusters[devices] }
 }
 
 // Returns the anchor whose search is nearest to the inputs: at the job's own rates, with the nearest memory.
 function nearestAnchor(point) {
-  const far = anchor => anchor.rates.some((rate, index) => rate !== DATA.rates[index]) ? Infinity : Math.abs(Math.log(anchor.memory / state.inputs.memory))
+  const work = anchor => Math.abs(Math.log(anchor.batch / (state.inputs.batch ?? anchor.batch))) + Math.abs(Math.log(anchor.sequence / (state.inputs.sequence ?? anchor.sequence)))
+  const far = anchor => anchor.rates.some((rate, index) => rate !== DATA.rates[index]) ? Infinity : work(anchor) + Math.abs(Math.log(anchor.memory / state.inputs.memory))
   return point.anchors.reduce((best, anchor) => best && far(best) <= far(anchor) ? best : anchor, undefined)
 }
 
@@ -81,13 +86,13 @@ function nearestAnchor(point) {
 const quoted = word => /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`
 
 function command(view) {
-  const [, batch, sequence] = SLIDERS.map((name, axis) => DATA.axes[name][state.stops[axis]])
+  const [, batch, sequence] = SLIDERS.map((name, axis) => state.inputs[name] ?? DATA.axes[name][state.stops[axis]])
   const words = [...DATA.command], { memory } = state.inputs
   const own = memory === INPUTS.memory.own, limit = Number.isInteger(memory / GIB) ? `${memory / GIB}GiB` : String(memory)
   if (view.cluster !== null) words.push("--cluster", view.cluster)
   if (DATA.budget) words.push("--budget", limit)
   else if (!own) words.push("--set", `cluster.memory=${limit}`)
-  for (const name of changedInputs()) if (name !== "memory") words.push("--set", `cluster.rates.${name}=${state.inputs[name]}`)
+  for (const name of changedInputs()) if (RATES.includes(name)) words.push("--set", `cluster.rates.${name}=${state.inputs[name]}`)
   const pins = Object.entries(state.pins).filter(([, value]) => value).map(pin => pin.join("="))
   return [...words, "--batch", String(batch), "--seq", String(sequence), ...(pins.length ? ["--pin", pins.join(",")] : [])].map(quoted).join(" ")
 }
@@ -117,17 +122,34 @@ function drawAnswer() {
   fill("made", say.made(DATA.version, grouped(view.point.considered)))
 }
 
-const inputName = name => name === "memory" && DATA.budget ? say.budgetSlider : say[`${name}Slider`]
-const showInput = (name, value) => name === "memory" ? round(value) : name === "efficiency" ? rate(DATA.hardware.flops * value, "FLOP/s") : rate(value, "B/s")
+const inputName = name => SLIDERS.includes(name) ? say[name] : name === "memory" && DATA.budget ? say.budgetSlider : say[`${name}Slider`]
+const showInput = (name, value) => SLIDERS.includes(name) ? grouped(value) : name === "memory" ? round(value) : name === "efficiency" ? rate(DATA.hardware.flops * value, "FLOP/s") : rate(value, "B/s")
 // The value at a step of a slider, a round number, and the step of a value. The job's own value is its own step.
-const ownStep = ({ low, own, high }) => Math.round(STEPS * Math.log(own / low) / Math.log(high / low))
+const ownStep = name => stepOfValue(name, INPUTS[name].own)
 function valueAt(name, step) {
-  const range = INPUTS[name], { low, own, high } = range
-  if (step === ownStep(range)) return own
+  const { low, own, high } = INPUTS[name]
+  if (SLIDERS.includes(name)) return stopsOf(name)[step]
+  if (step === ownStep(name)) return own
   const value = low * (high / low) ** (step / STEPS), unit = name === "memory" ? value >= 8 * GIB ? GIB : GIB / 64 : 10 ** (Math.floor(Math.log10(value)) - 2)
   return Math.min(Math.max(Number((Math.round(value / unit) * unit).toPrecision(15)), low), high)
 }
-const stepOfValue = (name, value) => value === INPUTS[name].own ? ownStep(INPUTS[name]) : Math.round(STEPS * Math.log(value / INPUTS[name].low) / Math.log(INPUTS[name].high / INPUTS[name].low))
+function stepOfValue(name, value) {
+  if (!SLIDERS.includes(name)) return Math.round(STEPS * Math.log(value / INPUTS[name].low) / Math.log(INPUTS[name].high / INPUTS[name].low))
+  const stops = stopsOf(name), next = stops.findIndex(stop => stop >= value)
+  return next < 0 ? stops.length - 1 : next
+}
+const lastStep = name => SLIDERS.includes(name) ? stopsOf(name).length - 1 : STEPS
+
+// Returns the values of the slider of batch or sequence: all batches that some plan of this number of devices divides.
+function stopsOf(name) {
+  if (name === "sequence") return DATA.lengths
+  const point = DATA.points[state.stops[0]]
+  if (!point.stops) {
+    const { low, own, high } = INPUTS.batch, rules = [...new Map(point.plans.map(plan => [JSON.stringify(plan.rule), plan])).values()]
+    point.stops = Array.from({ length: high - low + 1 }, (_, index) => low + index).filter(batch => batch === own || rules.some(plan => acceptsBatch(plan, batch)))
+  }
+  return point.stops
+}
 
 function drawSliders() {
   const form = document.getElementById("sliders"), varying = Object.keys(INPUTS).filter(name => INPUTS[name].high > INPUTS[name].low)
@@ -137,13 +159,14 @@ function drawSliders() {
   const stops = SLIDERS.filter(name => DATA.axes[name].length > 1)
   if (!form.children.length) {
     form.append(...stops.map(name => slider(name, DATA.axes[name].length - 1, event => write({ stops: state.stops.map((stop, axis) => SLIDERS[axis] === name ? Number(event.target.value) : stop) }))),
-      ...varying.map(name => slider(name, STEPS, event => write({ inputs: { ...state.inputs, [name]: valueAt(name, Number(event.target.value)) } }))))
+      ...varying.map(name => slider(name, lastStep(name), event => write({ inputs: { ...state.inputs, [name]: valueAt(name, Number(event.target.value)) } }))))
   }
-  const show = (index, label, explain, value, at, marks) => {
+  const show = (index, label, explain, value, at, marks, most) => {
     const [head, input, below] = form.children[index].children
     head.title = explain
     head.children[0].textContent = label
     head.children[1].textContent = value
+    input.max = most
     input.value = at
     input.setAttribute("aria-valuetext", value)
     below.replaceChildren(...marks)
@@ -151,12 +174,12 @@ function drawSliders() {
   stops.forEach((name, index) => {
     const axis = SLIDERS.indexOf(name)
     show(index, say[name], say.explain.input[name], grouped(DATA.axes[name][state.stops[axis]]), state.stops[axis],
-      DATA.axes[name].map((stop, at) => make(at === DATA.here[axis] ? "b" : "span", {}, grouped(stop))))
+      DATA.axes[name].map((stop, at) => make(at === DATA.here[axis] ? "b" : "span", {}, grouped(stop))), DATA.axes[name].length - 1)
   })
   varying.forEach((name, index) => {
-    const range = INPUTS[name]
+    const range = INPUTS[name], place = 100 * ownStep(name) / lastStep(name)
     show(stops.length + index, inputName(name), say.explain.input[name], showInput(name, state.inputs[name]), stepOfValue(name, state.inputs[name]), [
-      make("span", {}, showInput(name, range.low)), make("b", { style: `left: ${100 * ownStep(range) / STEPS}%` }, range.own > range.low && range.own < range.high ? "\u25b4" : ""), make("span", {}, showInput(name, range.high))])
+      make("span", {}, showInput(name, range.low)), make("b", { style: `left: ${place}%` }, range.own > range.low && range.own < range.high ? "\u25b4" : ""), make("span", {}, showInput(name, range.high))], lastStep(name))
   })
 }
 
@@ -214,7 +237,9 @@ function drawChanges() {
     values: DATA.axes[name].map((value, index) => ({ value, at: index, changes: { stops: state.stops.map((own, other) => other === axis ? index : own) } })),
   }))
   const continuous = Object.entries(INPUTS).filter(([, { low, high }]) => high > low).map(([name, { low, own, high }]) => {
-    const values = [...new Set([...Array.from({ length: VALUES_OF_INPUT }, (_, index) => valueAt(name, Math.round(index * STEPS / (VALUES_OF_INPUT - 1)))), own, state.inputs[name]])].sort((one, other) => one - other)
+    const even = SLIDERS.includes(name) ? [0.25, 0.5, 1, 2, 4].map(factor => valueAt(name, stepOfValue(name, own * factor)))
+      : Array.from({ length: VALUES_OF_INPUT }, (_, index) => valueAt(name, Math.round(index * STEPS / (VALUES_OF_INPUT - 1))))
+    const values = [...new Set([...even, own, state.inputs[name]])].sort((one, other) => one - other)
     return { name, label: inputName(name), show: value => showInput(name, value), now: Math.log(state.inputs[name]), values: values.map(value => ({ value, at: Math.log(value), changes: { inputs: { ...state.inputs, [name]: value } } })) }
   })
   fill("changed", ...[...discrete, ...continuous].flatMap(({ name, label, show, now, values }) => {
@@ -252,7 +277,7 @@ function meaning(part) {
 }
 
 const parts = name => name.split(/(?<=\.)/).flatMap(part => [make("span", { class: "part", title: meaning(part.replace(".", "")) }, part), make("wbr")])
-const SHOWN = 8, VALUES_OF_INPUT = 5
+const SHOWN = 8, VALUES_OF_INPUT = 5, COMPARED = 40
 const termOf = (group, kind) => make("span", { class: "term", title: say.explain[group][kind] }, nameOf(group, kind))
 const planOf = entry => [make("code", {}, ...parts(entry.name)), ...(entry.missing ? [make("small", { title: say.missing(entry.missing) }, "\u25cb")] : [])]
 const timeBar = (entry, whole) => bar(ITEMS.map(kind => [kind, at(entry, kind), `${nameOf("time", kind)} ${seconds(at(entry, kind))}: ${say.explain.time[kind]}`]), whole)
@@ -286,9 +311,10 @@ function drawTime(view) {
 }
 
 function drawPipeline(view) {
-  const chart = view.selected && DATA.charts[`${view.place} ${view.selected.entry.name}`]
+  const isOwnWork = !changedInputs().some(name => SLIDERS.includes(name))
+  const chart = view.selected && isOwnWork && DATA.charts[`${view.place} ${view.selected.entry.name}`]
   if (!chart) return fill("chart", make("p", { class: "note" }, view.selected ? say.noChart : ""))
-  const isOwn = changedInputs().every(name => name === "memory")
+  const isOwn = changedInputs().every(name => !RATES.includes(name))
   const caption = say.chartCaption(chart.count, chart.of, seconds(chart.seconds)) + say.chartRanks(chart.ranks.length, view.selected.entry.of) + (isOwn ? "" : say.ownRates)
   const kinds = ["F", "B", "W"].filter((_, kind) => chart.rows.some(row => row.some((number, i) => i % 5 === 0 && number === kind)))
   const key = legend(...kinds.map(kind => [kind, say[kind]]))
@@ -299,7 +325,7 @@ function drawPipeline(view) {
 // Draws the menus of the degrees that a plan may have. Their values are those of the plans of this setting.
 function drawPins(view) {
   const menus = Object.keys(PINS).map(pin => {
-    const values = [...new Set([...view.all.map(row => degree(row.entry, pin)), state.pins[pin]].filter(Boolean))].sort((one, other) => one - other)
+    const values = [...new Set([...view.point.plans.map(plan => degree(plan, pin)), state.pins[pin]].filter(Boolean))].sort((one, other) => one - other)
     const option = value => make("option", { value, selected: state.pins[pin] === value && "" }, value || say.any)
     return make("label", {}, pin === "zero" ? "ZeRO" : pin, make("select", { id: `pin-${pin}`, onchange: event => again({ pins: { ...state.pins, [pin]: event.target.value } }, `#pin-${pin}`) }, ...["", ...values].map(option)))
   })
@@ -308,8 +334,9 @@ function drawPins(view) {
 
 // Shows why the selected plan is not the first one, and both plans term by term. Without another choice it is compared with the first one.
 function drawCompare(view) {
-  const one = view.selected, others = view.all.filter(row => row.entry !== one?.entry)
-  const other = others.find(row => row.entry.name === state.with) || others[0]
+  const one = view.selected, among = view.all.filter(row => row !== one)
+  const other = among.find(row => row.name === state.with) || among[0]
+  const others = [...new Set([...among.slice(0, COMPARED), ...view.kin.filter(row => row !== one), other])].filter(Boolean)
   document.getElementById("compare").hidden = !one || !other
   if (!one || !other) return
   const isFirst = one.entry === view.all[0].entry
@@ -353,7 +380,7 @@ function drawRejected(view) {
   const rows = (anchor?.rejected || []).map(([reason, count, example]) => make("tr", {}, make("td", {}, DATA.words[state.language].reason[DATA.reasons[reason]]), make("td", {}, grouped(count)), make("td", { class: "left text" }, lineOf(view.point.examples[example]))))
   const head = ["reason", "count", "example"].map((name, index) => make("th", { scope: "col", class: index === 2 ? "left" : "" }, say[name]))
   table("refused", head, rows)
-  fill("searched", anchor && changedInputs().length ? say.searchedAt(round(anchor.memory)) : "")
+  fill("searched", anchor && changedInputs().length ? say.searchedAt(round(anchor.memory), grouped(anchor.batch), grouped(anchor.sequence)) : "")
   fill("notes", view.selected ? (view.selected.entry.notes || []).map(lineOf).join(" ") : "")
 }
 

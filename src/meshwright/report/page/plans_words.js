@@ -30,8 +30,8 @@ const WORDS = {
     pins: "Only plans with", any: "any", pinned: "best shown plan with these pins", noneShown: "No plan of this page has these degrees and fits.",
     pinsSearched: "The best plans with this pin: a search of all plans with it found them.", pinsNote: "The best plans with these degrees on this page; the command below searches all of them.",
     searched: "A search of all plans for exactly these values found this plan.",
-    notSearched: "The times are exact. The plans come from searches for other values: the command below searches all plans for exactly these values.",
-    searchedAt: (memory) => `Counted by the search for ${memory} and the job's own rates.`, ownRates: " Drawn for the job's own rates.",
+    notSearched: "Times and memory are the planner's. The plans come from searches for other values, and some other plan may be a few percent faster: the command below searches all plans for exactly these values.",
+    searchedAt: (memory, batch, sequence) => `Counted by the search for ${memory}, batch ${batch}, sequence ${sequence} and the job's own rates.`, ownRates: " Drawn for the job's own rates.",
     explain: { input: {
         devices: "the number of devices of the cluster", batch: "sequences of one optimizer step on all devices together", sequence: "tokens of a sequence",
         memory: "memory of a device, or the budget of a rank; nearly all of it can be used", network: "bytes per second and direction that each device can send to other nodes", link: "bytes per second and direction that each device can send inside its node", efficiency: "FLOP/s that a device sustains in large matrix products",
@@ -91,8 +91,8 @@ const WORDS = {
     pins: "只看方案：", any: "不限", pinned: "页面上符合条件的最好方案", noneShown: "本页没有符合这些并行度且放得下的方案。",
     pinsSearched: "固定这一项时最好的方案：由对所有这类方案的搜索得到。", pinsNote: "本页中符合这些并行度的最好方案；下面的命令搜索所有这类方案。",
     searched: "对恰好这些数值搜索所有方案，得到的就是这个方案。",
-    notSearched: "时间是精确的。方案来自对其他数值的搜索：下面的命令对恰好这些数值搜索所有方案。",
-    searchedAt: (memory) => `计数来自按 ${memory} 和原速率的搜索。`, ownRates: "按原速率绘制。",
+    notSearched: "时间和显存与规划器相同。方案来自对其他数值的搜索，别的方案可能快百分之几：下面的命令对恰好这些数值搜索所有方案。",
+    searchedAt: (memory, batch, sequence) => `计数来自按 ${memory}、批大小 ${batch}、序列长度 ${sequence} 和原速率的搜索。`, ownRates: "按原速率绘制。",
     explain: { input: {
         devices: "集群的设备数", batch: "所有设备合计，优化器一步的序列数", sequence: "一条序列的 token 数",
         memory: "一个设备的显存，或一个 rank 的预算；几乎全部可用", network: "每个设备每秒向其他节点单向发送的字节数", link: "每个设备每秒在节点内单向发送的字节数", efficiency: "一个设备在大矩阵乘中持续达到的 FLOP/s",
