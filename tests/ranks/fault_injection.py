@@ -297,7 +297,7 @@ def train(channel: RankControl, payload: dict[str, Any]) -> int:
         storage.free_bytes = Crowded(Path(payload["folder"]) / "checkpoints", payload["crowded"])  # type: ignore[assignment]
     sample.SAMPLE_TOKENS = 2
     if os.environ.get("MESHWRIGHT_CHECKS") == "never":
-        loop.MEMORY_TRACE_STEP = -1  # tracing a step takes as long as all others
+        loop.MEMORY_TRACE_STEP, loop.RECOVERY_STEPS = -1, 0  # tracing a step takes as long as all others
     loop.Heartbeat = Doomed  # type: ignore[misc]
     FlatParamGroup.accumulate_grad = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])

@@ -188,6 +188,20 @@ def test_mfu_speed_per_device_and_the_waits_by_axis_are_those_of_the_records(tmp
     assert summarize_run(on_cpus).mfu.measured is None and "MFU" not in run_text(on_cpus)
 
 
+def test_after_a_resize_only_steps_of_the_new_plan_are_compared_with_its_estimate(tmp_path: Path) -> None:
+    steps = [record(step, 3.0) for step in range(1, 11)]
+    before = [each.but(seconds=9.0, memory={"activations": 8e9}) for each in steps[:6]]
+    after = [each.but(memory={"activations": 1e9}) for each in steps[6:]]
+    folder = write_run(tmp_path / "a", before + after)
+    (folder / "events.jsonl").write_text(
+        RunEvent(kind="resize", at=1.0, step=6, plan="dp2").to_json(indent=None) + "\n"
+    )
+    summary = summarize_run(read_run(folder))
+    assert {row.name: row.measured for row in summary.memory}["activations"] == 1e9
+    assert {row.name: row.measured for row in summary.time}["step"] == steps[0].seconds < 9.0
+    assert summary.steps == 10
+
+
 def test_the_first_step_which_warms_up_is_in_no_median(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [record(0, 6.0, seconds=60.0), record(1, 5.0)])
     assert summarize_run(read_run(folder)).pair("time", "step").measured == 0.5

@@ -167,6 +167,13 @@ class RunFolder:
         return tuple(record for record in self.records if record.tokens or record.skipped)
 
     @property
+    def steps_of_plan(self) -> tuple[StepRecord, ...]:
+        """Returns the records of optimizer steps since the number of ranks last changed. `plan` and `estimate` describe
+        these steps."""
+        changed = max((event.step for event in self.events if event.kind == "resize"), default=0)
+        return tuple(record for record in self.steps if record.step > changed) or self.steps
+
+    @property
     def last(self) -> int:
         """Returns the last step that is known to have ended, by the records, checkpoints and events."""
         saves = (event.step for event in self.events if event.kind == "save")
@@ -372,8 +379,8 @@ def _loss_curve(points: list[LossPoint]) -> LossCurve | None:
 
 def summarize_run(run: RunFolder) -> RunSummary:
     """Returns the figures of a training run."""
-    steps = run.steps
-    settled = steps[1:] if len(steps) > 1 else steps
+    steps, of_plan = run.steps, run.steps_of_plan
+    settled = of_plan[1:] if len(of_plan) > 1 else of_plan
     speeds = [
         record.tokens_per_second or record.tokens / record.seconds
         for record in settled
@@ -410,7 +417,7 @@ def summarize_run(run: RunFolder) -> RunSummary:
             measured=median(utilisations) if utilisations else None,
         ),
         time=(*time, *_first_step_pairs(run)),
-        memory=_memory_pairs(run.estimate, steps),
+        memory=_memory_pairs(run.estimate, of_plan),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
         goodput=compute_goodput(run.records, run.again, run.events),
@@ -448,11 +455,13 @@ def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]
 
 def _first_step_pairs(run: RunFolder) -> tuple[PredictedMeasured, ...]:
     """Returns the row of the first step if blocks are compiled, because this step takes longer."""
-    if run.estimate is None or not run.estimate.first or not run.steps:
+    if run.estimate is None or not run.estimate.first or not run.steps_of_plan:
         return ()
     return (
         PredictedMeasured(
-            name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds
+            name="first step",
+            predicted=run.estimate.time.step + run.estimate.first,
+            measured=run.steps_of_plan[0].seconds,
         ),
     )
 

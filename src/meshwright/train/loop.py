@@ -52,6 +52,7 @@ from meshwright.train.straggler import PhaseSeconds, StragglerMonitor
 from meshwright.train.trainer import parallelize
 
 MEMORY_TRACE_STEP = 3  # steps before the traced one (checks run extra passes in them); if fewer are left: the last one
+RECOVERY_STEPS = 8  # more steps before the traced one after a recovery from in-memory checkpoints
 
 
 def train(channel: RankControl, payload: IpcMessage) -> int:
@@ -207,9 +208,9 @@ class TrainLoop:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
-                watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
                 # Tracing is slow and would delay a recovery from in-memory checkpoints.
-                watched = watched and self.recovery.source != "memory"
+                later = RECOVERY_STEPS if self.recovery.source == "memory" else 0
+                watched = step - launched == min(MEMORY_TRACE_STEP + later, self.steps - launched - 1)
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step), wait=False)
                 number = batch_index(step, self.loader.skipped_batches)
