@@ -121,7 +121,7 @@ PARTS = {
         35,
         "searches of large jobs and against every plan, their pages, and files for schedulers",
         {
-            "unit": "api cli compile_time_cost cost_in_flight fit golden interop launch_quoting launch_targets "
+            "unit": "advice api cli compile_time_cost cost_in_flight fit golden interop launch_quoting launch_targets "
             "memory_budget offload_fraction offload_largest page page_model precision replanning search "
             "search_heterogeneous search_uneven_shards simulate trials why_not"
         },

@@ -14,12 +14,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.core.messages import Message, join_messages
+from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.step import estimate
-from meshwright.planner.search.best_plans import PlanCandidate, PlanFamily, SearchResult
+from meshwright.planner.search.best_plans import PlanFamily, SearchResult
 from meshwright.planner.search.branch_and_bound import search_top_plans
 from meshwright.planner.search.choices import divisors
 from meshwright.planner.search.explain import family_name
-from meshwright.planner.search.infeasible import fastest_plan
+from meshwright.planner.search.infeasible import FastestPlan, fastest_plan
+from meshwright.planner.search.ranking import lowest_memory_plan
 from meshwright.spec.cluster import Cluster, NodeGroup
 from meshwright.spec.enums import Recompute
 from meshwright.spec.job import Job
@@ -110,9 +112,10 @@ def rank_improvements(
 
     `step` is the seconds of a step under the job's best plan. `chosen` is this plan, or None if it is not known.
     """
-    found = []
+    found, pricer = [], CostModel(job)
     for name, changed in improved_jobs(job):
-        best = fastest_plan(changed, runnable, chosen if changed.pins == job.pins else None)
+        known = chosen if changed.pins == job.pins else None
+        best = fastest_plan(changed, runnable, known, CostModel(changed, like=pricer))
         if best is not None:
             found.append(
                 JobImprovement(
@@ -242,10 +245,9 @@ def _links_message(job: Job) -> Message:
 def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
     """Answers question 4: compares the chosen plan with the plan with the lowest memory."""
     chosen = answer.chosen.estimate
-    found = search_top_plans(job, 1, runnable=runnable).ranking
-    even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    # On some heterogeneous clusters no plan with identical ranks is legal, so `even` is empty.
-    lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))
+    lean = answer.lowest_memory or lowest_memory_plan(search_top_plans(job, 1, runnable=runnable).ranking)
+    if lean is None:  # on some heterogeneous clusters, no plan with identical ranks is legal
+        lean = min(answer.families, key=lambda it: (it.reserved, it.seconds))
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,
@@ -329,13 +331,33 @@ def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool
     degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is not a divisor
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
-    return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (Message("none"),)
+    found, pricer = best_by_degree(answer, axis), CostModel(job)
+    return tuple(
+        _degree_message(
+            axis, degree, step, fastest_plan(_pinned(job, axis, degree), runnable, found.get(degree), pricer)
+        )
+        for degree in near
+    ) or (Message("none"),)
 
 
-def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: bool) -> Message:
-    best = fastest_plan(
-        job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}), runnable
-    )
+def _pinned(job: Job, axis: str, degree: int) -> Job:
+    return job.but(pins={**job.pins, axis: degree})
+
+
+def best_by_degree(answer: SearchResult, axis: str) -> dict[int, Plan]:
+    """Returns the fastest plan in `answer` for each degree of `axis`, of the plans that a search with a pinned degree
+    includes: with identical ranks, and without fractions of offload."""
+    plans = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
+    plans += [(family.seconds, family.plan) for family in answer.families if family.fits]
+    return {
+        getattr(plan, axis): plan
+        for _, plan in sorted(plans, key=lambda pair: -pair[0])
+        if min(plan.offload_share, plan.weights_share) == 100
+        and not (plan.placement or plan.shares or plan.shard_weights or plan.micro_batch_sizes)
+    }
+
+
+def _degree_message(axis: str, degree: int, step: float, best: FastestPlan | None) -> Message:
     if best is None:
         return Message("{axis} {degree} has no plan that fits", axis=axis, degree=degree)
     share = _signed_percent(best.seconds / step - 1.0)

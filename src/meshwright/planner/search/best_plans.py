@@ -92,6 +92,10 @@ class SearchResult(StrictModel):
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
+    lowest_memory: PlanFamily | None = Field(
+        default=None,
+        description="the plan with the lowest memory of all families, if the search had no limit of the step time",
+    )
     considered: int = Field(description="number of plans in the search space, including invalid plans")
     rejected: tuple[PlanRejection, ...] = ()
     seconds: float = Field(description="seconds of the search")

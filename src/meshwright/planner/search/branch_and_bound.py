@@ -108,13 +108,12 @@ class PlanSearch:
         groups = list(self.space.groups())
         self.legal = sum(group.legal for group in groups)
         bounds = [GroupBounds(self.pricer, group) for group in groups]
-        if not isfinite(self.ranking.ceiling):  # with a ceiling, few groups are fast enough to need their memory
-            bounds = [each for each in bounds if self._is_needed(each)]
         self._price_in_order(bounds)
         for group, box, priced in self._without_margin:
             self._price_memory_choices(group, box, priced)
-        # If no plan fits, other orders of axes do not help, because memory does not depend on the order.
-        for each in bounds if self.ranking.best else ():
+        # If no plan fits, other orders of axes do not help, because memory does not depend on the order. Below a
+        # ceiling, a plan with another order may be the only one.
+        for each in bounds if self.ranking.best or isfinite(self.ranking.ceiling) else ():
             self._price_other_layouts(each)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
@@ -140,8 +139,9 @@ class PlanSearch:
 
     def _is_needed(self, each: GroupBounds) -> bool:
         """Returns whether the results need the plans of a group: all families, or only groups of which some plan may
-        fit by the lower bound of memory."""
-        return self.ranking.by_family or each.lowest_memory <= self._usable
+        fit by the lower bound of memory. After the first plan that fits, bounds of time exclude most plans, and the
+        bound of memory takes longer than it saves."""
+        return self.ranking.by_family or bool(self.ranking.best) or each.lowest_memory <= self._usable
 
     def _price_in_order(self, groups: Sequence[GroupBounds]) -> None:
         """Computes the cost of the plans in the boxes of `groups`, which form the plan families, in the order of the
@@ -417,20 +417,27 @@ def search_top_plans(
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 
-def find_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanCandidate | None:
+def find_best_plan(
+    job: Job, runnable: bool = False, ceiling: float = np.inf, pricer: CostModel | None = None
+) -> PlanCandidate | None:
     """Returns the best plan that fits and has a score of at most `ceiling`, or None. Plan families are not computed."""
-    best = search_best_plan(job, runnable, ceiling).ranking.best
+    best = search_best_plan(job, runnable, ceiling, pricer).ranking.best
     return best[0] if best else None
 
 
-def search_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) -> PlanSearch:
-    """Searches the plan space of `job` only for the best plan with a score of at most `ceiling`."""
-    return run_search(job, TopK(1, ceiling, by_family=False), SearchObjective.fastest, runnable)
+def search_best_plan(
+    job: Job, runnable: bool = False, ceiling: float = np.inf, pricer: CostModel | None = None
+) -> PlanSearch:
+    """Searches the plan space of `job` only for the best plan with a score of at most `ceiling`. `pricer` is a cost
+    model of the job, which may have other pins; None means a new one."""
+    return run_search(job, TopK(1, ceiling, by_family=False), SearchObjective.fastest, runnable, pricer)
 
 
-def run_search(job: Job, ranking: TopK, objective: SearchObjective, runnable: bool) -> PlanSearch:
+def run_search(
+    job: Job, ranking: TopK, objective: SearchObjective, runnable: bool, pricer: CostModel | None = None
+) -> PlanSearch:
     """Searches the plan space of `job` for the results that `ranking` collects. Returns the completed search."""
-    pricer = CostModel(job)
+    pricer = pricer or CostModel(job)
     space = PlanSpace(
         job, runnable, offloading=objective != SearchObjective.headroom, bucket=choose_bucket(pricer.setting)
     )

@@ -49,7 +49,9 @@ class GroupBounds:
     @cached_property
     def lowest_memory(self) -> float:
         """Returns a lower bound of the reserved bytes of all plans of the group."""
-        taken = lower_bounds(self.pricer, self.group.box, self.group.ways).taken
+        box = self.group.box
+        least = box.part(micro_batches=np.flatnonzero(lowest_memory_batches(box)))
+        taken = lower_bounds(self.pricer, least, self.group.ways).taken
         return float(np.fmin.reduce(taken, axis=None)) * (1 - SCORE_TOLERANCE)
 
     @cached_property

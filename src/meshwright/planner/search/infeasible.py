@@ -19,6 +19,7 @@ from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.quantities import parse_quantity
 from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
 from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import physical_limit
 from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.planner.search import heterogeneous
@@ -151,13 +152,16 @@ class FastestPlan(NamedTuple):
     tight: bool
 
 
-def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
+def fastest_plan(
+    job: Job, runnable: bool = False, known: Plan | None = None, pricer: CostModel | None = None
+) -> FastestPlan | None:
     """Returns the best plan of `job` that fits, or None. The search includes plans over heterogeneous groups.
     `runnable`: whether to search only plans that this version can run. If the plan `known` fits, plans that are slower
-    than `known` are not searched.
+    than `known` are not searched. `pricer` is a cost model of the job, which may have other pins.
     """
     try:
-        even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
+        even = _fastest_homogeneous(job, runnable, known, pricer)
+        placed = heterogeneous.heterogeneous_plans(job, 1, runnable)
     except InputError:
         return None
     if placed and (even is None or placed[0][0] < even.score):
@@ -166,19 +170,25 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
     return FastestPlan(even.plan, even.seconds, even.tight) if even is not None else None
 
 
-def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
+def _fastest_homogeneous(
+    job: Job, runnable: bool, known: Plan | None, pricer: CostModel | None
+) -> PlanCandidate | None:
     """Returns the best plan with identical ranks that fits, or None. If no plan fits under the choices with the lowest
     memory, other plans are not searched."""
+    pricer = pricer or CostModel(job)
     try:
         priced = estimate(job, known) if known is not None else None
     except InputError:  # the micro-batch counts or the action table of `known` do not match the batch size of this job
         priced = None
     if known is not None and priced is not None and priced.fits:
-        return find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced))
-    least = search_best_plan(with_lowest_memory_pins(job), runnable)
+        found = find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced), pricer)
+        # A plan that offloads a fraction may be faster than all plans of the search, which offload all or nothing.
+        if found is not None or min(known.offload_share, known.weights_share) == 100:
+            return found
+    least = search_best_plan(with_lowest_memory_pins(job), runnable, pricer=pricer)
     if least.ranking.best:
-        return find_best_plan(job, runnable, least.ranking.best[0].score)
-    return None if least.legal else find_best_plan(job, runnable)
+        return find_best_plan(job, runnable, least.ranking.best[0].score, pricer)
+    return None if least.legal else find_best_plan(job, runnable, pricer=pricer)
 
 
 def with_lowest_memory_pins(job: Job) -> Job:

@@ -128,6 +128,7 @@ def search_plans(
     return SearchResult(
         plans=entries,
         families=families,
+        lowest_memory=lowest_memory_plan(found.ranking) if objective == SearchObjective.fastest else None,
         considered=found.space.considered,
         rejected=tuple(
             PlanRejection(reason=reason, count=it.count, example=it.example)
@@ -242,6 +243,17 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
             left -= taken
             groups += [each.but(nodes=taken)] if taken else []
         yield cluster.but(groups=tuple(groups))
+
+
+def lowest_memory_plan(ranking: TopK) -> PlanFamily | None:
+    """Returns the plan with the lowest memory of all families, or None if the search had a ceiling. Of plans with equal
+    memory, the faster one is returned."""
+    found = [(name, it) for each in (ranking.nearest, ranking.families) for name, it in each.items()]
+    if not found or np.isfinite(ranking.ceiling):
+        return None
+    name, least = min(found, key=lambda pair: (pair[1].reserved, pair[1].seconds))
+    fits = name in ranking.families
+    return PlanFamily(name=name, plan=least.plan, fits=fits, seconds=least.seconds, reserved=least.reserved)
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
