@@ -49,8 +49,9 @@ SYSTEMS := $(addprefix tests/,unit/test_interop.py mesh/test_interop_parsers.py 
 .PHONY: train quick test check lint soak soak-parts bench bench-cluster docs site gpu-check lock release setup clean systems
 .SILENT:
 
+# Exit code 75: stopped by Ctrl-C with everything saved, which make would report as an error.
 train: $(READY)
-	$(BIN)/meshwright train $(ARGS)
+	$(BIN)/meshwright train $(ARGS) || [ $$? -eq 75 ]
 
 # Lint and types run beside the tests: without a cache, mypy takes more than a minute of one core.
 test: $(READY)

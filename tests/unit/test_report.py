@@ -182,7 +182,7 @@ def test_mfu_speed_per_device_and_the_waits_by_axis_are_those_of_the_records(tmp
     assert rated[0].rates == {"tokens_per_second_per_device": 500.0, "mfu": pytest.approx(0.3)}
     assert (summary.mfu.measured, summary.mfu.predicted) == (pytest.approx(0.3), 0.3)
     assert summary.waits == {name: seconds / 0.5 for name, seconds in rated[0].exposed.items()}
-    assert "500 tokens/s per device, MFU 30.0% (30.0% predicted), waiting for data 20.0%" in run_text(run)
+    assert "500 tokens/s per device, MFU 30.0% (30.0% predicted), waiting for data communication 20.0%" in run_text(run)
     assert "waiting for pipeline and bubble" in run_text(run)
     on_cpus = read_run(write_run(tmp_path / "b", [line.with_rates(4, 0.0) for line in losses(3)]))
     assert summarize_run(on_cpus).mfu.measured is None and "MFU" not in run_text(on_cpus)
@@ -310,9 +310,14 @@ def test_a_validation_loss_before_step_1_is_not_a_step_of_the_comparison(tmp_pat
 
 
 def test_a_step_far_above_the_prediction_gets_one_likely_reason() -> None:
-    assert speed_hint(None, 30.0, 2, 2) is speed_hint(2.9, 30.0, 2, 2) is None
-    busy, unmeasured = speed_hint(28.4, 30.0, 2, 2), speed_hint(28.4, 2.3, 2, 2)
-    assert busy is not None and unmeasured is not None
+    assert speed_hint(None, 20, 30.0, 2, 2) is speed_hint(2.9, 20, 30.0, 2, 2) is None
+    busy, unmeasured, short = (
+        speed_hint(28.4, 20, 30.0, 2, 2),
+        speed_hint(28.4, 20, 2.3, 2, 2),
+        speed_hint(28.4, 2, 30.0, 2, 2),
+    )
+    assert busy is not None and unmeasured is not None and short is not None
+    assert "the first three steps check the plan" in short
     assert busy.startswith("a step took 28.4 times the prediction: other programs use this machine (30.0 processes")
     assert busy.endswith("on 2 cores)") and "`meshwright probe` measures this machine" in unmeasured
 

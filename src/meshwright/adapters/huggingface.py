@@ -67,7 +67,7 @@ class MeshwrightTrainer(TransformersTrainer):
                 steps=accumulated,
                 rows=rows,
             )
-        elif self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        elif self.is_deepspeed_enabled or self.is_fsdp_enabled or self.args.deepspeed or self.args.fsdp:
             wrong = Message("deepspeed and fsdp would shard the model a second time: leave them out of args")
         elif self.compute_loss_func is not None or type(self).compute_loss is not TransformersTrainer.compute_loss:
             wrong = Message(

@@ -58,6 +58,13 @@ def probe(
 
     language = choose_language(lang, os.environ)
     check_output_path("--save", save)
+    if os.environ.get("MESHWRIGHT_NODE"):
+        raise InputError(
+            Message(
+                "probe measures ranks, but MESHWRIGHT_NODE starts one process for each node: unset it and start one "
+                "process for each device, with `torchrun --no-python meshwright probe` or `srun --ntasks-per-node`"
+            )
+        )
     me = read_own_launch()
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:

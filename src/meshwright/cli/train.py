@@ -466,7 +466,8 @@ def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wan
     finished = read_run(folder)
     screen.show(f"\n{run_text(finished, wanted.language)}\n")
     ratio, ranks = summarize_run(finished).pair("time", "step").ratio, finished.plan.world if finished.plan else 0
-    if (hint := speed_hint(ratio, os.getloadavg()[0], ranks, available_cpus())) is not None:
+    steps = len(finished.steps_of_plan)
+    if (hint := speed_hint(ratio, steps, os.getloadavg()[0], ranks, available_cpus())) is not None:
         screen.note(hint)
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
     screen.note(

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
-from meshwright.core.messages import Message, term, translate
+from meshwright.core.messages import Message, mark_msgid, term, translate
 from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.report.faults import faults_text, goodput_text
 from meshwright.report.run import (
@@ -214,9 +214,11 @@ def _speed_messages(summary: RunSummary) -> list[Message]:
             Message("MFU {measured} ({predicted} predicted)" if summary.mfu.predicted else "MFU {measured}", **values)
         )
     for name, share in summary.waits.items():
-        pipeline = Message("waiting for pipeline and bubble {share}", share=f"{share:.1%}")
-        wait = Message("waiting for {kind} {share}", kind=term("row", name), share=f"{share:.1%}")
-        parts.append(pipeline if name == "pipeline" else wait)
+        template = {
+            "pipeline": mark_msgid("waiting for pipeline and bubble {share}"),
+            "offload": mark_msgid("waiting for offload {share}"),
+        }.get(name, mark_msgid("waiting for {kind} communication {share}"))
+        parts.append(Message(template, kind=term("row", name), share=f"{share:.1%}"))
     return parts
 
 
@@ -368,12 +370,23 @@ def _format_loss_difference(comparison: RunComparison, at: int, say: Callable[[s
     return say(Message("{apart} over {steps:count step}", apart=f"{difference:.1e}", steps=comparison.shared_steps[at]))
 
 
-def speed_hint(ratio: float | None, load: float, ranks: int, cores: int) -> Message | None:
+FEW_STEPS = 4
+"""The first three steps of a run include checks of the plan. In a run of at most this number of steps, they decide the
+median."""
+
+
+def speed_hint(ratio: float | None, steps: int, load: float, ranks: int, cores: int) -> Message | None:
     """Returns a likely reason if a step took SLOW_RATIO times the prediction or more, otherwise None. `ratio`: measured
-    to predicted seconds. `load`: the mean number of running processes of this machine, which has `cores` cores and ran
+    to predicted seconds. `steps`: the number of steps of the run. `load`: the mean number of running processes of this machine, which has `cores` cores and ran
     `ranks` ranks."""
     if ratio is None or ratio < SLOW_RATIO:
         return None
+    if steps <= FEW_STEPS:
+        return Message(
+            "a step took {ratio:.1f} times the prediction: the first three steps check the plan, so a longer run shows "
+            "its speed",
+            ratio=ratio,
+        )
     if load - ranks > cores / 2:
         return Message(
             "a step took {ratio:.1f} times the prediction: other programs use this machine ({load:.1f} processes want "
