@@ -198,7 +198,8 @@ def test_a_refusal_under_torchrun_is_one_line_of_one_rank(
             mw.parallelize(made(), adamw, "dp2")
         with pytest.raises(SystemExit) as ended:
             sys.excepthook(InputError, refused.value, refused.tb)
-        line = "meshwright: plan dp2: pp(1) * dp(2) * cp(1) * tp(1) = 2 ranks, but 1 were started\n"
+        line = "meshwright: plan dp2: pp(1) * dp(2) * cp(1) * tp(1) = 2 ranks, but 1 were started: start 2, "
+        line += "or name a plan of 1\n"
         assert (ended.value.code, capsys.readouterr().err) == (2, line if rank == "0" else "")
 
 

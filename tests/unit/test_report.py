@@ -325,7 +325,7 @@ def test_a_step_far_above_the_prediction_gets_one_likely_reason() -> None:
 def test_runs_of_two_jobs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", losses(2)))
     two = read_run(write_run(tmp_path / "two", losses(2), batch=4))
-    assert "two and one are different jobs: workload.batch is 8 there and 4 here" in compare_text(
+    assert "compared with one, two is another job: workload.batch is 8 there and 4 here" in compare_text(
         compare_runs([one, two])
     )
 

@@ -348,7 +348,7 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
     add(say(Message("skipped steps")), [str(len(run.skipped)) for run in runs])
     add(say(Message("loss difference")), [_format_loss_difference(comparison, at, say) for at in range(len(runs))])
     notes = [
-        say(Message("{one} and {other} are different jobs: {what}", one=called[at], other=called[0], what=words))
+        say(Message("compared with {other}, {one} is another job: {what}", one=called[at], other=called[0], what=words))
         for at, words in enumerate(comparison.another_job)
         if words
     ]
@@ -377,8 +377,8 @@ median."""
 
 def speed_hint(ratio: float | None, steps: int, load: float, ranks: int, cores: int) -> Message | None:
     """Returns a likely reason if a step took SLOW_RATIO times the prediction or more, otherwise None. `ratio`: measured
-    to predicted seconds. `steps`: the number of steps of the run. `load`: the mean number of running processes of this machine, which has `cores` cores and ran
-    `ranks` ranks."""
+    to predicted seconds. `steps`: the number of steps of the run. `load`: the mean number of running processes of this
+    machine, which has `cores` cores and ran `ranks` ranks."""
     if ratio is None or ratio < SLOW_RATIO:
         return None
     if steps <= FEW_STEPS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -150,20 +151,22 @@ class RunConsole:
             # memory that these ranks share.
             kind = "reserved" if "reserved" in record.memory else "resident"
             words.append(Message("{memory} on the peak rank", memory=show_bytes(record.memory.get(kind, 0.0))))
-        if self.first < record.step < self.steps:
+        # The first steps take several times as long as the others (checks, a proof, compilation).
+        if self.first + WARMUP_STEPS < record.step < self.steps:
             words.append(Message("{time} left", time=show_seconds(self._seconds_left(record.step))))
         return "  ".join(map(self.words, words))
 
     def _seconds_left(self, step: int) -> float:
-        """Returns the expected seconds of the steps after `step`. The first steps take longer (checks, a proof,
-        compilation), so they count only until others have run."""
+        """Returns the expected seconds of the steps after `step`. The first steps do not count if others were timed."""
         warm = self.first + WARMUP_STEPS
         begin, first = (self._warm, warm) if step > warm and self._warm else (self._began, self.first)
         return (time.monotonic() - begin) / (step - first) * (self.steps - step)
 
     def _saved(self, message: IpcMessage) -> None:
         if message["step"] == self.steps or self._progress is None:
-            self.note(Message("checkpoint {path}", path=message["path"]))
+            path = Path(message["path"])
+            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            self.note(Message("checkpoint {path}", path=str(here)))
 
     def _stopped(self, message: IpcMessage) -> None:
         self.close()

@@ -87,7 +87,8 @@ def make_parallel_context(
     if ranks != plan.world:
         raise InputError(
             Message(
-                "plan {plan}: pp({pp}) * dp({dp}) * cp({cp}) * tp({tp}) = {world} ranks, but {ranks} were started",
+                "plan {plan}: pp({pp}) * dp({dp}) * cp({cp}) * tp({tp}) = {world} ranks, but {ranks} were started: "
+                "start {world}, or name a plan of {ranks}",
                 plan=plan.name,
                 pp=plan.pp,
                 dp=plan.dp,
