@@ -16,7 +16,7 @@ import yaml
 from meshwright.core.codec import parse_text, read_text_file
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
-from meshwright.interop.shell import argument_values, read_command
+from meshwright.interop.shell import Conditional, argument_values, read_command
 
 LAUNCHER_KEYS = {
     "--nproc-per-node": "devices_per_node",
@@ -38,12 +38,12 @@ FILE_OPTIONS = ("--config-file", "--config_file", "--config", "--job.config_file
 
 class ConfigFile(NamedTuple):
     """A configuration file of another system. `keys` are its keys and values. `launcher` are the numbers of devices of
-    its launch command. `skipped` is the number of branches of a shell script that were not read."""
+    its launch command. `conditional` are keys and numbers of devices that depend on conditions without a value."""
 
     path: str
     keys: dict[str, Any]
     launcher: dict[str, Any]
-    skipped: int = 0
+    conditional: tuple[Conditional, ...] = ()
 
 
 def read_config(path: str | Path) -> ConfigFile:
@@ -69,7 +69,8 @@ def read_config(path: str | Path) -> ConfigFile:
         keys = argument_values(command.arguments)
         files = () if "--module" in keys else FILE_OPTIONS
         keys = {_option_key(name): value for name, value in keys.items() if name not in files}
-        return ConfigFile(str(path), keys, launcher, command.skipped)
+        conditional = tuple(each._replace(option=_option_key(each.option)) for each in command.conditional)
+        return ConfigFile(str(path), keys, launcher, conditional)
     if not isinstance(data, dict) or not data:
         raise InputError(Message("{path}: expected keys and values of a configuration", path=path))
     return ConfigFile(str(path), flatten(data), {})

@@ -8,6 +8,7 @@ mixed. All other keys are listed as not carried over.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.interop.exporting import describe_violation
-from meshwright.interop.formats import ConfigFile, read_config
+from meshwright.interop.formats import LAUNCHER_KEYS, ConfigFile, read_config
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, unstated_defaults, workload_of
 from meshwright.interop.system import DecodedKeys, System, decode
@@ -56,16 +57,30 @@ class ImportedPlan(NamedTuple):
         return found
 
 
-def _unread_branches(files: list[ConfigFile]) -> list[Message]:
-    return [
-        Message(
-            "{path}: {count:count} of its else and elif branches are not read, because conditions are not evaluated",
-            path=file.path,
-            count=file.skipped,
-        )
-        for file in files
-        if file.skipped
-    ]
+def _check_conditions(files: Sequence[ConfigFile], system: System, devices: int) -> list[Message]:
+    """Returns the keys without an equivalent that depend on conditions without a value.
+
+    Raises: InputError if such a key has an equivalent, or states the number of devices and `devices` does not.
+    """
+    needed = system.own_keys | (frozenset() if devices else LAUNCHER_KEYS.keys())
+    found = []
+    for file in files:
+        for line, condition, option in file.conditional:
+            names = dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", condition))
+            text = Message(
+                "{path}:{line}: {key} depends on {condition}, which is not evaluated: {remedy}",
+                path=file.path,
+                line=line,
+                key=option,
+                condition=condition,
+                remedy=Message("set {names} in the script, or remove the condition", names=", ".join(names))
+                if names
+                else Message("remove the condition"),
+            )
+            if option in needed:
+                raise InputError(text)
+            found.append(text)
+    return found
 
 
 def import_plan(
@@ -92,7 +107,7 @@ def import_plan(
     found = find_system(system) if system is not None else _recognize(keys, paths)
     _check_versions(found, keys)
     not_carried = _check_unknown(found, keys, allow_unknown)
-    not_carried += _unread_branches(files)
+    not_carried += _check_conditions(files, found, devices)
     stated = _states_devices(found, keys, _launcher_settings(files, devices))
     decoded = decode(found, keys, _launcher_settings(files, devices if stated else devices or default_devices))
     settings = degrees_of(decoded.settings)

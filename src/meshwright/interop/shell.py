@@ -2,8 +2,9 @@
 
 Nothing is executed. Assignments, arrays, `${NAME:-default}` and integer arithmetic `$((A * B))` are evaluated, because
 scripts write degrees and batch sizes with them. A word with `$(command)`, or with a variable that the script does not
-set, stays as it is written. Of `if` ... `else` ... `fi` only the first branch is read, because conditions are not
-evaluated.
+set, stays as it is written. `if`, `case`, `&&` and `||` are evaluated (shell_conditions.py). A condition without a
+value, such as that of a file or of a variable that the script does not set, is read both ways, and the options that
+depend on it are returned.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from meshwright.interop.shell_conditions import Blocks, Command, condition_value
 
 _ASSIGNMENT = re.compile(r"(?:export |declare |local )?(?P<name>\w+)(?P<adds>\+?)=(?P<value>.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?:\[[@*]\])?(?::?[-=](?P<default>[^{}]*))?\}|(?P<plain>\w+))")
@@ -31,52 +34,112 @@ MAX_EXPANSIONS = 20
 """Maximum number of nested variables of a word. More are a variable that contains itself."""
 
 
+class Conditional(NamedTuple):
+    """An option that depends on a condition without a value, at `line` of the script."""
+
+    line: int
+    condition: str
+    option: str
+
+
 class ShellCommand(NamedTuple):
     """A launch command: the arguments of the launcher, the script (a path, a module, or ''), and its arguments.
-    `skipped`: the number of branches of the shell script (`else`, `elif`) that were not read."""
+    `conditional`: the options that depend on conditions without a value."""
 
     launcher: tuple[str, ...]
     script: str
     arguments: tuple[str, ...]
-    skipped: int = 0
+    conditional: tuple[Conditional, ...] = ()
 
 
 def read_command(text: str) -> ShellCommand:
     """Returns the launch command of a script: the last command that runs a Python script or module with arguments. A
     text without such a command is an argument list.
 
-    >>> read_command('N=2\\nA=(--tp $N)\\ntorchrun --nnodes $((N*4)) train.py "${A[@]}" --lr 1e-4')
-    ShellCommand(launcher=('--nnodes', '8'), script='train.py', arguments=('--tp', '2', '--lr', '1e-4'), skipped=0)
+    >>> read_command('N=2\\nA=(--tp $N)\\ntorchrun --nnodes $((N*4)) train.py "${A[@]}" --lr 1e-4')[:3]
+    (('--nnodes', '8'), 'train.py', ('--tp', '2', '--lr', '1e-4'))
     """
-    variables: dict[str, str] = {}
-    found: list[ShellCommand] = []
-    skipped = depth = 0
-    for line in _commands(text):
-        head = line.split(None, 1)[0] if line.strip() else ""
-        if depth:  # inside a branch that is not read, at this depth of nested conditions
-            skipped += depth == 1 and head in ("else", "elif")
-            depth += (head == "if") - (head == "fi")
-            continue
-        if head in ("else", "elif"):
-            skipped, depth = skipped + 1, 1
-        if depth or not head:
-            continue
-        line = re.sub(r"^(?:then|do|if|else|fi)\s+", "", line.strip())
+    commands = tuple(_commands(text))
+    readings = [each for default in (True, False) for each in _readings(commands, default)]
+    launches = [(each, command) for each in readings if (command := each.launch()) is not None]
+    if not launches:
+        words = _unquoted(_expanded(" ".join(each.text for each in commands), readings[0].variables)).split()
+        at = next((at for at, word in enumerate(words) if word[:2] == "--"), 0)
+        return ShellCommand((), "", tuple(words[at:]))
+    chosen = launches[0][1]
+    conditional: dict[str, Conditional] = {}
+    for reading, command in sorted(launches[1:], key=lambda each: not each[0].choices):
+        for option in _differences(chosen, command):
+            condition = next(reversed(reading.choices or reading.unknown))
+            conditional.setdefault(option, Conditional(reading.unknown[condition], condition, option))
+    return chosen._replace(conditional=tuple(conditional.values()))
+
+
+def _differences(first: ShellCommand, second: ShellCommand) -> Iterator[str]:
+    """Yields the options that are not equal in two commands."""
+    for words, others in ((first.launcher, second.launcher), (first.arguments, second.arguments)):
+        ours, theirs = argument_values(words), argument_values(others)
+        yield from (name for name in ours | theirs if ours.get(name) != theirs.get(name))
+
+
+def _readings(commands: tuple[Command, ...], default: bool) -> list[_Reading]:
+    """Reads a script with `default` for each condition without a value, then with one of them different at a time."""
+    waiting: list[dict[str, bool]] = [{}]
+    seen: set[str] = set()
+    found = []
+    while waiting:
+        reading = _Reading(waiting.pop(0), default)
+        for command in commands:
+            reading.read(command)
+        found.append(reading)
+        new = [name for name in reading.unknown if name not in seen]
+        seen |= set(new)
+        waiting += [reading.choices | {name: not default} for name in new]
+    return found
+
+
+class _Reading:
+    """One reading of a script. `choices` are values of conditions without a value, `default` that of the others.
+    `unknown` are these conditions, each with its line."""
+
+    def __init__(self, choices: dict[str, bool], default: bool) -> None:
+        self.choices, self.default = choices, default
+        self.variables: dict[str, str] = {}
+        self.unknown: dict[str, int] = {}
+        self._found: list[ShellCommand] = []
+        self._blocks = Blocks(self._evaluate)
+
+    def launch(self) -> ShellCommand | None:
+        """Returns the last launch command, one with options if there is one."""
+        found = self._found + [
+            each for value in self.variables.values() if (each := _launch_command(value.split())) is not None
+        ]
+        found = [each for each in found if any(word.startswith("--") for word in each.arguments)] or found
+        return found[-1] if found else None
+
+    def _evaluate(self, text: str, line: int) -> bool:
+        """Returns whether a condition holds."""
+        value = condition_value(text, lambda word: _expanded(word, self.variables))
+        if value is None:
+            self.unknown.setdefault(text, line)
+            return self.choices.get(text, self.default)
+        return value
+
+    def read(self, command: Command) -> None:
+        """Reads the next command."""
+        line = self._blocks.enter(command)
+        if not line:
+            return
         assigned = _ASSIGNMENT.fullmatch(line)
         if assigned is not None and " " not in _without_quoted(assigned["value"]):
-            before = variables.get(assigned["name"], "") + " " if assigned["adds"] else ""
-            variables[assigned["name"]] = before + _unquoted(_expanded(assigned["value"], variables))
-            continue
-        words = _unquoted(_expanded(line, variables)).split()
-        command = _launch_command(words)
-        if command is not None:
-            found.append(command)
-    found += [each for value in variables.values() if (each := _launch_command(value.split())) is not None]
-    found = [each for each in found if any(word.startswith("--") for word in each.arguments)] or found
-    if found:
-        return found[-1]._replace(skipped=skipped)
-    words = _unquoted(_expanded(" ".join(_commands(text)), variables)).split()
-    return ShellCommand((), "", tuple(words[next((at for at, word in enumerate(words) if word[:2] == "--"), 0) :]))
+            before = self.variables.get(assigned["name"], "") + " " if assigned["adds"] else ""
+            self.variables[assigned["name"]] = before + _unquoted(_expanded(assigned["value"], self.variables))
+            self._blocks.status = True
+            return
+        launch = _launch_command(_unquoted(_expanded(line, self.variables)).split())
+        if launch is not None:
+            self._found.append(launch)
+            self._blocks.status = True
 
 
 def _launch_command(words: list[str]) -> ShellCommand | None:
@@ -91,17 +154,23 @@ def _launch_command(words: list[str]) -> ShellCommand | None:
             return None
         return ShellCommand(tuple(words[start:]), "", ())
     launcher = words[start:script] if start > 0 else []
-    return ShellCommand(tuple(word for word in launcher if word != "-m"), words[script], tuple(words[script + 1 :]))
+    end = next((at for at, word in enumerate(words) if at > script and re.match(r"[0-9&]*[<>]", word)), None)
+    return ShellCommand(tuple(word for word in launcher if word != "-m"), words[script], tuple(words[script + 1 : end]))
 
 
-def _commands(text: str) -> Iterator[str]:
-    """Yields the commands of a script without comments. Newlines inside quotes and parentheses do not end a
+def _commands(text: str) -> Iterator[Command]:
+    """Yields the commands of a script without comments. Newlines inside quotes, parentheses and `[[` do not end a
     command."""
-    text = text.replace("\r\n", "\n").replace("\\\n", " ")
-    word, quote, at = "", "", 0
+    text = text.replace("\r\n", "\n")
+    word, quote, joined, at, line, start = "", "", "", 0, 1, 1
     nested: list[str] = []
     while at < len(text):
-        char = text[at]
+        char, pair = text[at], text[at : at + 2]
+        start = start if word.strip() else line
+        line += char == "\n" or pair == "\\\n"
+        if pair == "\\\n":
+            word, at = word + " ", at + 2
+            continue
         if quote:
             quote = "" if char == quote else quote
         elif char in "\"'":
@@ -113,14 +182,21 @@ def _commands(text: str) -> Iterator[str]:
             continue
         elif char in "({" and (char == "(" or word.endswith("$")):
             nested.append(_CLOSING[char])
-        elif nested and char == nested[-1]:
+        elif char == "[" and word.split()[-1:] == ["["]:
+            nested.append("]")
+        elif nested and char == nested[-1] and (char != "]" or word.endswith("]")):
             nested.pop()
         elif char in ";\n&|" and not nested:
-            yield word
-            word, at = "", at + 1
+            separator = pair if pair in ("&&", "||", ";;") else ""
+            if word.strip():
+                yield Command(start, joined, word.strip())
+                joined = separator
+            joined = separator or joined
+            word, at = "", at + max(len(separator), 1)
             continue
         word, at = word + char, at + 1
-    yield word
+    if word.strip():
+        yield Command(start, joined, word.strip())
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
