@@ -7,13 +7,14 @@ Source: src/transformers/training_args.py of huggingface/transformers, version 5
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.core.messages import Message
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key, NumericsNote, remark_value
+from meshwright.interop.system import ABSENT, Key, NumericsNote, remark, remark_value
 
 FSDP1_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
 """The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
@@ -75,6 +76,7 @@ def adjust_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
         remark_value(settings, "lr_scheduler_type", kind)
     if kind == "constant":
         settings["warmup"] = 0
+    _report_warmup(settings, keys)
     if settings.get("decay") == "warmup-stable-decay" and kwargs.get("decay_type") != "linear":
         remark_value(settings, "lr_scheduler_kwargs.decay_type", kwargs.get("decay_type", "cosine"))
     if "num_decay_steps" in kwargs and settings.get("steps"):
@@ -124,12 +126,37 @@ def _decay_option_key(name: str) -> Key:
     )
 
 
+def _warmup_keys(keys: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the stated numbers of warmup steps above 0, the exact ones first: `warmup_steps` above 0 replaces
+    `warmup_ratio` (src/transformers/training_args.py:2154)."""
+    names = ("warmup_steps", "num_warmup_steps", "warmup_ratio")
+    stated = {name: option(keys, name) for name in names}
+    return {name: value for name, value in stated.items() if isinstance(value, int | float) and value > 0}
+
+
 def _read_warmup(value: Any, keys: Mapping[str, Any]) -> Settings:
     """A number below 1 is a fraction of the steps."""
-    steps = keys.get("--max_steps", keys.get("max_steps"))
-    if isinstance(value, float) and value < 1:
-        return {"warmup": round(value * steps)} if isinstance(steps, int) and steps > 0 else {}
-    return {"warmup": int(value)}
+    for given in _warmup_keys(keys).values():
+        if given >= 1:
+            return {"warmup": int(given)}
+        steps = option(keys, "max_steps", option(keys, "max_train_steps"))
+        return {"warmup": math.ceil(given * steps)} if isinstance(steps, int) and steps > 0 else {}
+    return {"warmup": 0}
+
+
+def _report_warmup(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Reports a warmup that is a fraction of an unknown number of steps."""
+    name, value = next(iter(_warmup_keys(keys).items()), ("", 1))
+    if value < 1 and "warmup" not in settings:
+        remark(
+            settings,
+            Message(
+                "{name}={value} needs the number of steps, which no file states: the job has warmup 0; add max_steps, "
+                "or set optimizer.warmup",
+                name=name,
+                value=value,
+            ),
+        )
 
 
 def hf_keys(prefix: str) -> tuple[Key, ...]:

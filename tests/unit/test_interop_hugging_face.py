@@ -1,0 +1,50 @@
+"""Imports of configurations whose scripts take the arguments of Hugging Face: DeepSpeed, accelerate, transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.interop.importing import ImportedPlan, import_plan
+
+DDP_YAML = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
+
+
+def imported(folder: Path, files: dict[str, Any]) -> ImportedPlan:
+    """Imports the files; a mapping is written as JSON."""
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
+    return import_plan(*(folder / name for name in files))
+
+
+def trainer(system: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the files of a configuration of `system` with options of the Trainer."""
+    if system == "transformers":
+        return {"args.json": {"per_device_train_batch_size": 2, **options}}
+    words = " ".join(f"--{name} {value}" for name, value in {"per_device_train_batch_size": 2, **options}.items())
+    if system == "accelerate":
+        return {"a.yaml": DDP_YAML, "l.sh": f"accelerate launch --config_file a.yaml run_clm.py {words}"}
+    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    return {"ds.json": config, "l.sh": f"deepspeed --num_gpus 2 t.py --deepspeed ds.json {words}"}
+
+
+@pytest.mark.parametrize("system", ["accelerate", "transformers", "deepspeed"])
+def test_a_warmup_in_parts_of_the_steps_is_stored_or_named(system: str, tmp_path: Path) -> None:
+    """The Trainer rounds up (src/transformers/training_args.py:2154)."""
+    for options, warmup in (
+        ({"warmup_ratio": 0.03, "num_train_epochs": 3}, None),
+        ({"warmup_ratio": 0.03, "max_steps": 400}, 12),
+        ({"warmup_ratio": 0.03, "max_steps": 410}, 13),
+        ({"warmup_steps": 0, "warmup_ratio": 0.03, "max_steps": 400}, 12),
+        ({"warmup_steps": 7, "warmup_ratio": 0.03}, 7),
+        ({"warmup_steps": 0.1, "max_steps": 400}, 40),
+    ):
+        found = imported(tmp_path, trainer(system, options))
+        assert found.system.name == system
+        assert found.job["workload"]["optimizer"]["warmup"] == (warmup or 0)
+        lines = [line for line in found.not_carried if line.startswith("warmup_ratio=0.03 needs the number of steps")]
+        assert len(lines) == (warmup is None)
