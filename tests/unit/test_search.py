@@ -125,6 +125,11 @@ def test_the_best_plan_is_the_one_that_pricing_every_plan_one_by_one_finds(job: 
     equals_brute_force(job)
 
 
+def test_a_pinned_offload_is_whole_if_the_objective_is_the_lowest_memory() -> None:
+    """Question 8004 pins `off-optimizer`. The search offloaded 5 % of the states, as a search for speed does."""
+    assert differences(question_of(8004, 1200)) == []
+
+
 @pytest.mark.parametrize("seed", [31, 1002, 1009, 1011, 1015, 1017, 1018])
 def test_random_questions_have_the_answers_of_an_exhaustive_search(seed: int) -> None:
     """Racks, sites, unlike groups, experts, pins, trust and objectives; 500 of them in the soak."""

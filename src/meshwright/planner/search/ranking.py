@@ -160,7 +160,7 @@ def rank_plans(
 ) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
     """Returns the ranked plans of the search `found`, and the best plan of every family. With the objective `fastest`,
     plans over heterogeneous groups are included."""
-    scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
+    scored = [_ranked_plan(found.pricer, each, objective) for each in found.ranking.best]
     if objective == SearchObjective.fastest:
         scored += [
             (score, RankedPlan(plan=plan, estimate=estimate(job, plan)))
@@ -171,12 +171,16 @@ def rank_plans(
     return tuple(entry.but(runs=not plan_only_parts(job, entry.plan)) for _, entry in scored[:top]), kin
 
 
-def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
-    """Returns a candidate as a pair (score, ranked plan), with the offload fractions of `minimize_offload`."""
-    box, estimate = minimize_offload(pricer, candidate.grid)
+def _ranked_plan(pricer: CostModel, candidate: PlanCandidate, objective: SearchObjective) -> tuple[float, RankedPlan]:
+    """Returns a candidate as a pair (score, ranked plan). Unless the objective is the lowest memory, the plan has the
+    offload fractions of `minimize_offload`."""
+    if objective == SearchObjective.headroom:
+        plan = candidate.plan
+        return candidate.score, RankedPlan(plan=plan, estimate=estimate(pricer.setting.job, plan))
+    box, priced = minimize_offload(pricer, candidate.grid)
     plan = box.plan((0,) * len(box.shape))
-    gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
-    return candidate.score * gain, RankedPlan(plan=plan, estimate=estimate)
+    gain = priced.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
+    return candidate.score * gain, RankedPlan(plan=plan, estimate=priced)
 
 
 def search_cluster_sizes(
