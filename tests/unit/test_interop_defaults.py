@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from jobs import named_job
 
+from meshwright.core.errors import InputError
 from meshwright.interop.exporting import export_plan
 from meshwright.interop.importing import ImportedPlan, import_plan
 from meshwright.interop.registry import SYSTEMS
@@ -269,3 +270,16 @@ def test_an_export_says_when_other_parameters_decay(name: str, decay: str) -> No
     found = export_plan(job, plan, name, read_sizes("llama2-7b"))
     lines = [line for line in found.changes if "optimizer.decay=" in line]
     assert len(lines) == (decay not in allowed)
+
+
+def test_a_mistyped_constant_of_a_script_is_refused(tmp_path: Path) -> None:
+    text = "MODEL = 'llama-tiny'\nDP_SHRAD = 2\nDP_REPLICATE = 2\nBATCHES = 3\nRESHARD_AFTER_FORWARD = False\n"
+    with pytest.raises(InputError, match="has no DP_SHRAD; did you mean 'DP_SHARD'"):
+        imported(tmp_path, {"a.py": text})
+    assert imported(tmp_path, {"a.py": text.replace("SHRAD", "SHARD")}).plan.world == 4
+
+
+def test_a_script_without_constants_is_refused_with_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("BATCH_SIZE = 4\n", encoding="utf-8")
+    with pytest.raises(InputError, match="no constant of FSDP2 found: write MODEL, DP_SHARD"):
+        import_plan(tmp_path / "a.py", system="fsdp2")

@@ -30,6 +30,8 @@ MIN_KEYS = 2
 """Minimum number of keys by which a system is recognized."""
 SIMILARITY = 0.88
 """Minimum similarity of an unknown key with a key of the table at which it counts as mistyped."""
+NEAR_CONSTANT = 0.8
+"""The same for a system without a list of all its keys, such as the constants of a script."""
 EXPECTED_SETTINGS = {"attention_dropout": 0.0, "dropout": 0.0}
 """Settings that a job has no field for, with the value that the reference models have."""
 
@@ -105,6 +107,14 @@ def import_plan(
         _check_repeated(file, keys)
         keys |= file.keys
     found = find_system(system) if system is not None else _recognize(keys, paths)
+    if found.name == "fsdp2" and not found.own_keys & keys.keys():
+        raise InputError(
+            Message(
+                "{paths}: no constant of FSDP2 found: write {names} (page coming-from/fsdp2)",
+                paths=", ".join(map(str, paths)),
+                names="MODEL, DP_SHARD, MICRO_BATCH, SEQUENCE, LR",
+            )
+        )
     _check_versions(found, keys)
     not_carried = _check_unknown(found, keys, allow_unknown)
     not_carried += _check_conditions(files, found, devices)
@@ -243,8 +253,9 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
         if name in system.own_keys:
             continue
         owner = next((other for other in SYSTEMS.values() if name in other.own_keys), None)
-        near = difflib.get_close_matches(name, system.own_keys, n=1, cutoff=SIMILARITY)
-        if not known or _is_known(name, known):
+        near = difflib.get_close_matches(name, system.own_keys, n=1, cutoff=SIMILARITY if known else NEAR_CONSTANT)
+        mistyped = not known and bool(near) and near[0] not in keys
+        if (not known and not mistyped) or _is_known(name, known):
             not_carried.append(Message("{key}: no equivalent", key=name))
         elif owner is not None:
             raise InputError(
@@ -262,7 +273,8 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
         else:
             unknown.append(name)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], [*system.own_keys, *known], n=1, cutoff=SIMILARITY)
+        cutoff = SIMILARITY if known else NEAR_CONSTANT
+        near = difflib.get_close_matches(unknown[0], [*system.own_keys, *known], n=1, cutoff=cutoff)
         raise InputError(
             Message(
                 "{system} {version} has no {keys}{hint}; --allow-unknown reads the other keys",
