@@ -48,3 +48,12 @@ def test_a_warmup_in_parts_of_the_steps_is_stored_or_named(system: str, tmp_path
         assert found.job["workload"]["optimizer"]["warmup"] == (warmup or 0)
         lines = [line for line in found.not_carried if line.startswith("warmup_ratio=0.03 needs the number of steps")]
         assert len(lines) == (warmup is None)
+
+
+@pytest.mark.parametrize("system", ["accelerate", "transformers"])
+def test_ddp_under_autocast_reduces_float32(system: str, tmp_path: Path) -> None:
+    files = trainer(system, {"max_steps": 4, "bf16": True} if system == "transformers" else {"max_steps": 4})
+    if system == "accelerate":
+        files["a.yaml"] += "mixed_precision: bf16\n"
+    workload = imported(tmp_path, files).job["workload"]
+    assert workload["precision"] == "bf16" and "reduce" not in workload  # the default of bf16 here is float32

@@ -43,6 +43,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if strategy.startswith("hybrid"):
             settings["dp_replicate"] = settings.get("nodes", 1)
     settings["zero"] = zero
+    if not zero and settings.get("precision") in ("bf16", "fp16"):
+        settings["reduce"] = "fp32"  # weights and gradients of autocast are float32 (accelerator.py:1820 of accelerate)
     if keys.get("fsdp_config.fsdp_offload_params") and zero == 3:
         settings["offload"] = tuple(map(str, ALL_STATES))
     if keys.get("fsdp_config.fsdp_activation_checkpointing") and zero:

@@ -42,6 +42,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if not zero:
             settings["dp"] = settings.pop("dp_replicate", 1)
     settings["zero"] = zero
+    if not zero and settings.get("precision") in ("bf16", "fp16"):
+        settings["reduce"] = "fp32"  # weights and gradients of autocast are float32 (accelerator.py:1820 of accelerate)
     adjust_schedule(settings, keys)
 
 
