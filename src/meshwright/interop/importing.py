@@ -254,7 +254,7 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
             continue
         owner = next((other for other in SYSTEMS.values() if name in other.own_keys), None)
         near = difflib.get_close_matches(name, system.own_keys, n=1, cutoff=SIMILARITY if known else NEAR_CONSTANT)
-        mistyped = not known and bool(near) and near[0] not in keys
+        mistyped = not known and name.isupper() and bool(near) and near[0] not in keys
         if (not known and not mistyped) or _is_known(name, known):
             not_carried.append(Message("{key}: no equivalent", key=name))
         elif owner is not None:
