@@ -50,7 +50,6 @@ def probe(
 
     Try: meshwright probe --save cluster.json
     """
-    from meshwright.core.errors import InputError
     from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
     from meshwright.planner.inputs.cluster_parser import read_cluster, save_local_cluster
     from meshwright.spec.cluster import MAX_BUSY_PROCESSORS
@@ -58,25 +57,9 @@ def probe(
 
     language = choose_language(lang, os.environ)
     check_output_path("--save", save)
-    if os.environ.get("MESHWRIGHT_NODE"):
-        raise InputError(
-            Message(
-                "probe measures ranks, but MESHWRIGHT_NODE starts one process for each node: unset it and start one "
-                "process for each device, with `torchrun --no-python meshwright probe` or `srun --ntasks-per-node`"
-            )
-        )
     me = read_own_launch()
     known = read_cluster(cluster, measured=False)
-    if me is None and sum(group.nodes for group in known.groups) > 1:
-        raise InputError(
-            Message(
-                "cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or "
-                "`python -m bench.emulation`",
-                cluster=cluster,
-            )
-        )
-    if me is None:
-        _check_ranks(known)
+    _check_start(cluster, known, me is None)
     if me is not None and known.name.startswith("local"):  # the user has not described the ranks' cluster
         known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED_CLUSTER)
     found = _probe_this_machine(known, language) if me is None else _probe_as_rank(me.rank, me.world, language)
@@ -111,6 +94,30 @@ def _saved_line(saved: Path | None, found: ClusterProfile) -> Message:
     if found.busy > MAX_BUSY_PROCESSORS:
         return Message("not used for --cluster local: other programs used the processors during the measurement")
     return Message("not saved: the cache cannot be written")
+
+
+def _check_start(cluster: str, known: Cluster, is_single: bool) -> None:
+    """Raises InputError if the ranks of the cluster `known`, named `cluster`, cannot be measured as this process was
+    started. `is_single`: whether it is not one of several ranks."""
+    from meshwright.core.errors import InputError
+
+    if os.environ.get("MESHWRIGHT_NODE"):
+        raise InputError(
+            Message(
+                "probe measures ranks, but MESHWRIGHT_NODE starts one process for each node: unset it and start one "
+                "process for each device, with `torchrun --no-python meshwright probe` or `srun --ntasks-per-node`"
+            )
+        )
+    if is_single and sum(group.nodes for group in known.groups) > 1:
+        raise InputError(
+            Message(
+                "cluster {cluster!r} has several nodes: start this command on each of them, with torchrun, Slurm or "
+                "`python -m bench.emulation`",
+                cluster=cluster,
+            )
+        )
+    if is_single:
+        _check_ranks(known)
 
 
 def _check_ranks(known: Cluster) -> None:

@@ -107,14 +107,7 @@ def import_plan(
         _check_repeated(file, keys)
         keys |= file.keys
     found = find_system(system) if system is not None else _recognize(keys, paths)
-    if found.name == "fsdp2" and not found.own_keys & keys.keys():
-        raise InputError(
-            Message(
-                "{paths}: no constant of FSDP2 found: write {names} (page coming-from/fsdp2)",
-                paths=", ".join(map(str, paths)),
-                names="MODEL, DP_SHARD, MICRO_BATCH, SEQUENCE, LR",
-            )
-        )
+    _check_constants(found, keys, paths)
     _check_versions(found, keys)
     not_carried = _check_unknown(found, keys, allow_unknown)
     not_carried += _check_conditions(files, found, devices)
@@ -147,6 +140,18 @@ def import_plan(
         settings=settings,
         keys=keys,
     )
+
+
+def _check_constants(system: System, keys: Mapping[str, Any], paths: Sequence[str | Path]) -> None:
+    """Raises InputError if a script of FSDP2 states no constant."""
+    if system.name == "fsdp2" and not system.own_keys & keys.keys():
+        raise InputError(
+            Message(
+                "{paths}: no constant of FSDP2 found: write {names} (page coming-from/fsdp2)",
+                paths=", ".join(map(str, paths)),
+                names="MODEL, DP_SHARD, MICRO_BATCH, SEQUENCE, LR",
+            )
+        )
 
 
 def _lost_values(decoded: DecodedKeys, settings: Settings, keys: Mapping[str, Any]) -> list[Message]:

@@ -208,8 +208,7 @@ class TrainLoop:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
-                # Tracing is slow and would delay a recovery from in-memory checkpoints.
-                later = RECOVERY_STEPS if self.recovery.source == "memory" else 0
+                later = RECOVERY_STEPS if self.recovery.source == "memory" else 0  # else tracing delays the recovery
                 watched = step - launched == min(MEMORY_TRACE_STEP + later, self.steps - launched - 1)
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step), wait=False)
