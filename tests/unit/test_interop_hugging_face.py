@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.errors import InputError
 from meshwright.interop.importing import ImportedPlan, import_plan
 
 DDP_YAML = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
@@ -57,3 +58,18 @@ def test_ddp_under_autocast_reduces_float32(system: str, tmp_path: Path) -> None
         files["a.yaml"] += "mixed_precision: bf16\n"
     workload = imported(tmp_path, files).job["workload"]
     assert workload["precision"] == "bf16" and "reduce" not in workload  # the default of bf16 here is float32
+
+
+def test_arguments_of_the_trainer_with_deepspeed_ask_for_its_file(tmp_path: Path) -> None:
+    """They were imported as data parallelism without ZeRO."""
+    arguments = {"per_device_train_batch_size": 2, "max_steps": 4, "deepspeed": "ds.json"}
+    with pytest.raises(InputError, match=r"give ds.json and a script with the launch line, `deepspeed train.py"):
+        imported(tmp_path, {"args.json": arguments})
+    found = imported(tmp_path, trainer("deepspeed", {"max_steps": 4}))
+    assert (found.plan.zero, found.plan.dp, found.plan.micro_batch) == (2, 2, 2)
+
+
+def test_a_deepspeed_section_of_accelerate_names_the_file_to_give(tmp_path: Path) -> None:
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
+    with pytest.raises(InputError, match="give the JSON file of DeepSpeed"):
+        imported(tmp_path, {"a.yaml": text + "deepspeed_config:\n  zero_stage: 3\n"})

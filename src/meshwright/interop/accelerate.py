@@ -29,7 +29,14 @@ from meshwright.spec.plan import Plan
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     """Sets the ZeRO stage and the offload, which depend on several keys."""
     kind = keys.get("distributed_type")
-    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+    if kind == "DEEPSPEED":
+        raise InputError(
+            Message(
+                "distributed_type DEEPSPEED: give the JSON file of DeepSpeed (deepspeed_config_file) with --from "
+                "deepspeed; the section deepspeed_config of accelerate is not read, so write it as such a file"
+            )
+        )
+    if kind == "MEGATRON_LM":
         raise InputError(
             Message(
                 "distributed_type {kind}: give the configuration of {kind} instead of that of accelerate", kind=kind

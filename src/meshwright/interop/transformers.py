@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.errors import InputError
+from meshwright.core.messages import Message
 from meshwright.interop.formats import torchrun_line, write_json
 from meshwright.interop.hf_arguments import (
     FSDP1_STAGES,
@@ -23,7 +25,16 @@ from meshwright.spec.enums import Recompute
 
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
-    """Sets the ZeRO stage and the offload, which depend on several keys."""
+    """Sets the ZeRO stage and the offload, which depend on several keys. Raises InputError if DeepSpeed shards the
+    model, because these arguments do not state how."""
+    if stated := keys.get("deepspeed", keys.get("--deepspeed")):
+        raise InputError(
+            Message(
+                "deepspeed={file}: DeepSpeed shards the model as this file says: give {file} and a script with the "
+                "launch line, `deepspeed train.py --deepspeed {file} OPTIONS`",
+                file=stated,
+            )
+        )
     fsdp = keys.get("fsdp", keys.get("--fsdp"))
     zero = 0
     if fsdp and fsdp != "":
