@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from fault_runs import warm_process
 from network_namespace import joined
 from pool import Pool, warm
@@ -26,6 +27,24 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def without_a_group_of_another_test() -> Iterator[None]:
+    """Ends the process group that a test leaves in this process, and restores the variables of a launcher. Lightning
+    sets them, and the Trainer of transformers then joins a group: all later tests that fork ranks failed."""
+    before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture
