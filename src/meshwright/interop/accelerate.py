@@ -19,6 +19,7 @@ from meshwright.interop.hf_arguments import (
     TRAINER_NUMERICS,
     adjust_schedule,
     hf_keys,
+    set_autocast_reduction,
 )
 from meshwright.interop.settings import ALL_STATES, Settings
 from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, read_nothing, read_only, write_only
@@ -37,11 +38,7 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
             )
         )
     if kind == "MEGATRON_LM":
-        raise InputError(
-            Message(
-                "distributed_type {kind}: give the configuration of {kind} instead of that of accelerate", kind=kind
-            )
-        )
+        raise InputError(Message("distributed_type MEGATRON_LM: give the script of Megatron-LM instead of this file"))
     zero = 0
     if kind == "FSDP":
         strategy = str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).lower()
@@ -50,8 +47,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if strategy.startswith("hybrid"):
             settings["dp_replicate"] = settings.get("nodes", 1)
     settings["zero"] = zero
-    if not zero and settings.get("precision") in ("bf16", "fp16"):
-        settings["reduce"] = "fp32"  # weights and gradients of autocast are float32 (accelerator.py:1820 of accelerate)
+    if not zero:
+        set_autocast_reduction(settings)
     if keys.get("fsdp_config.fsdp_offload_params") and zero == 3:
         settings["offload"] = tuple(map(str, ALL_STATES))
     if keys.get("fsdp_config.fsdp_activation_checkpointing") and zero:

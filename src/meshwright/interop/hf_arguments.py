@@ -126,9 +126,16 @@ def _decay_option_key(name: str) -> Key:
     )
 
 
+def set_autocast_reduction(settings: Settings) -> None:
+    """Sets the precision in which DDP reduces gradients. accelerate runs the forward pass under autocast, so weights
+    and gradients are float32 (src/accelerate/accelerator.py:1820)."""
+    if settings.get("precision") in ("bf16", "fp16"):
+        settings["reduce"] = "fp32"
+
+
 def _warmup_keys(keys: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the stated numbers of warmup steps above 0, the exact ones first: `warmup_steps` above 0 replaces
-    `warmup_ratio` (src/transformers/training_args.py:2154)."""
+    """Returns the stated numbers of warmup steps above 0, `warmup_ratio` last: in releases 4.x, `warmup_steps` above 0
+    replaces it (`get_warmup_steps` of src/transformers/training_args.py). Version 5.23 has no `warmup_ratio`."""
     names = ("warmup_steps", "num_warmup_steps", "warmup_ratio")
     stated = {name: option(keys, name) for name in names}
     return {name: value for name, value in stated.items() if isinstance(value, int | float) and value > 0}

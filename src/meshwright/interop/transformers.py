@@ -18,6 +18,7 @@ from meshwright.interop.hf_arguments import (
     TRAINER_NUMERICS,
     adjust_schedule,
     hf_keys,
+    set_autocast_reduction,
 )
 from meshwright.interop.settings import ALL_STATES, Settings
 from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, write_only
@@ -53,8 +54,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         if not zero:
             settings["dp"] = settings.pop("dp_replicate", 1)
     settings["zero"] = zero
-    if not zero and settings.get("precision") in ("bf16", "fp16"):
-        settings["reduce"] = "fp32"  # weights and gradients of autocast are float32 (accelerator.py:1820 of accelerate)
+    if not zero:
+        set_autocast_reduction(settings)
     adjust_schedule(settings, keys)
 
 

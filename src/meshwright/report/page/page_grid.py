@@ -60,7 +60,7 @@ MAX_PLANS_OF_GRID = 200_000_000
 """The maximum number of plans in the plan spaces of all points together, unless there is only one point. With this
 number, the searches of a page take about a minute of one CPU core."""
 MAX_BATCH_FACTOR = 4
-"""The largest and the smallest batch and sequence, divided by those of the job."""
+"""The largest batch and sequence, divided by those of the job. The smallest ones are smaller by the same factor."""
 STEPS_PER_OCTAVE, SEQUENCE_UNIT = 8, 64
 """The steps of the slider of the sequence for each factor of 2, and the number of tokens to which it rounds."""
 RATE_RANGES = {"network": (0.25, 4.0), "link": (0.25, 4.0), "efficiency": (0.5, 1.5)}
@@ -112,7 +112,8 @@ class PageAxes(NamedTuple):
         ]
         found = [job, *(job.but(cluster=on) for on in (least, most, *ends))]
         size = job.workload.sequence
-        # Batches with few factors of 2 divide among fewer replicas.
+        # The rows below combine the ends of the ranges of batch, sequence and memory. A large plan space has only the
+        # first rows (`searches`). Batches with few factors of 2 divide among fewer replicas.
         odd, twice, four, eight = (min(number * (own // number | 1), high) for number in (1, 2, 4, 8))
         for on, batch, sequence in (
             *((cluster, own, lengths[-1]), (cluster, odd, size), (cluster, low, size), (cluster, own, lengths[0])),
