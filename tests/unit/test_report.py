@@ -182,7 +182,10 @@ def test_mfu_speed_per_device_and_the_waits_by_axis_are_those_of_the_records(tmp
     assert rated[0].rates == {"tokens_per_second_per_device": 500.0, "mfu": pytest.approx(0.3)}
     assert (summary.mfu.measured, summary.mfu.predicted) == (pytest.approx(0.3), 0.3)
     assert summary.waits == {name: seconds / 0.5 for name, seconds in rated[0].exposed.items()}
-    assert "500 tokens/s per device, MFU 30.0% (30.0% predicted), waiting for data communication 20.0%" in run_text(run)
+    assert (
+        "500 tokens/s per device, MFU 30.0% (30.0% predicted), waiting for data-parallel communication 20.0%"
+        in run_text(run)
+    )
     assert "waiting for pipeline and bubble" in run_text(run)
     on_cpus = read_run(write_run(tmp_path / "b", [line.with_rates(4, 0.0) for line in losses(3)]))
     assert summarize_run(on_cpus).mfu.measured is None and "MFU" not in run_text(on_cpus)

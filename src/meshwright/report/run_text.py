@@ -217,7 +217,7 @@ def _speed_messages(summary: RunSummary) -> list[Message]:
         template = {
             "pipeline": mark_msgid("waiting for pipeline and bubble {share}"),
             "offload": mark_msgid("waiting for offload {share}"),
-        }.get(name, mark_msgid("waiting for {kind} communication {share}"))
+        }.get(name, mark_msgid("waiting for {kind}-parallel communication {share}"))
         parts.append(Message(template, kind=term("row", name), share=f"{share:.1%}"))
     return parts
 
