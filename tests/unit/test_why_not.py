@@ -25,6 +25,7 @@ from meshwright.core.units import show_bytes
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.plan_grid import PlanGrid
 from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.plans import pins_from_plan
 from meshwright.planner.search import ranking
 from meshwright.planner.search.best_plans import (
     RISK_MARGIN,
@@ -360,6 +361,13 @@ def test_pins_that_contradict_each_other_are_named_together(pins: dict, message:
 def test_a_device_with_enough_memory_is_named() -> None:
     with pytest.raises(NoPlanFits, match=r"without the pin offload=.*devices of \d+\.0 GiB would fit, such as h200 \("):
         search_plans(named_job("llama2-7b", "1x1:a100-80gb", 8, 2048, pins={"offload": ()}))
+
+
+def test_a_named_plan_that_does_not_fit_gets_a_zero_stage_before_offload() -> None:
+    """Only plans with offload, which need 14 s a step, fit if other pins are removed."""
+    pins = pins_from_plan(parse_plan("dp8.mb1"))
+    with pytest.raises(NothingFits, match=r"; without the pin zero=0 would fit \(dp8\.z1\.mb1, "):
+        search_plans(named_job("llama-7b", "8:h100", 32, 2048, pins=pins))
 
 
 @pytest.mark.soak

@@ -25,7 +25,7 @@ from meshwright.planner.cost.step import estimate, estimate_grid
 from meshwright.planner.search import heterogeneous
 from meshwright.planner.search.best_plans import PlanCandidate, risk_adjusted_seconds
 from meshwright.planner.search.branch_and_bound import PlanSearch, find_best_plan, search_best_plan
-from meshwright.planner.search.explain import illegal_reasons
+from meshwright.planner.search.explain import format_pin, illegal_reasons
 from meshwright.spec.cluster import MAX_CLUSTER_NODES
 from meshwright.spec.estimate import FitStatus, largest_memory_kind
 from meshwright.spec.job import Job
@@ -46,6 +46,10 @@ MIB, GIB = 2.0**20, 2.0**30
 LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
 """The choices with which a plan has the lowest memory: the fewest sequences, saved activations and micro-batches in
 flight."""
+
+CHEAPEST_PINS = ("zero", "micro_batch", "recompute", "schedule")
+"""Pins that can lower memory with the least time, cheapest first. A plan name pins every choice, offload too, which
+costs far more time."""
 
 
 class NoPlanFits(NothingFits):
@@ -208,12 +212,16 @@ JobChange = tuple[str, dict[str, object], Job]
 
 
 def without_pins(job: Job) -> Iterator[JobChange]:
-    """Yields, for each pin, the job without this pin. If there are several pins, the last job has no pins."""
-    for name, value in job.pins.items():
-        pins = {other: other_value for other, other_value in job.pins.items() if other != name}
+    """Yields, for each pin, the job without this pin, first those that CHEAPEST_PINS names. If there are several pins,
+    the last job has no pins."""
+    first = [name for name in CHEAPEST_PINS if name in job.pins]
+    for name in (*first, *(name for name in job.pins if name not in first)):
+        pins = {other: value for other, value in job.pins.items() if other != name}
+        if name == "zero" and {"dp_replicate", "dp_shard"} <= pins.keys():  # how a plan name pins the replicas
+            pins["dp"] = pins.pop("dp_replicate") * pins.pop("dp_shard")
         yield (
             mark_msgid("without the pin {pin} would fit ({plan}, {seconds:step} a step)"),
-            {"pin": f"{name}={value}"},
+            {"pin": f"{name}={format_pin(job.pins[name])}"},
             job.but(pins=pins),
         )
     if len(job.pins) > 1:
