@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from itertools import chain
+from operator import is_
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -119,30 +120,32 @@ class ContainerSnapshot:
 
     def __init__(self, values: Iterable[Any], seen: set[int]) -> None:
         self._elements: list[tuple[Any, Any]] = []
-        waiting = [(value, 1) for value in values]
-        for value, depth in waiting:
-            if type(value) in CONTAINER_TYPES:
-                entries = value
-            elif _is_users_object(value):
-                entries = vars(value)
-            else:
-                continue
-            if id(entries) not in seen and (depth == 1 or len(entries) <= MAX_ENTRIES):
-                seen.add(id(entries))
-                self._elements.append((entries, entries.copy()))
-                if depth < MAX_DEPTH:
-                    inner = entries.values() if isinstance(entries, dict) else entries
-                    waiting += [(each, depth + 1) for each in inner]
+        level: list[Any] = [*values]
+        for depth in range(1, MAX_DEPTH + 1):
+            inner: list[Any] = []
+            for value in level:
+                if type(value) in CONTAINER_TYPES:
+                    entries = value
+                elif _is_users_object(value):
+                    entries = vars(value)
+                else:
+                    continue
+                if id(entries) not in seen and (depth == 1 or len(entries) <= MAX_ENTRIES):
+                    seen.add(id(entries))
+                    self._elements.append((entries, entries.copy() if entries else ()))
+                    if depth < MAX_DEPTH:
+                        inner += entries.values() if isinstance(entries, dict) else entries
+            level = inner
 
     @property
     def is_changed(self) -> bool:
         """Returns whether an element or an attribute is another object than before."""
-        return any([*map(id, _flat(one))] != [*map(id, _flat(before))] for one, before in self._elements)
+        return not all(_has_same_elements(one, before) for one, before in self._elements)
 
     def restore(self) -> None:
         """Restores the elements and the attributes."""
         for container, elements in self._elements:
-            if [*map(id, _flat(container))] != [*map(id, _flat(elements))]:
+            if not _has_same_elements(container, elements):
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(elements)
 
@@ -256,10 +259,13 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, PLAIN_TYPES) or type(value) in CONTAINER_TYPES
 
 
-def _flat(container: Any) -> Iterator[Any]:
-    """Yields the elements of a container, of a dict its keys and values."""
-    yield from container
-    yield from container.values() if isinstance(container, dict) else ()
+def _has_same_elements(one: Any, other: Any) -> bool:
+    """Returns whether two containers of one type have the same objects in the same order, dicts as keys and values."""
+    if len(one) != len(other):
+        return False
+    if not one:  # most containers of a module are: those of its hooks
+        return True
+    return all(map(is_, one, other)) and (not isinstance(one, dict) or all(map(is_, one.values(), other.values())))
 
 
 def _is_users_object(value: Any) -> bool:

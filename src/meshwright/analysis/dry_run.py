@@ -240,15 +240,14 @@ def dry_run(
     `parameters` are storage ranges by name, by default those of the model's parameters. Yields the recorder of writes
     to them. With {} no write is recorded.
     """
+    modules = _all_modules(model, loss)
     states: list[AttributeSnapshot | ClosureSnapshot | CodeStateSnapshot] = [
-        *snapshot_modules(_all_modules(model, loss)),
+        *snapshot_modules(modules),
         *snapshot_callable(loss),
         CodeStateSnapshot(state_places(model)),
     ]
     buffers = [
-        (module, name, buffer, _clone_buffer(buffer))
-        for module in _all_modules(model, loss)
-        for name, buffer in module._buffers.items()
+        (module, name, buffer, _clone_buffer(buffer)) for module in modules for name, buffer in module._buffers.items()
     ]
     generators = GeneratorStates(own_generators(model))
     writes = ParamWriteRecorder(storage_spans(dict(model.named_parameters())) if parameters is None else parameters)

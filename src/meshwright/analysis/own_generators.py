@@ -21,8 +21,13 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
     for module in model.modules():
         for value in vars(module).values():
-            elements = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            found |= {id(each): each for each in elements if issubclass(type(each), torch.Generator)}
+            kind = type(value)
+            if kind is dict or kind is list or kind is tuple:
+                for each in value.values() if kind is dict else value:
+                    if issubclass(type(each), torch.Generator):
+                        found[id(each)] = each
+            elif issubclass(kind, torch.Generator):
+                found[id(value)] = value
     return list(found.values())
 
 
