@@ -74,7 +74,7 @@ def test_the_estimate_counts_the_communicators_that_a_rank_uses(kind: str, plan:
 
 @pytest.fixture(scope="module")
 def small() -> list[RankTrace]:
-    return trace(parse_plan("dp2.tp2.sp.pp2.interleaved2.z3"), "llama", range(8))
+    return trace(parse_plan("dp2.tp2.sp.pp2.interleaved2.z3"), "llama", range(8), steps=1)
 
 
 def test_a_call_that_one_rank_leaves_out_is_found(small: list[RankTrace]) -> None:

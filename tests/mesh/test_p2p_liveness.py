@@ -182,7 +182,7 @@ SCHEDULES = [rules.name for rules in offered_schedules()]
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", range(2, 9))
-@pytest.mark.covering(16)
+@pytest.mark.covering(8)
 def test_no_schedule_hangs_under_any_sharing_of_hardware_queues(
     schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ FIRST = itertools.count(0, 1000)
 PATIENT, USUAL = 60.0, 1.8
 """Seconds of silence after which a rank counts as hung: where none is to hang, so that a machine that stands still for
 a while blames nobody; and where a run has them by itself."""
+LIMITS = replace(CPU_LIMITS, kill=60.0)
+"""A killed rank takes seconds to end on a busy machine, and the next run would find it alive."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -96,7 +99,7 @@ def train(
     leaner: Job | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
     asks: dict[int, int] | None = None,
-    terms: HangLimits = CPU_LIMITS,
+    terms: HangLimits = LIMITS,
     **more: Any,
 ) -> None:
     """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers.

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-GIVE_UP_SECONDS = 20.0
+GIVE_UP_SECONDS = 120.0
 CALLS = {"close", "fsync", "listdir", "lstat", "mkdir", "open", "pread", "rename", "stat", "unlink", "write"}
 
 

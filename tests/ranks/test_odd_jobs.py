@@ -15,7 +15,7 @@ from sweep import asked
 from meshwright.spec.plan import parse_plan
 
 FOUR_RANKS = (2, 17, 19, 33, 38, 39)
-SAMPLE = (0, 40)
+SAMPLE = (0,)
 """Where in SEEDS the groups of ten jobs begin that `make test` runs. The soak runs all six groups."""
 SEEDS = [seed for seed in range(63) if seed in FOUR_RANKS or parse_plan(drawn(seed)[1]).world <= 2]
 """Sixty jobs: six on four ranks, the others on one or two, which takes half as long."""

@@ -1,12 +1,14 @@
 """The supervisor with real processes: ranks that fail are named, ranks that should stop do, and nothing is ever left
 behind."""
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +28,21 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
+    """The process that forks the ranks of several tests. Its log is in no folder of a test."""
+    folder, path = tmp_path_factory.mktemp("warm"), f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with LocalAgent(folder / "log", ("rank_targets",), {"PYTHONPATH": path}) as agent:
+        while not agent.events(1.0):
+            assert not agent.ended
+        yield agent
+
+
+GENERATIONS = itertools.count(1, 10)
+
+
 def supervise(folder: Path, function: str, world: int, payload: dict, **more) -> list[tuple[int, dict]]:
+    more.setdefault("generation", next(GENERATIONS))
     heard: list[tuple[int, dict]] = []
     hear = more.pop("hear", lambda rank, message: heard.append((rank, message)))
     Supervisor(RankJob(f"rank_targets:{function}", world, payload, folder, ("rank_targets",)), hear, **more).run()
@@ -63,8 +79,8 @@ def test_the_world_that_was_asked_for_is_the_world_that_runs(tmp_path: Path) -> 
     assert gone(tmp_path)
 
 
-def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: Path) -> None:
-    heard = supervise(tmp_path, "speak_and_go", 16, {"words": 50})
+def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: Path, warm: LocalAgent) -> None:
+    heard = supervise(tmp_path, "speak_and_go", 16, {"words": 50}, agent=warm)
     for rank in range(16):
         assert [message["number"] for of, message in heard if of == rank] == list(range(50))
 
@@ -99,9 +115,7 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(
     assert gone(tmp_path)
 
 
-def test_a_delayed_supervisor_reads_all_messages_before_it_names_a_rank(
-    tmp_path: Path,
-) -> None:
+def test_a_delayed_supervisor_reads_all_messages_before_it_names_a_rank(tmp_path: Path, warm: LocalAgent) -> None:
     """It named who had lost a connection, and not whose fault that was."""
 
     def stand_still(rank: int, message: dict) -> None:
@@ -111,15 +125,17 @@ def test_a_delayed_supervisor_reads_all_messages_before_it_names_a_rank(
         time.sleep(2.0)
 
     with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*ValueError: hidden"):
-        supervise(tmp_path, "lose_then_tell", 3, {"heard": str(tmp_path / "heard")}, hear=stand_still)
+        supervise(tmp_path, "lose_then_tell", 3, {"heard": str(tmp_path / "heard")}, hear=stand_still, agent=warm)
     assert gone(tmp_path)
 
 
-def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(tmp_path: Path) -> None:
+def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(
+    tmp_path: Path, warm: LocalAgent
+) -> None:
     with pytest.raises(
         RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3, weights that are read outside"
     ) as caught:
-        supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})
+        supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"}, agent=warm)
     lines = str(caught.value).splitlines()
     assert re.fullmatch(r"  at .*targets\.py:\d+ in fail", lines[1]) and len(lines) <= MAX_REPORT_LINES
     assert gone(tmp_path)
@@ -148,7 +164,9 @@ def test_a_request_to_stop_lets_every_rank_end_by_itself(tmp_path: Path) -> None
     assert gone(tmp_path)
 
 
-def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ended(
+    tmp_path: Path, warm: LocalAgent
+) -> None:
     def stop_once(rank: int, message: dict) -> None:
         if rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
@@ -159,7 +177,7 @@ def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ende
     for hear, grace in ((stop_once, 0.3), (stop_twice, 600.0)):
         began = time.monotonic()
         with pytest.raises(Interrupted, match="stopped by SIGINT: the step in progress was given up") as stopped:
-            supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace_period=grace)
+            supervise(tmp_path, "until_stopped", 2, {"deaf": True}, hear=hear, grace_period=grace, agent=warm)
         assert "from the last checkpoint, or from the start" in str(stopped.value)
         assert ("run.grace_period=N" in str(stopped.value)) == (grace < 1), "a second signal needs no longer grace"
         assert time.monotonic() - began < 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 
 import pytest
@@ -58,6 +59,7 @@ def test_own_prices_come_before_those_of_the_catalog() -> None:
     assert with_prices(owned, None).price == 32 * 1.5 and with_prices(owned, 2.0).price == 64
 
 
+@functools.cache
 def used(objective: SearchObjective, longest: float = float("inf")) -> tuple[int, RankedPlan]:
     question = job().but(cluster=with_prices(job().cluster, None))
     answer = search_plans(question, 1, objective, longest=longest)
