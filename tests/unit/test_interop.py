@@ -260,8 +260,9 @@ def test_deepspeed_reads_auto_values_from_the_arguments(tmp_path: Path) -> None:
     assert found.job["workload"]["batch"] == 64 and found.job["workload"]["precision"] == "bf16"
     assert found.not_carried == (
         "--dataset_name: not a key of DeepSpeed, left to your script",
-        "no file states these keys; the job has the defaults of Meshwright: steps 200",
-        "no file states the sizes of the model; --model names one, a folder, or module:function",
+        "no file states these keys; the job has the defaults of Meshwright: steps 200, sequence of the model, at most "
+        "4096",
+        "no file states the sizes of the model; --model: a catalog name, a folder or module:function",
     )
 
 
@@ -441,7 +442,7 @@ def test_a_configuration_for_another_number_of_devices_is_refused(tmp_path: Path
     assert main(["plan", "--config", str(path), "--model", "llama2-7b"]) == 2
     (path,) = write_files(tmp_path, {"ds.json": json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}})})
     assert (
-        "no file states the sizes of the model; --model names one, a folder, or module:function"
+        "no file states the sizes of the model; --model: a catalog name, a folder or module:function"
         in import_plan(path, devices=8).not_carried
     )
     assert main(["plan", "--for", "deepspeed", "--config", str(path), "--cluster", "1x8:a100-80gb"]) == 2
@@ -499,7 +500,7 @@ def test_a_public_configuration_is_imported_and_every_other_key_is_named(
         files = {"config.json": json.dumps(keys)}
     found = import_plan(*write_files(tmp_path, files), devices=config["devices"])
     assert (found.system.name, found.plan.name) == (config["system"], config["plan"])
-    named = "\n".join(found.not_carried)
+    named = "\n".join((*found.not_carried, *(f"{name}: " for name in found.ignored)))
     for name, value in keys.items():
         assert name in found.system.own_keys or f"{name}: " in named or f"{name}=" in named, name
         if isinstance(value, int) and name in SAME_FIELDS:

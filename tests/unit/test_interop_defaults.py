@@ -118,7 +118,7 @@ DEFAULTS: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
     "accelerate without a script": (
         {"a.yaml": FSDP_YAML},
         {},
-        tuple(unstated_defaults({"precision": "fp32"})),
+        tuple(unstated_defaults({"precision": "fp32", "sequence": 1})),
     ),
     # megatron/training/arguments.py (defaults), megatron/core/optimizer/__init__.py:111 (no decay of biases and norms)
     "megatron": (
@@ -144,16 +144,12 @@ DEFAULTS: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
         | {"clip": 1.0, "schedule": "linear", "warmup": 200, "final_lr": 0.0},
         ("seed",),
     ),
-    # torch.optim.AdamW(model.parameters()) decays all parameters
+    # torch/optim/adamw.py:37 of pytorch/pytorch: AdamW decays all parameters; torch schedules and clips nothing
     "fsdp2": (
         {"a.py": "MODEL = 'llama-tiny'\nDP_SHARD = 2\nMICRO_BATCH = 4\nRESHARD_AFTER_FORWARD = True\nLR = 1e-3\n"},
-        {"name": "adamw", "lr": 1e-3, "decay": "all"},
-        (
-            *UNSTATED_OPTIMIZER,
-            "steps",
-            "seed",
-            "precision",
-        ),
+        {**TORCH_ADAM, "lr": 1e-3, "weight_decay": 0.01, "decay": "all", "clip": None}
+        | {"schedule": "constant", "warmup": 0},
+        ("steps", "seed", "precision"),
     ),
     # src/nanotron/config/config.py, LRSchedulerArgs (min_decay_lr is the learning rate) and OptimizerArgs
     "nanotron": (
@@ -192,6 +188,7 @@ def test_an_import_has_every_training_default_of_the_other_system(name: str, tmp
     assert found.system.name == name.split()[0]
     workload = found.job["workload"]
     assert workload.get("optimizer", {}) == optimizer
+    unstated += () if name in ("torchtitan", "nanotron") else ("sequence",)
     assert tuple(unstated_defaults(workload)) == unstated
     lines = [line for line in found.not_carried if line.startswith("no file states these keys")]
     assert len(lines) == bool(unstated) and all(f" {each} " in line for each in unstated for line in lines)
@@ -283,3 +280,17 @@ def test_a_script_without_constants_is_refused_with_their_names(tmp_path: Path) 
     (tmp_path / "a.py").write_text("BATCH_SIZE = 4\n", encoding="utf-8")
     with pytest.raises(InputError, match="no constant of FSDP2 found: write MODEL, DP_SHARD"):
         import_plan(tmp_path / "a.py", system="fsdp2")
+
+
+def test_auto_values_of_deepspeed_are_those_of_the_trainer(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    files = {"ds.json": deepspeed(scheduler, lr="auto"), "l.sh": "deepspeed --num_gpus 2 t.py --max_steps 10"}
+    optimizer = imported(tmp_path, files).job["workload"]["optimizer"]
+    assert (optimizer["lr"], optimizer["warmup"]) == (5e-5, 0)
+
+
+def test_full_sharding_is_the_default_of_a_script_with_fully_shard(tmp_path: Path) -> None:
+    assert imported(tmp_path, {"a.py": "MODEL = 'llama-tiny'\nDP_SHARD = 2\n"}).plan.name == "dp2.z3.mb1"
+    (tmp_path / "b.py").write_text("BATCH_SIZE = 4\n", encoding="utf-8")
+    with pytest.raises(InputError, match="no constant of FSDP2 found: write MODEL, DP_SHARD"):
+        import_plan(tmp_path / "b.py")

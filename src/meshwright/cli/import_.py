@@ -36,13 +36,14 @@ def import_(
     import yaml
 
     from meshwright.interop.importing import import_lines, import_plan
+    from meshwright.spec.constraints import without_offload
 
     language = choose_language(lang, os.environ)
     found = import_plan(*files, system=source, devices=devices, allow_unknown=allow_unknown)
     job, texts = dict(found.job), {}
     if found.sizes:
         texts["model.yaml"] = yaml.safe_dump(found.sizes, sort_keys=False)
-        job = {"model": {"path": str((out or Path()) / "model.yaml")}, **job}
+        job = {"model": {"path": "model.yaml"}, **job}
     texts["job.yaml"] = yaml.safe_dump(job, sort_keys=False)
     lines = [translate(line, language) for line in import_lines(found)]
     if out is not None:
@@ -58,6 +59,7 @@ def import_(
                 "model": found.sizes or None,
                 "carried": found.carried,
                 "not_carried": [translate(line, language) for line in found.not_carried],
+                "ignored": list(found.ignored),
             }
         )
         return 0
@@ -67,6 +69,8 @@ def import_(
     else:
         command = ["meshwright", "verify", str(out / "job.yaml"), "--cluster", f"local:{found.plan.world}"]
         command += ["--model", "MODEL"] if "model" not in job else []
+        if found.plan.offload:  # CPU ranks have no device memory, so they offload nothing to the host
+            command += ["--plan", without_offload(found.plan).name]
         paths = ", ".join(str(out / name) for name in texts)
         print_note(Message("written: {paths}; next: {command}", paths=paths, command=join(command)), language)
     return 0

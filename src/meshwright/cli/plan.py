@@ -177,7 +177,7 @@ def _plan_for_system(
         yours, given = imported.plan, imported.keys
         options = {**imported.job_options(), **shared.overrides()}
         if job is None and "model" not in imported.job_options() and shared.model is None:
-            raise InputError(Message("the configuration does not state the model: add --model"))
+            raise InputError(imported.model_line())
         file = read_job(job, shared.set, options)
     else:
         file = read_job_file(job, shared, pin)

@@ -39,6 +39,9 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
         )
     if kind == "MEGATRON_LM":
         raise InputError(Message("distributed_type MEGATRON_LM: give the script of Megatron-LM instead of this file"))
+    for name in ("bf16", "fp16"):
+        if keys.get(f"--{name}") is True:  # the Trainer replaces mixed_precision (src/transformers/training_args.py)
+            settings["precision"] = name
     zero = 0
     if kind == "FSDP":
         strategy = str(keys.get("fsdp_config.fsdp_sharding_strategy", "")).lower()
@@ -119,6 +122,8 @@ KEYS = (
         write=lambda s: True if s["recompute"] == "full" and not s["zero"] else ABSENT,
         read=lambda v, k: {"recompute": "full"} if v else {},
     ),
+    read_only("--bf16", "precision", read_nothing),
+    read_only("--fp16", "precision", read_nothing),
     *(key for key in hf_keys("--") if key.setting not in ("precision", "recompute", "compile")),
 )
 DEGREES = dict.fromkeys(("micro_batch", "compile", "dp_shard"), ANY) | {"recompute": (Recompute.none, Recompute.full)}

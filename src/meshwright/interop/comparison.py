@@ -28,6 +28,9 @@ from meshwright.spec.plan import Plan
 MIN_CHANGE = 0.01
 """Changes of a kind of time below this fraction of the step are not mentioned."""
 MAX_REASONS = 4
+ESTIMATE_ERROR = 0.05
+"""Gains below this fraction of the step are within the error of the estimates (page accuracy), so no change of a
+configuration is suggested for them."""
 
 
 class SystemComparison(NamedTuple):
@@ -40,6 +43,13 @@ class SystemComparison(NamedTuple):
     here: SystemPlan
     removed: dict[str, Any]
     added: dict[str, Any]
+
+    @property
+    def is_within_error(self) -> bool:
+        """Returns whether the given configuration fits and is as fast as the best one within the estimates' error."""
+        if self.yours is None or not self.yours.estimate.fits:
+            return False
+        return self.best.estimate.time.step > (1 - ESTIMATE_ERROR) * self.yours.estimate.time.step
 
 
 def compare_for(
@@ -114,11 +124,20 @@ def comparison_lines(found: SystemComparison) -> list[Message]:
     ]
     if found.yours is not None and not found.removed and not found.added:
         lines.append(Message("your configuration is the best that {system} can run", system=found.system.title))
+    elif found.is_within_error:
+        lines.append(
+            Message(
+                "no change: your configuration is within the error of the estimates ({error:.0%}) of the best that "
+                "{system} can run",
+                error=ESTIMATE_ERROR,
+                system=found.system.title,
+            )
+        )
     elif found.yours is not None:
         lines.append(Message("change of your configuration:"))
     else:
         lines.append(Message("configuration of the best plan in {system}:", system=found.system.title))
-    for name in dict.fromkeys((*found.removed, *found.added)):
+    for name in () if found.is_within_error else dict.fromkeys((*found.removed, *found.added)):
         if name in found.removed:
             lines.append(Message("  - {setting}", setting=show_key(name, found.removed[name])))
         if name in found.added:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.interop.formats import argument_words, split_options, write_json
-from meshwright.interop.hf_arguments import READ_DECAYS, TRAINER_DEFAULTS, adjust_schedule, hf_keys
+from meshwright.interop.hf_arguments import READ_DECAYS, TRAINER_DEFAULTS, adjust_schedule, hf_keys, report_warmup
 from meshwright.interop.settings import Settings
 from meshwright.interop.system import (
     ABSENT,
@@ -43,6 +44,9 @@ def _offload_device(settings: Settings, part: str) -> Any:
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     """Sets the offloads, whose meaning depends on the ZeRO stage, and the learning rate of the scheduler."""
+    stage = keys.get("zero_optimization.stage", 0)
+    if isinstance(stage, int) and stage not in range(4):
+        raise InputError(Message("zero_optimization.stage is 0 to 3, not {stage}", stage=stage))
     zero, found = settings.get("zero", 0), []
     disk = {"cpu": "", "nvme": "-disk"}
     states = keys.get("zero_optimization.offload_optimizer.device", "none")
@@ -74,13 +78,15 @@ def _set_optimizer(settings: Settings, keys: Mapping[str, Any]) -> None:
     """Sets the defaults of the section `optimizer`. Adam is AdamW unless adam_w_mode is false (engine.py:2490), and the
     defaults are those of deepspeed/ops/adam/fused_adam.py:76. Parameters without groups of a script decay all
     (engine.py:659, src/transformers/integrations/deepspeed.py:577). Without this section, the optimizer is that of the
-    Trainer or of the script."""
+    Trainer or of the script. "auto" is the value of the Trainer (`trainer_config_process` of
+    src/transformers/integrations/deepspeed.py)."""
     if settings.get("optimizer") == "adam" and keys.get("optimizer.params.adam_w_mode", True):
         settings["optimizer"] = "adamw"
     if settings.get("optimizer") == "sgd" and settings.get("momentum", 0.0) > 0:
         settings["optimizer"] = "sgd-momentum"
     if "optimizer.type" in keys:
-        settings.setdefault("lr", 1e-3)
+        filled = _is_trainer(keys) and keys.get("optimizer.params.lr") == "auto"
+        settings.setdefault("lr", TRAINER_DEFAULTS["lr"] if filled else 1e-3)
         settings["decayed"] = "all"
         if keys.get("optimizer.params.torch_adam") and not {WEIGHT_DECAY, "--weight_decay"} & keys.keys():
             settings["weight_decay"] = 0.01 if settings.get("optimizer") == "adamw" else 0.0
@@ -114,6 +120,9 @@ def _set_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
     settings["decay"] = SCHEDULERS[kind]
     if keys.get(start + "warmup_num_steps") is None:
         settings["warmup"] = 1000
+    elif _is_trainer(keys):  # "auto" is the warmup of the Trainer
+        report_warmup(settings, keys)
+        settings.setdefault("warmup", TRAINER_DEFAULTS["warmup"])
     if kind == "WarmupDecayLR":
         settings["final_lr"] = 0.0
     elif kind == "WarmupCosineLR":
@@ -163,7 +172,14 @@ JSON_KEYS = (
     Key("fp16.enabled", "precision", NO_PRECISION | {"fp16": True}),
     Key("communication_data_type", "reduce", DTYPES),
     Key("data_types.grad_accum_dtype", "reduce", DTYPES),
-    Key("zero_optimization.stage", "zero", default=0, always=True, also=("--zero_stage", "--zero-stage")),
+    Key(
+        "zero_optimization.stage",
+        "zero",
+        {stage: stage for stage in range(4)},
+        default=0,
+        always=True,
+        also=("--zero_stage", "--zero-stage"),
+    ),
     write_only("zero_optimization.offload_optimizer.device", "offload", lambda s: _offload_device(s, "optimizer")),
     write_only(
         "zero_optimization.offload_optimizer.ratio",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message, alternatives, translate
-from meshwright.interop.for_system import best_plan_for
+from meshwright.interop.for_system import best_plan_for, price_in
 from meshwright.interop.registry import find_system
 from meshwright.interop.settings import OPTIMIZER_FIELDS, Settings, settings_of
 from meshwright.interop.system import ANY, PlanSpaceLimit, System, encode
@@ -32,7 +32,8 @@ RESULT_FIELDS = {"exact": 0, "compression": None, "local": None, "lora": None}
 
 class ExportedPlan(NamedTuple):
     """The result of an export. `files` are texts by file name. `plan` is the exported plan. `changes` are the fields
-    that the system cannot express, `cost` is what the changes cost, and `numerics` where the results differ."""
+    that the system cannot express, `cost` is what the changes cost, and `numerics` where the results differ. `estimate`
+    is that of the plan in the system (`price_in`)."""
 
     system: System
     files: dict[str, str]
@@ -40,6 +41,7 @@ class ExportedPlan(NamedTuple):
     changes: tuple[str, ...]
     cost: Message | None
     numerics: tuple[Message, ...]
+    estimate: Estimate
 
 
 def export_plan(
@@ -66,7 +68,8 @@ def export_plan(
                 system=target.title,
             )
         )
-    cost = _cost(job, plan, exported) if exported != plan else None
+    price = price_in(job, exported, target, sizes)
+    cost = _cost(plan, price_in(job, plan, target, sizes), exported, price) if exported != plan else None
     numerics = tuple(
         Message(
             "{text} ({repository}, {source})",
@@ -77,7 +80,7 @@ def export_plan(
         for note in target.numerics
     )
     files = target.write(encode(target, settings), settings)
-    found = ExportedPlan(target, files, exported, tuple(changes), cost, numerics)
+    found = ExportedPlan(target, files, exported, tuple(changes), cost, numerics, price)
     return found._replace(files=_with_comments(found, job, plan, language))
 
 
@@ -225,9 +228,8 @@ def _unsupported_settings(job: Job, settings: Settings, system: System) -> list[
     return found
 
 
-def _cost(job: Job, plan: Plan, exported: Plan) -> Message:
-    """Returns the cost of the exported plan relative to `plan`."""
-    before, after = (estimate(job, with_chosen_bucket(job, each)) for each in (plan, exported))
+def _cost(plan: Plan, before: Estimate, exported: Plan, after: Estimate) -> Message:
+    """Returns the cost of the exported plan relative to `plan`, both with the kernels of the system."""
     return Message(
         "{exported} instead of {plan}: {after:step} a step instead of {before:step} ({change:+.1%}), "
         "{memory:bytes} on the peak rank instead of {less:bytes}{fits}",
@@ -249,7 +251,7 @@ def _fit_clause(price: Estimate) -> str:
 def export_lines(found: ExportedPlan, job: Job, plan: Plan) -> list[Message]:
     """Returns the output of an export: the plan and its estimate, what the system cannot express with the cost,
     and where its numerics differ."""
-    price = estimate(job, with_chosen_bucket(job, found.plan))
+    price = found.estimate
     lines = [
         Message(
             "{system} {version}, plan {plan} of {model}: {seconds:step} a step and {memory:bytes} on the peak rank "

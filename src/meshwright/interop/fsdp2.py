@@ -12,16 +12,20 @@ from typing import Any
 from meshwright.core.messages import Message
 from meshwright.interop.formats import torchrun_line
 from meshwright.interop.settings import ALL_STATES, Settings
-from meshwright.interop.system import ANY, Key, NumericsNote, PlanSpaceLimit, System
+from meshwright.interop.system import ANY, Key, NumericsNote, PlanSpaceLimit, System, remark
 from meshwright.spec.enums import Recompute
 
+TORCH_DEFAULTS: Settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01} | {
+    "clip": None,
+    "warmup": 0,
+}
 BOOL = {False: False, True: True}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KEYS = (
     Key("MODEL", "model"),
     Key("DP_REPLICATE", "dp_replicate"),
     Key("DP_SHARD", "dp_shard"),
-    Key("RESHARD_AFTER_FORWARD", "zero", {3: True, 2: False}),
+    Key("RESHARD_AFTER_FORWARD", "zero", {3: True, 2: False}, default=True, always=True),
     Key("CPU_OFFLOAD", "offload", {(): False, tuple(map(str, ALL_STATES)): True}),
     Key("RECOMPUTE", "recompute", {"none": False, "full": True}),
     Key("COMPILE", "compile", BOOL),
@@ -61,10 +65,14 @@ def write(keys: Mapping[str, Any], settings: Settings) -> dict[str, str]:
 
 
 def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
-    """Sets what the script of an export has without a constant."""
+    """Sets what a script has without constants: the defaults of torch.optim.AdamW (torch/optim/adamw.py:37), a constant
+    learning rate and no clipping."""
     settings["optimizer"] = "adamw"
-    if "MIN_LR" in keys:
-        settings["decay"] = "cosine"
+    for name, value in TORCH_DEFAULTS.items():
+        settings.setdefault(name, value)
+    settings["decay"] = "cosine" if "MIN_LR" in keys else "constant"
+    if "MIN_LR" not in keys:
+        remark(settings, Message("no file has a scheduler: the job has a constant learning rate"))
 
 
 FSDP2 = System(

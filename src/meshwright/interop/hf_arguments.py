@@ -76,7 +76,7 @@ def adjust_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
         remark_value(settings, "lr_scheduler_type", kind)
     if kind == "constant":
         settings["warmup"] = 0
-    _report_warmup(settings, keys)
+    report_warmup(settings, keys)
     if settings.get("decay") == "warmup-stable-decay" and kwargs.get("decay_type") != "linear":
         remark_value(settings, "lr_scheduler_kwargs.decay_type", kwargs.get("decay_type", "cosine"))
     if "num_decay_steps" in kwargs and settings.get("steps"):
@@ -151,7 +151,7 @@ def _read_warmup(value: Any, keys: Mapping[str, Any]) -> Settings:
     return {"warmup": 0}
 
 
-def _report_warmup(settings: Settings, keys: Mapping[str, Any]) -> None:
+def report_warmup(settings: Settings, keys: Mapping[str, Any]) -> None:
     """Reports a warmup that is a fraction of an unknown number of steps."""
     name, value = next(iter(_warmup_keys(keys).items()), ("", 1))
     if value < 1 and "warmup" not in settings:

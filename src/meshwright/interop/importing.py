@@ -19,11 +19,13 @@ from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.interop.exporting import describe_violation
 from meshwright.interop.formats import LAUNCHER_KEYS, ConfigFile, read_config
+from meshwright.interop.lost_keys import is_harmless, lost_key
 from meshwright.interop.registry import SYSTEMS, find_system
 from meshwright.interop.settings import Settings, degrees_of, plan_of, sizes_of, unstated_defaults, workload_of
 from meshwright.interop.system import DecodedKeys, System, decode
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.spec.plan import Plan
+from meshwright.spec.reference_models import unsupported_sizes
 from meshwright.spec.workload import Workload
 
 MIN_KEYS = 2
@@ -38,8 +40,8 @@ EXPECTED_SETTINGS = {"attention_dropout": 0.0, "dropout": 0.0}
 
 class ImportedPlan(NamedTuple):
     """The result of an import. `job` has the sections of a job file. `sizes` are the sizes of the model if the files
-    state them. `not_carried` are the keys without an equivalent, each with the reason. `carried` is the number of keys
-    that were carried over, of all `keys`."""
+    state them. `not_carried` are the keys without an equivalent that can change the result, each with the reason.
+    `ignored` are the others. `carried` is the number of keys that were carried over, of all `keys`."""
 
     system: System
     plan: Plan
@@ -47,6 +49,7 @@ class ImportedPlan(NamedTuple):
     sizes: dict[str, Any]
     carried: int
     not_carried: tuple[Message, ...]
+    ignored: tuple[str, ...]
     settings: Settings
     keys: dict[str, Any]
 
@@ -57,6 +60,18 @@ class ImportedPlan(NamedTuple):
             whole = validate_data(ArchitectureSizes, self.sizes, "model").model_dump(mode="json", exclude_none=True)
             found["model"] = {"name": "llama-tiny", "sizes": whole}
         return found
+
+    def model_line(self) -> Message:
+        """Returns why the job has no model."""
+        return _unknown_model(self.settings)
+
+
+def _unknown_model(settings: Settings) -> Message:
+    if model := settings.get("model"):
+        return Message(
+            "model {model}: not in the catalog; --model: a catalog name, a folder or module:function", model=model
+        )
+    return Message("no file states the sizes of the model; --model: a catalog name, a folder or module:function")
 
 
 def _check_conditions(files: Sequence[ConfigFile], system: System, devices: int) -> list[Message]:
@@ -109,7 +124,9 @@ def import_plan(
     found = find_system(system) if system is not None else _recognize(keys, paths)
     _check_constants(found, keys, paths)
     _check_versions(found, keys)
-    not_carried = _check_unknown(found, keys, allow_unknown)
+    lost, not_carried = _check_unknown(found, keys, allow_unknown)
+    ignored = tuple(filter(is_harmless, lost))
+    not_carried += [lost_key(name) for name in lost if name not in ignored]
     not_carried += _check_conditions(files, found, devices)
     stated = _states_devices(found, keys, _launcher_settings(files, devices))
     decoded = decode(found, keys, _launcher_settings(files, devices if stated else devices or default_devices))
@@ -122,14 +139,7 @@ def import_plan(
     sizes = _checked_sizes(settings, not_carried)
     job = _job_sections(settings, plan, workload, sizes)
     if not sizes and "model" not in job:
-        model = settings.get("model")
-        not_carried.append(
-            Message(
-                "model {model}: not in the catalog; --model names one of it, a folder, or module:function", model=model
-            )
-            if model
-            else Message("no file states the sizes of the model; --model names one, a folder, or module:function")
-        )
+        not_carried.append(_unknown_model(settings))
     return ImportedPlan(
         system=found,
         plan=plan,
@@ -137,6 +147,7 @@ def import_plan(
         sizes=sizes,
         carried=sum(name in keys and name not in decoded.unknown_values for name in found.own_keys),
         not_carried=tuple(not_carried),
+        ignored=ignored,
         settings=settings,
         keys=keys,
     )
@@ -145,13 +156,15 @@ def import_plan(
 def _check_constants(system: System, keys: Mapping[str, Any], paths: Sequence[str | Path]) -> None:
     """Raises InputError if a script of FSDP2 states no constant."""
     if system.name == "fsdp2" and not system.own_keys & keys.keys():
-        raise InputError(
-            Message(
-                "{paths}: no constant of FSDP2 found: write {names} (page coming-from/fsdp2)",
-                paths=", ".join(map(str, paths)),
-                names="MODEL, DP_SHARD, MICRO_BATCH, SEQUENCE, LR",
-            )
-        )
+        raise InputError(_no_constants(paths))
+
+
+def _no_constants(paths: Sequence[str | Path]) -> Message:
+    return Message(
+        "{paths}: no constant of FSDP2 found: write {names} (page coming-from/fsdp2)",
+        paths=", ".join(map(str, paths)),
+        names="MODEL, DP_SHARD, MICRO_BATCH, SEQUENCE, LR",
+    )
 
 
 def _lost_values(decoded: DecodedKeys, settings: Settings, keys: Mapping[str, Any]) -> list[Message]:
@@ -161,9 +174,7 @@ def _lost_values(decoded: DecodedKeys, settings: Settings, keys: Mapping[str, An
         for name in decoded.unknown_values
     ]
     lines += [
-        Message(
-            "{name}={value}: the reference models have {expected}", name=name, value=settings[name], expected=expected
-        )
+        Message("{name} {value} is not applied here", name=name, value=settings[name])
         for name, expected in EXPECTED_SETTINGS.items()
         if settings.get(name, expected) != expected
     ]
@@ -220,6 +231,8 @@ def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
     counts = {name: len(keys.keys() & (system.own_keys | system.renamed.keys())) for name, system in SYSTEMS.items()}
     name = max(counts, key=lambda name: counts[name])
     if counts[name] < min(MIN_KEYS, len(keys)) or not counts[name]:
+        if all(str(path).endswith(".py") for path in paths):
+            raise InputError(_no_constants(paths))
         raise InputError(
             Message(
                 "{paths}: not a configuration of {systems}; `--from SYSTEM` names the system",
@@ -244,8 +257,8 @@ def _check_versions(system: System, keys: Mapping[str, Any]) -> None:
         )
 
 
-def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool) -> list[Message]:
-    """Returns the keys that are not carried over.
+def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool) -> tuple[list[str], list[Message]]:
+    """Returns the keys of the system that have no equivalent, and lines for keys that are not its own.
 
     Raises: InputError for keys of another system, and for unknown keys.
     """
@@ -253,7 +266,9 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
     known = catalogued.get(system.name, frozenset())
     if system.open_arguments:
         known |= {f"--{name}" for name in catalogued["transformers"]}
-    not_carried, unknown = [], []
+    lost: list[str] = []
+    not_carried: list[Message] = []
+    unknown: list[str] = []
     for name in keys:
         if name in system.own_keys:
             continue
@@ -261,7 +276,7 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
         near = difflib.get_close_matches(name, system.own_keys, n=1, cutoff=SIMILARITY if known else NEAR_CONSTANT)
         mistyped = not known and name.isupper() and bool(near) and near[0] not in keys
         if (not known and not mistyped) or _is_known(name, known):
-            not_carried.append(Message("{key}: no equivalent", key=name))
+            lost.append(name)
         elif owner is not None:
             raise InputError(
                 Message(
@@ -289,7 +304,7 @@ def _check_unknown(system: System, keys: Mapping[str, Any], allow_unknown: bool)
                 hint=Message("; did you mean {names}?", names=repr(near[0])) if near else "",
             )
         )
-    return not_carried
+    return lost, not_carried
 
 
 def _is_known(name: str, known: frozenset[str]) -> bool:
@@ -360,10 +375,13 @@ def _checked_sizes(settings: Settings, not_carried: list[Message]) -> dict[str, 
         not_carried.append(Message("the sizes of the model are left out, because no file states the vocabulary"))
         return {}
     try:
-        return validate_data(ArchitectureSizes, sizes, "model").model_dump(mode="json", exclude_defaults=True)
+        found = validate_data(ArchitectureSizes, sizes, "model").model_dump(mode="json", exclude_defaults=True)
     except InputError as error:
         not_carried.append(Message("the sizes of the model: {error}", error=error))
         return {}
+    if reason := unsupported_sizes(found):
+        not_carried.append(Message("the job can be planned, not trained: {reason}", reason=reason))
+    return found
 
 
 def _job_sections(settings: Settings, plan: Plan, workload: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
@@ -400,6 +418,8 @@ def import_lines(found: ImportedPlan) -> list[Message]:
         )
     ]
     if found.not_carried:
-        lines.append(Message("not carried over:"))
+        lines.append(Message("not carried over, the result can differ:"))
         lines += [Message("  {line}", line=line) for line in found.not_carried]
+    if found.ignored:
+        lines.append(Message("not carried over, without effect on the result: {keys}", keys=", ".join(found.ignored)))
     return lines

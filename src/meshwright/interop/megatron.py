@@ -343,6 +343,7 @@ TRAINING_KEYS = (
         "reduce",
         lambda s: True if s["reduce"] == "fp32" and s["precision"] == "fp16" else ABSENT,
     ),
+    read_only("--calculate-per-token-loss", "loss", read_nothing),
     Key("--seed", "seed", default=1234),
 )
 

@@ -22,6 +22,7 @@ from meshwright.core.codec import validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.messages import Message
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.job import MAX_DEFAULT_SEQUENCE
 from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import recipe
@@ -292,7 +293,7 @@ def workload_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def unstated_defaults(workload: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys that change the result and that the section `workload` of an import does not have, each with the
-    value that it then has in the job. The sequence is left out: it depends on the model."""
+    value that it then has in the job. That of the sequence depends on the model and the devices."""
     given = workload.get("optimizer", {})
     name, schedule = given.get("name", OptimizerConfig().name), given.get("schedule", OptimizerConfig().schedule)
     idle = {field for field, names in OPTIMIZERS_BY_FIELD.items() if name not in names} | {"matrix_lr", "state"}
@@ -304,7 +305,8 @@ def unstated_defaults(workload: Mapping[str, Any]) -> dict[str, Any]:
         if field not in given and field not in idle
     }
     found |= {name: Workload.model_fields[name].default for name in ("steps", "seed") if name not in workload}
-    return found | ({} if "precision" in workload else {"precision": "of the devices"})
+    unknown = {"precision": "of the devices", "sequence": f"of the model, at most {MAX_DEFAULT_SEQUENCE}"}
+    return found | {name: text for name, text in unknown.items() if name not in workload}
 
 
 def sizes_of(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,5 +322,8 @@ def sizes_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault("top_k", 1)
     found.setdefault("seq", settings.get("sequence", 1))
     found["tied_embeddings"] = not settings.get("untied", False)
-    llama = found.get("mlp") == "swiglu" and found.get("norm") == "rms" and found.get("pos") == "rope"
-    return {"kind": "llama" if llama else "decoder", **found}
+    layers = tuple(found.get(name) for name in ("mlp", "norm", "pos"))
+    kind = "llama" if layers == ("swiglu", "rms", "rope") else "decoder"
+    if layers == ("gelu", "ln", "learned") and found.get("linear_bias") and not found.get("experts"):
+        kind = "gpt2"
+    return {"kind": kind, **found}

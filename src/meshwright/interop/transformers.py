@@ -21,7 +21,7 @@ from meshwright.interop.hf_arguments import (
     set_autocast_reduction,
 )
 from meshwright.interop.settings import ALL_STATES, Settings
-from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, write_only
+from meshwright.interop.system import ABSENT, ANY, Key, PlanSpaceLimit, System, read_only, write_only
 from meshwright.spec.enums import Recompute
 
 
@@ -90,6 +90,9 @@ KEYS = (
     _fsdp("fsdp", True),
     _fsdp("fsdp_config.reshard_after_forward", lambda s: s["zero"] == 3),
     _fsdp("fsdp_config.cpu_offload", lambda s: bool(s["offload"])),
+    read_only(
+        "fsdp_config.activation_checkpointing", "recompute", lambda v, k: {"recompute": "full"} if v is True else {}
+    ),
     *NATIVE,
 )
 DEGREES = dict.fromkeys(("micro_batch", "compile", "dp_shard"), ANY) | {"recompute": (Recompute.none, Recompute.full)}

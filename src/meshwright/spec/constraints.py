@@ -166,6 +166,11 @@ def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Ite
         )
 
 
+def without_offload(plan: Plan) -> Plan:
+    """Returns `plan` with no tensors on the host or on a disk."""
+    return plan.but(offload=(), offload_share=100, weights_share=100, offload_layers=0)
+
+
 def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
     """Checks that the cluster has a link to the host, or to a disk, for the tensors that the plan offloads."""
     for what in plan.offload:
@@ -182,9 +187,10 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             yield Violation(
                 "no link to the host",
                 Message(
-                    "off-{what}: the cluster names no host_bandwidth between its devices and their hosts (CPU ranks "
-                    "already use host memory); off-optimizer-disk needs none",
+                    "off-{what}: the cluster names no host_bandwidth between its devices and their hosts; CPU ranks "
+                    "already use host memory: write the plan without offload, {plan}",
                     what=what,
+                    plan=without_offload(plan).name,
                 ),
             )
 

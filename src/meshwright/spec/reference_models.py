@@ -19,6 +19,12 @@ MISSING_PARTS_OF_FAMILIES = {
     "GPT-OSS": Message("attention sinks, sliding windows, or biases of experts"),
 }
 """What single families have that no reference model has, although their kind is built."""
+LAYER_TITLES = {"ln": "LayerNorm", "rms": "RMSNorm", "swiglu": "SwiGLU", "geglu": "GEGLU", "relu": "ReLU"} | {
+    "gelu": "GELU",
+    "gelu_new": "GELU",
+    "relu2": "squared ReLU",
+}
+"""Names of norms and feed-forward layers in messages."""
 UNSUPPORTED_COUNTS = ("shared_experts", "dense_first_layers", "router_bias")
 
 
@@ -67,14 +73,18 @@ def unsupported_sizes(sizes: Mapping[str, Any]) -> Message | None:
                 unsupported=name,
                 given=given[name],
             )
-    if kind == "decoder" and not (
-        bool(optional_count(given, "experts")) != (optional_count(given, "norms") == 1)
-        and given.get("norm", "rms") == "rms"
-        and given.get("mlp", "swiglu") == "swiglu"
-    ):
+    norm, mlp = str(given.get("norm", "rms")), str(given.get("mlp", "swiglu"))
+    if kind == "decoder" and (norm, mlp) != ("rms", "swiglu"):
         return Message(
-            "kind 'decoder': the reference model needs experts or one norm per block (norms: 1), norm rms and mlp "
-            "swiglu; set them, or name a Hugging Face folder or a module instead"
+            "{norm} with {mlp} cannot be built: the reference decoders have RMSNorm with SwiGLU; set norm rms and mlp "
+            "swiglu, or name a Hugging Face folder or a module with --model",
+            norm=LAYER_TITLES.get(norm, norm),
+            mlp=LAYER_TITLES.get(mlp, mlp),
+        )
+    if kind == "decoder" and bool(optional_count(given, "experts")) == (optional_count(given, "norms") == 1):
+        return Message(
+            "kind 'decoder': the reference model needs experts or one norm per block (norms: 1); set one of them, or "
+            "name a Hugging Face folder or a module instead"
         )
     if given.get("mla") not in (None, 0, "0"):
         return Message(

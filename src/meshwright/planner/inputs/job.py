@@ -14,7 +14,7 @@ adapters to a model spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +29,7 @@ from meshwright.core.messages import Message
 from meshwright.core.quantities import Bytes
 from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 from meshwright.planner.inputs.cluster_parser import cluster_from_data, read_cluster
-from meshwright.planner.inputs.model_parser import model_title, read_sizes, spec_of_source
+from meshwright.planner.inputs.model_parser import model_title, path_from_job_file, read_sizes, spec_of_source
 from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
 from meshwright.spec.cluster import Cluster, ClusterRates
 from meshwright.spec.job import Job, RunConfig
@@ -163,6 +163,8 @@ def read_job(
                 name=type(data).__name__,
             )
         )
+    if path and isinstance(model := data.get("model"), dict) and isinstance(model.get("path"), str):
+        data["model"] = model | {"path": path_from_job_file(path, model["path"])}
     given = list((options or {}).items())
     # Options are applied before --set and again after it. The first time, an option that chooses another cluster
     # removes the cluster fields of the file. The second time, the option overrides --set, but the other cluster fields
@@ -341,7 +343,12 @@ def check_precision(workload: Workload, cluster: Cluster) -> None:
                 )
 
 
-LORA_KEYS = ("rank", "alpha", "target", "base")
+LORA_KEYS: dict[str, Callable[[str], Any]] = {
+    "rank": int,
+    "alpha": float,
+    "target": lambda text: [each for each in text.split("+") if each],
+    "base": str,
+}
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -367,15 +374,7 @@ def parse_lora(text: str) -> dict[str, Any]:
                 Message("--lora base={value!r} is not nf4: leave base out, or write base=nf4", value=value)
             )
         try:
-            found[name] = (
-                [each for each in value.split("+") if each]
-                if name == "target"
-                else value
-                if name == "base"
-                else int(value)
-                if name == "rank"
-                else float(value)
-            )
+            found[name] = LORA_KEYS[name](value)
         except ValueError:
             raise InputError(Message("--lora {name}={value!r} is not a number", name=name, value=value)) from None
     return found

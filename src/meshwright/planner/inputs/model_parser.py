@@ -46,6 +46,9 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.reference_models import unsupported_sizes
 from meshwright.spec.workload import USER_FUNCTION_PATTERN
 
+MODEL_FILE_SUFFIXES = (".yaml", ".yml", ".json")
+"""The ends of names of architecture files."""
+
 
 def is_user_code(name: str) -> bool:
     """Returns whether `name` has the form `package.module:function`, a function of the user."""
@@ -65,6 +68,13 @@ def needs_tracing(name: str) -> bool:
     if is_model_folder(name):
         return not has_formulas(path_from_text(name))
     return is_user_code(name) and not path_from_text(name).is_file()
+
+
+def path_from_job_file(job: str | Path, text: str) -> str:
+    """Returns the path of a model that the job file `job` states as `text`: relative to the folder of the job file if a
+    model is there, else relative to the current folder."""
+    relative = Path(job).parent / path_from_text(text)
+    return str(relative) if text and relative.exists() else text
 
 
 def read_sizes(name: str) -> ArchitectureSizes:
@@ -97,6 +107,10 @@ def read_sizes(name: str) -> ArchitectureSizes:
         or did_you_mean(name.lower(), known)
         or Message("; `meshwright catalog models` lists the known ones")
     )
+    if path.suffix in MODEL_FILE_SUFFIXES:
+        raise InputError(
+            Message("model file {name!r} does not exist{hint}", name=name, hint=did_you_mean(name, folders))
+        )
     if is_hub_name(name):
         raise InputError(
             Message(
