@@ -264,7 +264,7 @@ COMPILED = ("dp2", "dp2.z3", "tp2", "tp2.sp", "cp2", "cp2.ulysses", "tp2.cp2.sp"
 @pytest.mark.parametrize(
     ("plan", "in_chunks"), [*((plan, False) for plan in COMPILED), ("tp2", True), ("tp2.sp", True)]
 )
-@pytest.mark.covering(3)
+@pytest.mark.covering(5)
 def test_a_compiled_block_is_one_graph_without_breaks(
     plan: str, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ def trained(plan: str, sizes: tuple[int, ...] = SIZES, coupled: bool = False, **
     ("plan", "world"),
     [("dp1", 1), ("dp2", 2), ("dp2.z3", 2), ("dp2x2.z1", 4), ("dp2.z2.tp2", 4), ("dp4.z3", 4), ("dp2.z1.rc-full", 2)],
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_a_contrastive_loss_and_its_gradients_equal_one_device(ranks: Pool, plan: str, world: int) -> None:
     expected, gradients = alone()
     for losses, found, equal, after in ranks.run(world, partial(trained, plan, prove="start")):

@@ -282,7 +282,7 @@ def check(found: list[Any], expected: Any) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", RUN)
-@pytest.mark.covering(4)
+@pytest.mark.covering(5)
 def test_what_stands_between_blocks_runs_on_one_stage_with_its_gradients(ranks: Any, kind: str, plan: str) -> None:
     check(ranks.run(2, under, kind, plan), alone(kind))
 

@@ -98,7 +98,7 @@ def listed(cases: dict[str, tuple[str, str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("features", "plan"), listed(RUNS))
-@pytest.mark.covering(5)
+@pytest.mark.covering(7)
 def test_a_model_that_was_trained_wrong_is_equal_to_one_device(ranks: Any, features: str, plan: str) -> None:
     assert run(ranks, Job(1, tuple(sorted(features.split()))), plan) == (EQUAL, "")
 
@@ -109,7 +109,7 @@ def test_a_model_whose_state_moves_from_step_to_step_is_proven(ranks: Any, featu
 
 
 @pytest.mark.parametrize(("features", "plan"), listed(REFUSALS))
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_a_model_that_crashed_or_stood_still_is_refused_in_one_line(ranks: Any, features: str, plan: str) -> None:
     outcome, line = run(ranks, Job(1, tuple(sorted(features.split()))), plan)
     assert outcome == REFUSED, line

@@ -161,7 +161,7 @@ def expected(model: str, plan: str, precision: str) -> float:
         *((model, plan) for model in OTHERS for plan in KEEPING),
     ],
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: str, plan: str) -> None:
     from meshwright.spec.plan import parse_plan
 

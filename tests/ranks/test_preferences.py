@@ -206,7 +206,6 @@ def test_a_dpo_run_goes_on_after_kill_9_and_has_the_losses_of_another_plan(place
         assert len(wanted) == (17, 3)[values] and found == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.soak
 def test_orpo_from_the_command_line_has_the_losses_of_another_plan(place: Path) -> None:
     more = ("--preference", "orpo,beta=0.25", "--steps", "6")
     for run, plan in (("orpo", "dp2.z3.mb1"), ("orpo-tp", "tp2.mb2")):

@@ -134,7 +134,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_losses_and_gradients_are_those_of_one_device_with_the_same_base(ranks: Any, source: Path, plan: str) -> None:
     expected = expected_of_reference_model(str(source))
     results = ranks.run(parse_plan(plan).world, trained, plan, str(source))

@@ -184,7 +184,7 @@ CORRECT = [
 """Correct runs."""
 
 
-@pytest.mark.covering(3)
+@pytest.mark.covering(5)
 @pytest.mark.parametrize("case", FAULTS, ids=[case.name for case in FAULTS])
 def test_a_planted_fault_is_found_with_its_module(ranks: Pool, tmp_path: Path, case: Case) -> None:
     report = compare(ranks, case, tmp_path / "trace")
@@ -194,7 +194,7 @@ def test_a_planted_fault_is_found_with_its_module(ranks: Pool, tmp_path: Path, c
     assert not case.cause or found.cause == case.cause, found.line()
 
 
-@pytest.mark.covering(3)
+@pytest.mark.covering(5)
 @pytest.mark.parametrize("case", CORRECT, ids=[case.name for case in CORRECT])
 def test_a_correct_run_equals_one_device(ranks: Pool, tmp_path: Path, case: Case) -> None:
     report = compare(ranks, case, tmp_path / "trace")

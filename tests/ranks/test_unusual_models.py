@@ -472,14 +472,14 @@ def on_ranks(ranks: Any, name: str, plan: str, prove: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "plan", "prove"), listed(True))
-@pytest.mark.covering(10)
+@pytest.mark.covering(14)
 def test_an_unusual_model_trains_and_evaluates_as_on_one_device(ranks: Any, name: str, plan: str, prove: str) -> None:
     for found in on_ranks(ranks, name, plan, prove):
         assert found == pytest.approx(alone(name), rel=1e-9), found
 
 
 @pytest.mark.parametrize(("name", "plan", "prove"), listed(False))
-@pytest.mark.covering(6)
+@pytest.mark.covering(8)
 def test_a_model_that_a_plan_would_train_wrong_is_refused_in_one_line(
     ranks: Any, name: str, plan: str, prove: str
 ) -> None:
