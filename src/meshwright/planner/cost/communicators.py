@@ -215,23 +215,24 @@ def _communicator_sums(
     """Returns the bytes of all communicators but that of tied weights, over (b, s, z). The result is too small for
     combinations that are not legal, whose context ranks are not part of the data ranks."""
 
-    def total(choice: ZeroChoice, cp: int, heads: int, divided: bool) -> float:
-        # Without expert ranks, neither sequence parallelism nor the ZeRO stage changes the communicators.
-        dense, replicas, holders = layout.ep == 1, choice.replicas, choice.holders
-        if dense and (replicas, holders, cp, heads) in sums:
-            return sums[replicas, holders, cp, heads]
-        split = RankSplit(cp, heads, divided) if replicas * holders % cp == 0 else RankSplit()
-        found = sum(communicator_bytes(links, each) for each in communicators(layout, choice, split))
-        sums[replicas, holders, cp, heads] = found
-        return found
-
-    sums: dict[tuple[int, int, int, int], float] = {}
-
+    if layout.ep == 1:  # neither sequence parallelism nor the ZeRO stage changes the communicators
+        shards = tuple(choice._replace(zero=0, lone=False) for choice in shards)
+        sequence_parallel = (False,) * len(sequence_parallel)
     known = {
-        pair: [[total(choice, *pair, divided) for choice in shards] for divided in sequence_parallel]
+        pair: [
+            [_communicator_sum(links, layout, choice, RankSplit(*pair, divided)) for choice in shards]
+            for divided in sequence_parallel
+        ]
         for pair in dict.fromkeys(contexts)
     }
     return np.array([known[pair] for pair in contexts])
+
+
+@lru_cache(maxsize=1 << 16)
+def _communicator_sum(links: GroupLinks, layout: RankLayout, shards: ZeroChoice, split: RankSplit) -> float:
+    """Returns the bytes of all communicators of a rank but that of tied weights."""
+    split = split if shards.replicas * shards.holders % split.cp == 0 else RankSplit()
+    return sum(communicator_bytes(links, each) for each in communicators(layout, shards, split))
 
 
 @lru_cache(maxsize=64)

@@ -345,8 +345,8 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
     three = [shards.zero == 3 for shards in box.shards]
     expert_numel = _expert_numel(setting, box, layers)
     bucket = max(-(-box.bucket // setting.recipe.size), 1)
-    below = None if all(three) else _shared_buffer_numel(setting, box, ranks, bucket)
-    per_layer = _shared_buffer_numel(setting, box, ranks, None) if any(three) else None
+    below = None if all(three) else _shared_buffer_numel(box, ranks, bucket)
+    per_layer = _shared_buffer_numel(box, ranks, None) if any(three) else None
     found = below or per_layer or []
     if below is not None and per_layer is not None:
         found = [
@@ -364,18 +364,16 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
     )  # type: ignore[call-arg]
 
 
-def _shared_buffer_numel(
-    setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None
-) -> list[Array]:
-    """Returns the result of `_buffer_numel`, which grids share if they differ only in other choices."""
+def _shared_buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
+    """Returns the result of `_buffer_numel`, which grids and jobs share if they differ only in other choices."""
     shares = (box.offload_share, box.weights_share)
     if any(isinstance(share, np.ndarray) for share in shares):
         return _buffer_numel(box, ranks, bucket)
     holders = tuple(choice.holders for choice in box.shards)
-    key = ("buffers", tuple(ranks), box.cut, bucket, holders, box.weight, box.heft, *shares)
-    if key not in setting.cache:
-        setting.cache[key] = _buffer_numel(box, ranks, bucket)
-    return setting.cache[key]  # type: ignore[no-any-return]
+    key, known = (tuple(ranks), box.cut, bucket, holders, box.weight, box.heft, *shares), ranks[0].units.shard_numel
+    if key not in known:
+        known[key] = _buffer_numel(box, ranks, bucket)
+    return known[key]
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:

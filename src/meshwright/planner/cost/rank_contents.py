@@ -466,6 +466,8 @@ class ModelBuckets:
         self._sized: dict[TpEpShape, tuple[LayerNumel, ...]] = {}
         self._units: dict[tuple[TpEpShape, int | None, tuple[int, ...]], StageBuckets] = {}
         self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
+        self.shard_numel: dict[tuple[object, ...], list[Array]] = {}
+        """The results of `memory._buffer_numel`, which do not depend on devices."""
 
     def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
         """Returns the parameter groups of a stage. `content` is the number of layers of each layer run on the stage.

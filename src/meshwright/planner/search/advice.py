@@ -314,24 +314,26 @@ def _shortage_message(family: PlanFamily) -> Message:
 
 def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
     """Answers question 6: the cost of other tensor and pipeline degrees."""
-    plan = answer.chosen.plan
+    plan, pricer = answer.chosen.plan, CostModel(job)
     return Message(
         "6. Which tp and pp? tp {tp} and pp {pp}. Other tp: {tensor}. Other pp: {pipeline}.",
         tp=plan.tp,
         pp=plan.pp,
-        tensor=_neighbour_degrees(job, answer, "tp", runnable),
-        pipeline=_neighbour_degrees(job, answer, "pp", runnable),
+        tensor=_neighbour_degrees(job, answer, "tp", runnable, pricer),
+        pipeline=_neighbour_degrees(job, answer, "pp", runnable, pricer),
     )
 
 
-def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool) -> tuple[Message, ...]:
+def _neighbour_degrees(
+    job: Job, answer: SearchResult, axis: str, runnable: bool, pricer: CostModel
+) -> tuple[Message, ...]:
     """Returns a message for each of the next lower and higher degrees of `axis` (tp or pp): the relative change of the
     step time under the best plan with this degree, or that no plan with this degree fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
     degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is not a divisor
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
-    found, pricer = best_by_degree(answer, axis), CostModel(job)
+    found = best_by_degree(answer, axis)
     return tuple(
         _degree_message(
             axis, degree, step, fastest_plan(_pinned(job, axis, degree), runnable, found.get(degree), pricer)

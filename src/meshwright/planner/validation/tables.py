@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,11 @@ def _read_rows(path: Path) -> Iterator[MeasurementRow]:
             if path.suffix == ".gz"
             else path.open(newline="", encoding="utf-8") as file
         ):
-            for cells in csv.DictReader(file):
-                yield MeasurementRow({str(key): value or "" for key, value in cells.items()})
+            rows = csv.reader(file)
+            columns = next(rows, [])
+            for cells in rows:
+                if cells:
+                    yield MeasurementRow(dict(zip_longest(columns, cells, fillvalue="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(
             Message(
