@@ -271,6 +271,8 @@ def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
             first=finding["missing"][0],
         )
     if finding["rounding"]:
-        yield Message(", {count} gradients are rounding noise and are skipped", count=finding["rounding"])
+        yield Message(
+            ", {count} gradients are 0 on one device, up to rounding, and are not compared", count=finding["rounding"]
+        )
     if finding["first"]:
         yield Message(", {first}", first=finding["first"])

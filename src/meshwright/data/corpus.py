@@ -107,7 +107,12 @@ def _source_files(source: str, path: Path) -> list[Path]:
         return _hub_files(source)
     near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(
-        Message("data source {source!r} does not exist{hint}", source=source, hint=did_you_mean(path.name, near))
+        Message(
+            "data source {source!r} does not exist{hint}; name a file, a folder or a pattern such as 'texts/*.txt' "
+            "with --data",
+            source=source,
+            hint=did_you_mean(path.name, near),
+        )
     )
 
 

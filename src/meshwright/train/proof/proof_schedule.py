@@ -457,7 +457,7 @@ def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
     if predicted:
         seconds = Message("{seconds}, {predicted} predicted", seconds=seconds, predicted=show_seconds(predicted))
     line = Message(
-        "proven equal to one device {when}: loss {loss:.1e}, gradients {gradient:.1e}, {parameters} parameters, "
+        "proven equal to one device {when}: loss {loss:.1e}, gradients {gradient:.1e}, {parameters} parameter tensors, "
         "{rows} rows in {batches} batches ({seconds})",
         when=when,
         loss=proof.loss,
