@@ -22,8 +22,8 @@ from meshwright.cli.launch_plan import build_model_source
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.job import read_job
 from meshwright.spec.plan import parse_plan
-from meshwright.train.model import build_model
-from meshwright.train.verify import shrink_source
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.verify import VerifyRequest, build_small_model, shrink_source
 
 RESULTS = Path(__file__).parent / "results" / "catalog_models.json"
 NAME_KEYS = ("family", "name", "source", "aliases")
@@ -42,7 +42,9 @@ def missing_part(name: str, plan: str) -> str:
     """Returns why the model of the catalog is not built, or '' if it is."""
     try:
         source = build_model_source(read_job(None, (), {"model.name": name}))
-        build_model(shrink_source(source, parse_plan(plan)), 1, weights=False)
+        build_small_model(
+            VerifyRequest(model=source, plan=parse_plan(plan), optimizer=OptimizerConfig(), precisions=())
+        )
     except InputError as error:
         return str(error)
     return ""

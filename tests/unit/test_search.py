@@ -480,7 +480,6 @@ def test_trust_in_measured_plans_leaves_the_others_out() -> None:
     [
         ("llama2-7b", "1x8:tpu-v5p", "tpu-v5p can be planned"),
         ("llama2-7b", "1x8:h100+1x8:mi300x", "h100, mi300x in one job can be"),
-        ("pythia-1b", "1x8:h100", "kind 'neox'"),
     ],
 )
 def test_what_cannot_be_trained_is_plan_only(model: str, on: str, said: str) -> None:

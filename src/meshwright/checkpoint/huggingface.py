@@ -49,6 +49,7 @@ from meshwright.core.codec import parse_text, read_text_file
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.core.messages import Message
 from meshwright.core.units import show_bytes
+from meshwright.spec.huggingface_config import huggingface_config
 from meshwright.spec.workload import LoraConfig
 
 TOKENIZER_FILES = (
@@ -114,58 +115,11 @@ def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
 
     `sizes` has the keys of `models.registry`.
     """
-    given = {name: value for name, value in sizes.items() if value not in ("", None)}
-    kind = given.get("kind") or ("gpt2" if given.get("pos") == "learned" else "llama")
-    if kind == "llama":
-        return HfTemplate(_llama_config(given))
-    if kind == "gpt2":
-        return HfTemplate(_gpt2_config(given), ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    return None
-
-
-def _llama_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, base, biased = (
-        int(given["heads"]),
-        float(given.get("rope_base", 10_000.0)),
-        bool(int(given.get("qkv_bias", 0))),
-    )
-    return {
-        "architectures": ["Qwen2ForCausalLM" if biased else "LlamaForCausalLM"],
-        "model_type": "qwen2" if biased else "llama",
-        "hidden_size": int(given["hidden"]),
-        "intermediate_size": int(given["ffn"]),
-        "num_hidden_layers": int(given["layers"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(given.get("kv_heads", heads)),
-        "head_dim": int(float(given.get("head_dim", 0))) or int(given["hidden"]) // heads,
-        "vocab_size": int(given["vocab"]),
-        "max_position_embeddings": int(given["seq"]),
-        "rms_norm_eps": 1e-5,
-        "rope_theta": base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
-        "hidden_act": "silu",
-        "tie_word_embeddings": _has_tied_embeddings(given, False),
-    }
-
-
-def _gpt2_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": int(given["hidden"]),
-        "n_inner": int(given["ffn"]),
-        "n_layer": int(given["layers"]),
-        "n_head": int(given["heads"]),
-        "vocab_size": int(given["vocab"]),
-        "n_positions": int(float(given.get("pos_rows", given["seq"]))),
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": _has_tied_embeddings(given, True),
-    }
-
-
-def _has_tied_embeddings(given: Mapping[str, Any], otherwise: bool) -> bool:
-    return bool(int(given.get("tied", given.get("tied_embeddings", otherwise))))
+    config = huggingface_config(sizes)
+    if config is None:
+        return None
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight") if config["model_type"] == "gpt2" else ()
+    return HfTemplate(config, transposed)
 
 
 def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[PendingTensor]]) -> list[Path]:

@@ -1,16 +1,16 @@
 """Builds a reference model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads,
-ffn, vocab, seq, ...).
+ffn, vocab, seq, ...). Architectures without a reference model, such as BLOOM, are built by transformers.
 
 Guarantees:
 - Under every plan, the same torch seed gives the same parameters.
-- Sizes that no reference model supports raise an InputError.
+- Sizes that neither a reference model nor transformers supports raise an InputError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
 from meshwright.models.llama import Llama, LlamaConfig
 from meshwright.models.moe import MoeConfig, MoeLlama
+from meshwright.spec.huggingface_config import TRANSFORMERS_TYPES, huggingface_config, huggingface_type
 from meshwright.spec.reference_models import optional_count, reference_model_kind, unsupported_sizes
 
 
@@ -28,7 +29,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     """Returns the model with the sizes `model`. Empty sizes ('' or None) count as not given.
 
     Raises:
-        InputError: a size is missing or invalid, or no reference model supports the sizes.
+        InputError: a size is missing or invalid, nothing supports the sizes, or transformers is missing.
 
     >>> model = build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4})
     >>> sum(p.numel() for p in model.parameters())  # embedding and head 512, attention 256, feed-forward 384, norms 24
@@ -37,6 +38,8 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     given = {name: value for name, value in model.items() if value not in ("", None)}
     if (fault := unsupported_sizes(given)) is not None:
         raise InputError(fault)
+    if (config := transformers_config(given)) is not None:
+        return build_from_config(config)
     kind = str(given.get("kind") or reference_model_kind(given))
     if kind == "convnet":
         return ConvNet(
@@ -51,9 +54,7 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
         _required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq")
     )
     head_dim = int(float(given.get("head_dim", 0)))
-    if kind not in ("llama", "decoder") or not head_dim:  # other models need head_dim = hidden / heads
-        head_dim = head_dim or hidden // heads
-        _check_head_dim(hidden, heads, head_dim)
+    head_dim = head_dim or hidden // heads
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
         positions, relu = _num_positions(given, seq), given.get("mlp") == "relu"
@@ -75,17 +76,54 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     return Llama(replace(config, parallel=optional_count(given, "norms") == 1))
 
 
-def _check_head_dim(hidden: int, heads: int, head_dim: int) -> None:
-    if head_dim * heads != hidden:
+def transformers_config(sizes: Mapping[str, Any]) -> Any:
+    """Returns the `PretrainedConfig` of an architecture that transformers builds, or None for other architectures.
+
+    Raises:
+        InputError: a size is missing, or transformers is not installed.
+    """
+    given = {name: value for name, value in sizes.items() if value not in ("", None)}
+    model_type = huggingface_type(given)
+    if model_type not in TRANSFORMERS_TYPES:
+        return None
+    for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"):
+        _required_size(given, name)
+    try:
+        from transformers import AutoConfig
+    except ImportError:
         raise InputError(
             Message(
-                "hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide "
-                "hidden",
-                hidden=hidden,
-                heads=heads,
-                head_dim=head_dim,
+                "a model of type {model_type} needs transformers: pip install 'meshwright[huggingface]'",
+                model_type=model_type,
+            )
+        ) from None
+    return AutoConfig.for_model(**huggingface_config(given) or {})
+
+
+def build_from_config(config: Any) -> nn.Module:
+    """Builds the first architecture that a `PretrainedConfig` names, with random weights. If it names none, its model
+    that predicts tokens is built.
+
+    Raises:
+        InputError: the installed version of transformers does not have the architecture.
+    """
+    import transformers
+
+    names = list(getattr(config, "architectures", None) or [])
+    if not names:
+        causal = not getattr(config, "is_encoder_decoder", False)
+        usual = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSeq2SeqLM
+        return cast("nn.Module", usual.from_config(config))
+    build = getattr(transformers, names[0], None)
+    if build is None:
+        raise InputError(
+            Message(
+                "transformers {version} has no {architecture}: pip install --upgrade transformers",
+                version=transformers.__version__,
+                architecture=names[0],
             )
         )
+    return cast("nn.Module", build(config))
 
 
 def _required_size(given: Mapping[str, Any], name: str) -> int:

@@ -1,5 +1,5 @@
-"""Which sizes of an architecture the built-in reference models support. The planner marks the plans of other models as
-plan-only, and `models/registry.py` refuses to build them."""
+"""Which sizes of an architecture the reference models and transformers support. The planner marks the plans of other
+models as plan-only, and `models/registry.py` refuses to build them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from typing import Any
 
 from meshwright.core.errors import did_you_mean
 from meshwright.core.messages import Message
+from meshwright.spec.huggingface_config import TRANSFORMERS_TYPES, huggingface_type
 
 MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
-MISSING_PARTS = {
-    "bloom": Message("ALiBi positions"),
-    "neox": Message("parallel attention and feed-forward with LayerNorm, and no rotation of a part of a head"),
-}
-"""What kinds of the catalog have that no reference model has."""
-MISSING_PARTS_OF_FAMILIES = {
-    "GPT-OSS": Message("attention sinks, sliding windows, or biases of experts"),
-}
-"""What single families have that no reference model has, although their kind is built."""
 LAYER_TITLES = {"ln": "LayerNorm", "rms": "RMSNorm", "swiglu": "SwiGLU", "geglu": "GEGLU", "relu": "ReLU"} | {
     "gelu": "GELU",
     "gelu_new": "GELU",
@@ -43,15 +35,9 @@ def unsupported_sizes(sizes: Mapping[str, Any]) -> Message | None:
     """Returns why no reference model is built from `sizes` (keys of the catalog), or None if one is. Empty sizes ('' or
     None) count as not given."""
     given = {name: value for name, value in sizes.items() if value not in ("", None)}
-    kind, family = str(given.get("kind") or reference_model_kind(given)), str(given.get("family", ""))
-    missing = MISSING_PARTS.get(kind) or MISSING_PARTS_OF_FAMILIES.get(family)
-    if missing:
-        return Message(
-            "kind {kind!r}: the built-in reference models have no {part}; name a Hugging Face folder or a module "
-            "instead",
-            kind=kind if kind in MISSING_PARTS else family,
-            part=missing,
-        )
+    if (found := huggingface_type(given)) in TRANSFORMERS_TYPES:
+        return _unsupported_by_transformers(found, given)
+    kind = str(given.get("kind") or reference_model_kind(given))
     if kind not in MODEL_KINDS:
         return Message(
             "model kind {kind!r} is not one of {kinds}{hint}",
@@ -96,7 +82,30 @@ def unsupported_sizes(sizes: Mapping[str, Any]) -> Message | None:
             "pos {pos!r} is not one of rope, learned; name a Hugging Face folder or a module instead",
             pos=given["pos"],
         )
-    return None
+    free = kind in ("llama", "decoder") and optional_count(given, "head_dim")
+    return None if free or kind == "convnet" else _odd_heads(given)
+
+
+def _unsupported_by_transformers(found: str, given: Mapping[str, Any]) -> Message | None:
+    """Returns why transformers cannot build the sizes `given` of the model type `found`, or None if it can."""
+    hidden, ffn = optional_count(given, "hidden"), optional_count(given, "ffn")
+    if found == "bloom" and ffn != 4 * hidden:
+        return Message("ffn ({ffn}) of a BLOOM model must be 4 times hidden ({hidden})", ffn=ffn, hidden=hidden)
+    return _odd_heads(given) if found in ("bloom", "gpt_neox", "falcon") else None
+
+
+def _odd_heads(given: Mapping[str, Any]) -> Message | None:
+    """Returns that heads do not divide the hidden state, for models whose heads together have its width, or None."""
+    hidden, heads = optional_count(given, "hidden"), optional_count(given, "heads")
+    head_dim = optional_count(given, "head_dim") or (hidden // heads if heads else 0)
+    if head_dim * heads == hidden or not heads:
+        return None
+    return Message(
+        "hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden",
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+    )
 
 
 def optional_count(sizes: Mapping[str, Any], name: str) -> int:

@@ -37,6 +37,10 @@ FFN_SIZE_KEYS = (
     "decoder_ffn_dim",
 )
 HEAD_SIZE_KEYS = ("head_dim", "d_kv")
+LATENT_RANK_KEYS = ("q_lora_rank", "kv_lora_rank")
+LATENT_HEAD_SIZE_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Sizes of multi-head latent attention. In DeepSeek-V2 and V3, `head_dim` is the size of the rotary part of a head, and
+`qk_head_dim` the sum of both parts."""
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_FFN_SIZE_KEYS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 MAX_POSITION_KEYS = (
@@ -79,6 +83,11 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
         "patch_size": 4,
         "rotary_dim": hidden // heads // 2,
     }
+    small |= (
+        dict.fromkeys(LATENT_RANK_KEYS, hidden // 2)
+        | dict.fromkeys(LATENT_HEAD_SIZE_KEYS, hidden // heads)
+        | {"qk_head_dim": 2 * (hidden // heads)}
+    )
     for name, value in small.items():
         if _integer_attribute(config, name):
             with suppress(*DERIVED_SIZE_ERRORS):

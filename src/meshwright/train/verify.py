@@ -36,6 +36,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.ipc import IpcMessage
 from meshwright.core.messages import Message
 from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.models.registry import build_from_config, transformers_config
 from meshwright.runtime.expert_parallel.load_balancing import (
     CAPACITY_ATTRIBUTE,
     aux_loss_coefficient,
@@ -164,9 +165,10 @@ def shrink_source(source: ModelSource, plan: Plan, hidden: int = HIDDEN_SIZE) ->
 def build_small_model(question: VerifyRequest) -> nn.Module:
     """Builds the reduced model in host memory, without dropout. A model from a user's function keeps its sizes."""
     source, width = question.model, reduced_width(question)
+    config = _transformers_config(source)
     model = (
-        _build_small_hf_model(source, question, width)
-        if source.folder
+        _build_small_hf_model(config, question, width)
+        if config is not None
         else build_model(shrink_source(source, question.plan, width), question.seed, weights=False)
     )
     if source.rules:
@@ -181,11 +183,17 @@ def build_small_model(question: VerifyRequest) -> nn.Module:
     return model
 
 
-def _build_small_hf_model(source: ModelSource, question: VerifyRequest, width: int) -> nn.Module:
-    """Builds the model of a Hugging Face folder with small sizes, random weights and dropout rates of 0."""
-    import transformers
+def _transformers_config(source: ModelSource) -> Any:
+    """Returns the configuration of a model that transformers builds, or None."""
+    if not source.folder:
+        return transformers_config(source.sizes) if source.sizes else None
+    from transformers import AutoConfig
 
-    config = transformers.AutoConfig.from_pretrained(source.folder)
+    return AutoConfig.from_pretrained(source.folder)
+
+
+def _build_small_hf_model(config: Any, question: VerifyRequest, width: int) -> nn.Module:
+    """Builds the model of the configuration with small sizes, random weights and dropout rates of 0."""
     plan = question.plan
     layers = sum(plan.layers_per_stage) or max(2, plan.stages)
     sizes = {
@@ -198,16 +206,8 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest, width: i
         "ep": plan.ep,
     }
     shrink_config(config, layers, plan.tp, sizes)
-    names = list(getattr(config, "architectures", None) or [])
     set_seed(question.seed)
-    if names and hasattr(transformers, names[0]):
-        return getattr(transformers, names[0])(config)
-    usual = (
-        transformers.AutoModelForSeq2SeqLM
-        if getattr(config, "is_encoder_decoder", False)
-        else transformers.AutoModelForCausalLM
-    )
-    return usual.from_config(config)
+    return build_from_config(config)
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:

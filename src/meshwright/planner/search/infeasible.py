@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, islice
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.catalog import read as catalog
 from meshwright.core.errors import InputError, NothingFits
@@ -216,7 +216,7 @@ def without_pins(job: Job) -> Iterator[JobChange]:
     the last job has no pins."""
     first = [name for name in CHEAPEST_PINS if name in job.pins]
     for name in (*first, *(name for name in job.pins if name not in first)):
-        pins = {other: value for other, value in job.pins.items() if other != name}
+        pins: dict[str, Any] = {other: value for other, value in job.pins.items() if other != name}
         if name == "zero" and {"dp_replicate", "dp_shard"} <= pins.keys():  # how a plan name pins the replicas
             pins["dp"] = pins.pop("dp_replicate") * pins.pop("dp_shard")
         yield (
