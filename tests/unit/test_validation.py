@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,16 @@ ACCURACY = Path(catalog.__file__).parent / "accuracy.json"
 NOISE = 0.002
 
 
+@lru_cache(maxsize=2)
+def predicted(counted: bool) -> tuple[dict[str, list[StepPrediction]], Counter[tuple[str, str]]]:
+    """The predictions of the rows that count for errors, or of the others. Each row is predicted once."""
+    return predict_rows(row for row in read_measurements() if (row.text("core") == "1") == counted)
+
+
 @lru_cache(maxsize=1)
 def core() -> ValidationReport:
     """The scores of the rows that count for errors."""
-    return validation_report(*predict_rows(row for row in read_measurements() if row.text("core") == "1"))
+    return validation_report(*predicted(True))
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +60,8 @@ def every_prediction() -> list[StepPrediction]:
 
 @lru_cache(maxsize=1)
 def by_family() -> dict[str, list[StepPrediction]]:
-    return predict_rows(read_measurements())[0]
+    counted, others = predicted(True)[0], predicted(False)[0]
+    return {name: [*counted.get(name, ()), *others.get(name, ())] for name in counted | others}
 
 
 def now() -> dict[str, float]:
