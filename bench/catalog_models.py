@@ -21,6 +21,7 @@ from meshwright.catalog import read as catalog
 from meshwright.cli.launch_plan import build_model_source
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.job import read_job
+from meshwright.planner.inputs.model_parser import read_model
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.verify import VerifyRequest, build_small_model, shrink_source
@@ -40,6 +41,8 @@ class Verified(NamedTuple):
 
 def missing_part(name: str, plan: str) -> str:
     """Returns why the model of the catalog is not built, or '' if it is."""
+    if fault := read_model(name).against_training:
+        return fault
     try:
         source = build_model_source(read_job(None, (), {"model.name": name}))
         build_small_model(
