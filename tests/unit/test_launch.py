@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs import answering_once
+from jobs import answering_once, cluster, small_job
 from kubeflow_trainer_api import models
 
-from meshwright.cli.launch import KubernetesOptions, LengthOptions, NodeOptions, SlurmOptions, launch
+from meshwright.cli.launch import (
+    KubernetesOptions,
+    LengthOptions,
+    NodeOptions,
+    SlurmOptions,
+    check_fewest_nodes,
+    launch,
+)
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, Interrupted
 from meshwright.planner.search import ranking
@@ -205,3 +212,10 @@ def test_what_cannot_be_launched_is_one_line(
     with pytest.raises(InputError, match=words) as error:
         launch(shared=shared, save=tmp_path, **more)
     assert "\n" not in str(error.value)
+
+
+def test_a_job_may_continue_on_fewer_nodes_only_if_a_plan_fits_on_them() -> None:
+    job = small_job(on=cluster(8, 1, memory=2e6))
+    check_fewest_nodes(job, 4)
+    with pytest.raises(InputError, match=r"--min-nodes 2: no plan fits on 2 nodes, so a run that loses the others"):
+        check_fewest_nodes(job, 2)

@@ -30,7 +30,7 @@ from meshwright.core.messages import Message, translate
 if TYPE_CHECKING:
     from meshwright.elastic.launch.submission import JobSubmission
     from meshwright.planner.inputs.job import JobFile
-    from meshwright.spec.job import LaunchSpec, ModelSource
+    from meshwright.spec.job import Job, LaunchSpec, ModelSource
 
 LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
@@ -244,11 +244,33 @@ def build_submission(
     check_model_builds(file, source, remark)
     with search_progress(language):
         choice = choose_plan(file, None, None, os.environ, None)
+    if choice.question is not None and start.min_nodes < start.nodes:
+        check_fewest_nodes(choice.question, start.min_nodes)
     ready = build_launch(file, source, folder, choice)
     lines = (*choice.why, work_summary(file, ready))
     return replace(
         start, about=("Written by `meshwright launch`.", *(translate(line, language).strip() for line in lines))
     )
+
+
+def check_fewest_nodes(job: Job, min_nodes: int) -> None:
+    """Checks that a plan fits on `min_nodes` nodes, because a run that loses nodes would otherwise end.
+
+    Raises: InputError if no plan fits on them.
+    """
+    from meshwright.core.errors import InputError
+    from meshwright.planner.search.infeasible import fits
+
+    groups = (job.cluster.groups[0].but(nodes=min_nodes),)
+    fewer = job.but(cluster=job.cluster.but(groups=groups), pins=job.workload.fixed)
+    if not fits(fewer, runnable=True):
+        raise InputError(
+            Message(
+                "--min-nodes {min_nodes}: no plan fits on {min_nodes:count node}, so a run that loses the others would "
+                "end; a larger number is needed (meshwright fit states the smallest cluster)",
+                min_nodes=min_nodes,
+            )
+        )
 
 
 def with_length(file: JobFile, length: LengthOptions) -> JobFile:

@@ -195,6 +195,14 @@ def _fastest_homogeneous(
     return None if least.legal else find_best_plan(job, runnable, pricer=pricer)
 
 
+def fits(job: Job, runnable: bool = False) -> bool:
+    """Returns whether a plan with identical ranks fits. Only plans with the lowest memory are searched."""
+    try:
+        return bool(search_best_plan(with_lowest_memory_pins(job), runnable).ranking.best)
+    except InputError:
+        return False
+
+
 def with_lowest_memory_pins(job: Job) -> Job:
     """Returns the job with pins that leave only the plans with the lowest memory. If none of these plans fits, no plan
     of `job` fits."""
