@@ -14,12 +14,12 @@ from meshwright.interop.importing import ImportedPlan, import_plan
 DDP_YAML = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
 
 
-def imported(folder: Path, files: dict[str, Any]) -> ImportedPlan:
+def imported(folder: Path, files: dict[str, Any], devices: int = 0) -> ImportedPlan:
     """Imports the files; a mapping is written as JSON."""
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (folder / name).write_text(text, encoding="utf-8")
-    return import_plan(*(folder / name for name in files))
+    return import_plan(*(folder / name for name in files), devices=devices)
 
 
 def trainer(system: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -63,10 +63,26 @@ def test_ddp_under_autocast_reduces_float32(system: str, tmp_path: Path) -> None
 def test_arguments_of_the_trainer_with_deepspeed_ask_for_its_file(tmp_path: Path) -> None:
     """They were imported as data parallelism without ZeRO."""
     arguments = {"per_device_train_batch_size": 2, "max_steps": 4, "deepspeed": "ds.json"}
-    with pytest.raises(InputError, match=r"give ds.json and a script with the launch line, `deepspeed train.py"):
+    with pytest.raises(InputError, match=r"name ds\.json together with the arguments"):
         imported(tmp_path, {"args.json": arguments})
     found = imported(tmp_path, trainer("deepspeed", {"max_steps": 4}))
     assert (found.plan.zero, found.plan.dp, found.plan.micro_batch) == (2, 2, 2)
+
+
+def test_arguments_of_the_trainer_fill_the_auto_values_of_deepspeed(tmp_path: Path) -> None:
+    """Both files have `gradient_accumulation_steps`, so the import said that they contradict each other."""
+    sharded = {
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 2e-5, "max_steps": 9}
+    files = {"ds.json": sharded, "args.json": {**given, "deepspeed": "ds.json"}}
+    found = imported(tmp_path, files, devices=4)
+    work = found.job["workload"]
+    assert (found.plan.zero, found.plan.dp, found.plan.micro_batch) == (3, 4, 2)
+    assert (work["batch"], work["steps"], work["optimizer"]["lr"]) == (32, 9, 2e-5)
 
 
 def test_a_deepspeed_section_of_accelerate_names_the_file_to_give(tmp_path: Path) -> None:

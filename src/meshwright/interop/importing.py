@@ -116,7 +116,7 @@ def import_plan(
     """
     if not paths:
         raise InputError(Message("name the configuration files of the other system"))
-    files = [read_config(path) for path in paths]
+    files = _as_options([read_config(path) for path in paths])
     keys: dict[str, Any] = {}
     for file in files:
         _check_repeated(file, keys)
@@ -201,6 +201,19 @@ def _lost_schedule(workload: Mapping[str, Any]) -> list[Message]:
             )
         )
     return lines
+
+
+def _as_options(files: list[ConfigFile]) -> list[ConfigFile]:
+    """Returns the files. With a configuration of DeepSpeed, the keys of a file of TrainingArguments become options of
+    the script. Some have the names of keys of DeepSpeed, whose value is then `auto`."""
+    if not any(key.startswith("zero_optimization.") for file in files for key in file.keys):
+        return files
+    return [
+        file._replace(keys={f"--{key}": value for key, value in file.keys.items()})
+        if {"deepspeed", "per_device_train_batch_size"} & file.keys.keys()
+        else file
+        for file in files
+    ]
 
 
 def _check_repeated(file: ConfigFile, keys: Mapping[str, Any]) -> None:

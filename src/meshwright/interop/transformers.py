@@ -31,8 +31,8 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     if stated := keys.get("deepspeed", keys.get("--deepspeed")):
         raise InputError(
             Message(
-                "deepspeed={file}: DeepSpeed shards the model as this file says: give {file} and a script with the "
-                "launch line, `deepspeed train.py --deepspeed {file} OPTIONS`",
+                "deepspeed={file}: DeepSpeed shards the model as this file says: name {file} together with the "
+                "arguments",
                 file=stated,
             )
         )
