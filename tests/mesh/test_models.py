@@ -15,6 +15,10 @@ from meshwright.models.registry import build_from_config, build_reference_model
 from meshwright.planner.inputs.architecture_sizes import HF_FAMILIES, sizes_from_catalog, sizes_from_hf_config
 from meshwright.planner.inputs.model_parser import read_model
 from meshwright.spec.huggingface_config import TRANSFORMERS_TYPES, huggingface_config, huggingface_type
+from meshwright.spec.job import ModelSource
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.verify import VerifyRequest, build_small_model
 
 torch.set_num_threads(1)
 SMALL = {name: {**sizes, "layers": 2, "hidden": 32} for name, sizes in TINY.items()}
@@ -241,3 +245,12 @@ def test_an_exported_model_has_the_parameters_of_its_class_in_transformers(name:
         theirs = build_from_config(AutoConfig.for_model(**huggingface_config(sizes)))
     shapes = [{name: tuple(each.shape) for name, each in model.named_parameters()} for model in (ours, theirs)]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_the_small_model_of_verify_has_the_heads_of_latent_attention(name: str) -> None:
+    """The rotary part of a head had its full size, so the small model could not run."""
+    source = ModelSource(name=name, sizes=sizes_from_catalog(catalog.models()[name]).model_dump(exclude_none=True))
+    request = VerifyRequest(model=source, plan=parse_plan("tp2"), optimizer=OptimizerConfig(), precisions=())
+    model = build_small_model(request)
+    assert model(torch.randint(8, (2, 8))).logits.shape[:2] == (2, 8)
