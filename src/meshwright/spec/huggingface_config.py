@@ -86,7 +86,7 @@ def _gpt_neox(given: Sizes) -> Config:
         "model_type": "gpt_neox",
         **_decoder(given, partial_rotary_factor=0.25),
         "rotary_pct": 0.25,
-        "hidden_act": "gelu",
+        "hidden_act": "gelu_fast" if given.get("family") == "GPT-NeoX" else "gelu",
         "use_parallel_residual": True,
     }
 
@@ -107,6 +107,7 @@ def _bloom(given: Sizes) -> Config:
 def _deepseek(given: Sizes) -> Config:
     version = 3 if huggingface_type(given) == "deepseek_v3" else 2
     latent, experts = given["mla"], int(given["experts"])
+    # A group is scored by its two best experts, so it needs several.
     groups = DEEPSEEK_EXPERT_GROUPS if latent.get("q_lora") and experts % (4 * DEEPSEEK_EXPERT_GROUPS) == 0 else 1
     routing = (
         {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
@@ -167,10 +168,11 @@ def _falcon(given: Sizes) -> Config:
 
 
 def _gpt_oss(given: Sizes) -> Config:
+    """Leaves the rotation to the class, whose defaults are those of gpt-oss-120b (YaRN, base 150,000)."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        **_decoder(given),
+        **{name: value for name, value in _decoder(given).items() if not name.startswith("rope_")},
         "intermediate_size": int(given["moe_ffn"]),
         "num_local_experts": int(given["experts"]),
         "num_experts_per_tok": int(given["top_k"]),
