@@ -9,9 +9,11 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from meshwright.core.errors import InputError, did_you_mean
@@ -100,9 +102,9 @@ def transformers_config(sizes: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(**huggingface_config(given) or {})
 
 
-def build_from_config(config: Any) -> nn.Module:
-    """Builds the first architecture that a `PretrainedConfig` names, with random weights. If it names none, its model
-    that predicts tokens is built.
+def transformers_class(config: Any) -> Any:
+    """Returns the first architecture that a `PretrainedConfig` names. If it names none, the `AutoModel` class of models
+    that predict tokens is returned.
 
     Raises:
         InputError: the installed version of transformers does not have the architecture.
@@ -112,10 +114,9 @@ def build_from_config(config: Any) -> nn.Module:
     names = list(getattr(config, "architectures", None) or [])
     if not names:
         causal = not getattr(config, "is_encoder_decoder", False)
-        usual = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSeq2SeqLM
-        return cast("nn.Module", usual.from_config(config))
-    build = getattr(transformers, names[0], None)
-    if build is None:
+        return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSeq2SeqLM
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
         raise InputError(
             Message(
                 "transformers {version} has no {architecture}: pip install --upgrade transformers",
@@ -123,7 +124,19 @@ def build_from_config(config: Any) -> nn.Module:
                 architecture=names[0],
             )
         )
-    return cast("nn.Module", build(config))
+    return kind
+
+
+def build_from_config(config: Any) -> nn.Module:
+    """Builds the model of a `PretrainedConfig` in float32, with random weights. `config` does not change.
+
+    Raises:
+        InputError: the installed version of transformers does not have the architecture.
+    """
+    kind = transformers_class(config)
+    config = deepcopy(config)
+    unnamed = not getattr(config, "architectures", None)
+    return cast("nn.Module", kind.from_config(config, dtype=torch.float32) if unnamed else kind(config))
 
 
 def _required_size(given: Mapping[str, Any], name: str) -> int:

@@ -16,7 +16,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import math
@@ -46,7 +45,7 @@ from meshwright.core.messages import Message
 from meshwright.data.dataset import DataObjective, Dataset
 from meshwright.data.loader import BatchLoader
 from meshwright.data.mixture import open_mixture
-from meshwright.models.registry import build_reference_model
+from meshwright.models.registry import build_from_config, build_reference_model, transformers_class
 from meshwright.runtime.deferred_init import build_deferred
 from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
 from meshwright.runtime.loss import is_encoder_decoder, predicts_next_token
@@ -258,22 +257,7 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
                 reason=reason,
             )
         ) from error
-    names = list(getattr(config, "architectures", None) or [])
-    usual = (
-        transformers.AutoModelForSeq2SeqLM
-        if getattr(config, "is_encoder_decoder", False)
-        else transformers.AutoModelForCausalLM
-    )
-    kind: Any = getattr(transformers, names[0], None) if names else usual
-    if kind is None:
-        raise InputError(
-            Message(
-                "{folder}: transformers {version} has no architecture {names!r}",
-                folder=folder / "config.json",
-                version=transformers.__version__,
-                names=names[0],
-            )
-        )
+    transformers_class(config)  # refuses an unknown architecture now, not when the model is built
     if filled and getattr(config, "quantization_config", None):
         raise InputError(
             Message(
@@ -281,9 +265,7 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
                 folder=folder / "config.json",
             )
         )
-    if not names:
-        return lambda: kind.from_config(copy.deepcopy(config), dtype=torch.float32)
-    return lambda: kind(copy.deepcopy(config))
+    return partial(build_from_config, config)
 
 
 def _user_model(name: str) -> nn.Module:
