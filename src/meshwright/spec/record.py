@@ -65,7 +65,12 @@ class StepRecord(StrictModel):
 
     step: int
     loss: float
-    tokens: int = Field(description="number of labels in the loss, over all ranks")
+    tokens: int = Field(
+        description=(
+            "tokens of the global batch: rows times sequence, with prompts and padding, whether or not they have a "
+            "label (as Megatron-LM and torchtitan count); without token ids, such as for images: rows"
+        )
+    )
     gradient_norm: float
     lr: float
     seconds: float = Field(description="seconds of the step, with the wait for its batch")
@@ -88,9 +93,10 @@ class StepRecord(StrictModel):
     rates: dict[str, float] = Field(
         default_factory=dict,
         description=(
-            "tokens_per_second_per_device; mfu (model FLOPs utilisation): FLOPs that the model needs, divided by the "
-            "seconds and the nominal FLOP/s of all devices. A backward counts as two forwards, causal attention counts "
-            "its half, recompute counts nothing. CPU ranks have no nominal peak, so they have no mfu"
+            "labels_per_token: labels in the loss, divided by tokens; tokens_per_second_per_device; mfu (model FLOPs "
+            "utilisation): FLOPs that the model needs, divided by the seconds and the nominal FLOP/s of all devices. A "
+            "backward counts as two forwards, causal attention counts its half, recompute counts nothing. CPU ranks "
+            "have no nominal peak, so they have no mfu"
         ),
     )
     memory: dict[str, float] = Field(
@@ -127,7 +133,7 @@ class StepRecord(StrictModel):
         """
         if not self.tokens or not self.seconds:
             return self
-        rates = {"tokens_per_second_per_device": self.tokens / self.seconds / devices}
+        rates = {**self.rates, "tokens_per_second_per_device": self.tokens / self.seconds / devices}
         if ideal_seconds:
             rates["mfu"] = ideal_seconds / self.seconds
         return self.model_copy(update={"rates": rates})

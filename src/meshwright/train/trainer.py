@@ -224,7 +224,7 @@ class Trainer(TrainState):
         self.engine.forget()
         compute = partial(self.passes.backward, self, batch)
         settled = compute if self.recount is None else partial(self.recount.settled, self, compute)
-        loss, tokens, squares = retry_after_repair(self, settled)
+        loss, labels, squares = retry_after_repair(self, settled)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
@@ -250,13 +250,14 @@ class Trainer(TrainState):
         return StepRecord(
             step=self.steps,
             loss=loss,
-            tokens=tokens,
+            tokens=self.passes.tokens,
             gradient_norm=norm if finite else 0.0,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
             exposed=exposed,
             sent=sent,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=self.passes.tokens / seconds,
+            rates={"labels_per_token": labels / self.passes.tokens} if self.passes.tokens else {},
             memory={kind: float(size) for kind, size in self.bytes().items()},
             loss_scale=scale_used,
             skipped=not finite,

@@ -399,6 +399,21 @@ def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
     return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))
 
 
+def count_tokens(batch: Batch) -> int:
+    """Returns the number of tokens in `batch`, whether or not they have a label: rows times sequence. `input_ids`, or
+    else the first matrix of integers, has the sequence. Without such an entry, such as for images, a row is a token.
+
+    >>> count_tokens({"input_ids": torch.zeros(4, 8, dtype=torch.int64), "labels": torch.full((4, 8), IGNORE_INDEX)})
+    32
+    >>> count_tokens({"pixel_values": torch.zeros(4, 3, 8, 8), "labels": torch.zeros(4, dtype=torch.int64)})
+    4
+    """
+    ids = (batch.get(name) for name in ("input_ids", *batch))
+    matrices = (each for each in ids if isinstance(each, torch.Tensor) and each.ndim == 2)
+    sequences = next((each for each in matrices if not each.is_floating_point()), None)
+    return num_rows(batch) if sequences is None else sequences.numel()
+
+
 def padded_rows(plan: Plan, rows: int) -> int:
     """Returns the smallest number of rows that is at least `rows` and fills whole micro-batches of all replicas.
 

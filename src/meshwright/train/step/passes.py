@@ -28,6 +28,7 @@ from meshwright.train.step.inputs import (
     check_batch_type,
     check_nested_tensors,
     count_replica_labels,
+    count_tokens,
     move_batch,
     pad_batch,
     split_micro_batches,
@@ -52,6 +53,8 @@ class StepPasses:
         self._row_counts = row_counts
         self.rows = 0
         """The number of rows of the global batch."""
+        self.tokens = 0
+        """The number of tokens of the global batch (`count_tokens`)."""
         self.loads: list[list[float]] = []
         """The load of each expert, for each expert module: its number of (token, expert) pairs divided by the mean over
         the experts of the module."""
@@ -140,13 +143,14 @@ class StepPasses:
             of_all, here = plan.uneven_batch or plan.rows_per_round, mesh.replica
             own = plan.micro_batch_of(here) * (plan.shares[here] if plan.shares else 1)
             self.rows = round(sum(map(num_rows, batches)) * of_all / own)
+            self.tokens = round(sum(map(count_tokens, batches)) * of_all / own)
             if tokens is None:
                 valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=mesh.device)
                 all_reduce(valid, mesh.world).wait()
                 tokens = round(float(valid) / (plan.pp * plan.tp * plan.cp))
         else:
             tokens = objective.count(batch)
-            self.rows = num_rows(batch)
+            self.rows, self.tokens = num_rows(batch), count_tokens(batch)
             single = not engine.statistics and engine.balance is None
             if objective.loss is None and "labels" in batch and single:
                 batch = pad_batch(batch, plan)
