@@ -527,3 +527,24 @@ def test_the_doctor_tells_of_an_accelerator_that_training_leaves_idle() -> None:
         "torch": torch_of,
     }
     assert [(mend.what, mend.must) for mend in torch_remedies(facts)] == [(torch_of["idle"], False)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["checkpoint", "export", "runs/mine", "--to", "full"],
+        ["checkpoint", "export", "runs/mine", "--to", "full", "--form", "dcp"],
+        ["checkpoint", "export", "runs/mine", "--to", "full/model.safetensors"],
+        ["export", "--model", "llama2-7b", "--to", "megatron", "--out", "full/model.safetensors"],
+        ["import", "launch.sh", "--out", "full/model.safetensors"],
+    ],
+)
+def test_a_wrong_output_folder_is_refused_before_anything_is_imported_or_read(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").touch()
+    code = (
+        f"import sys; from meshwright.cli.main import main; code = main({words!r}); "
+        "sys.exit(code + 100 * bool({'torch', 'meshwright.interop', 'meshwright.planner'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1 and "full" in found.stderr

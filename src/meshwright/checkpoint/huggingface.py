@@ -28,7 +28,6 @@ so they have no config.json.
 from __future__ import annotations
 
 import errno
-import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -39,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.analysis.nf4 import pair_table, unpack_nf4, weight_shape
+from meshwright.checkpoint.export_folder import ADAPTER_WEIGHTS_FILE, check_export_folder
 from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, INDEX_FILE, WEIGHT_PREFIX, WEIGHTS_FILE
 from meshwright.checkpoint.load import read_full_tensor
 from meshwright.checkpoint.manifest import TensorEntry
@@ -176,7 +176,7 @@ def export_error(folder: Path, error: OSError) -> MeshwrightError:
 LORA_BASE_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 FAN_IN_FAN_OUT_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Model families whose layers store their weight as (in, out)."""
-ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 
 def is_lora_weight(name: str) -> bool:
@@ -251,10 +251,7 @@ def export_adapter(
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
     if not names:
         raise InputError(Message("checkpoint {path!r} has no LoRA adapters", path=str(path)))
-    if storage.path_exists(folder / ADAPTER_WEIGHTS_FILE):
-        raise InputError(
-            Message("folder {folder!r} already holds an adapter; name another, or remove it first", folder=str(folder))
-        )
+    check_export_folder(folder, adapter=True)
     items = []
     for name in names:
         entry = reader.manifest.tensors[name]
@@ -327,10 +324,7 @@ def export_weights(
                 hint=did_you_mean(dtype, DTYPE_BY_NAME),
             )
         )
-    if fnmatch.filter(storage.list_names(folder), "model*.safetensors*"):
-        raise InputError(
-            Message("folder {folder!r} already holds weights; name another, or remove them first", folder=str(folder))
-        )
+    check_export_folder(folder)
     plain = [entry.dtype for name, entry in sorted(weights.items()) if _is_plain_weight(name, entry)]
     written = dtype or plain[0]
     weights = {name: _without_packing(name, entry, written) for name, entry in weights.items()}

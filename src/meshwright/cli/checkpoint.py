@@ -153,15 +153,17 @@ def export(
 
     Try: meshwright checkpoint export runs/mine --to exported --dtype bfloat16
     """
+    from meshwright.checkpoint.export_folder import HUGGINGFACE_FORM, check_export_folder
     from meshwright.core.errors import InputError
 
-    one = newest_at(path)
-    if form != "huggingface":
+    check_export_folder(to, form, weights.adapter)
+    if form != HUGGINGFACE_FORM:
         if (weights.config is not None and form != "megatron") or weights.dtype is not None or weights.adapter:
             raise InputError(
                 Message("--config, --dtype and --adapter belong to --form huggingface, not to {form}", form=form)
             )
-        return _export_form(one, to, form, weights_only, weights.config, json, lang)
+        return _export_form(newest_at(path), to, form, weights_only, weights.config, json, lang)
+    one = newest_at(path)
     files = _export_huggingface(one, to, weights)
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})

@@ -18,7 +18,7 @@ from meshwright.cli.options import (
     print_note,
     print_output,
 )
-from meshwright.core.files import write_atomically
+from meshwright.core.files import check_output_folder, write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
 
@@ -39,6 +39,7 @@ def export(
 
     Try: meshwright export --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --plan dp2.tp4.z1 --to megatron
     """
+    check_output_folder(out)
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.interop.exporting import export_lines, export_plan
     from meshwright.interop.for_system import best_plan_for

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from meshwright.cli.options import AsJson, Language, count_option, print_json, print_note, print_output
-from meshwright.core.files import write_atomically
+from meshwright.core.files import check_output_folder, write_atomically
 from meshwright.core.language import choose_language
 from meshwright.core.messages import Message, translate
 
@@ -33,6 +33,7 @@ def import_(
 
     Try: meshwright import ds_config.json launch.sh --out imported
     """
+    check_output_folder(out)
     import yaml
 
     from meshwright.interop.importing import import_lines, import_plan

@@ -55,6 +55,12 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def check_output_folder(folder: Path | None) -> None:
+    """Raises InputError if a command cannot make `folder` because a file has its name. None is valid."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InputError(Message("{folder!r} is a file; name a folder", folder=str(folder)))
+
+
 def _replace_file(path: Path, text: str, rights: int | None) -> None:
     """Replaces the file at `path`. `rights` are its permissions, None for the default of new files."""
     fresh = path.with_name(f".meshwright-{os.getpid()}-{os.urandom(4).hex()}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from meshwright.checkpoint.export_folder import check_export_folder
 from meshwright.checkpoint.formats.dcp_write import write_dcp
 from meshwright.checkpoint.formats.deepspeed import write_deepspeed
 from meshwright.checkpoint.formats.megatron_write import write_megatron
@@ -39,8 +40,7 @@ def export_checkpoint(
         InputError: `folder` exists, or the form cannot express the optimizer states of the checkpoint.
         MeshwrightError: there is not enough free space.
     """
-    if storage.path_exists(folder):
-        raise InputError(Message("folder {folder!r} already exists; name a new one", folder=str(folder)))
+    check_export_folder(folder, form)
     content = read_torch_state(path, weights_only)._replace(config=config)
     if any(one.dtype == "uint8" for one in content.weights.values()):
         raise InputError(
