@@ -205,6 +205,11 @@ LOST = [
     ({"d.json": deepspeed(warmup_decay(warmup_min_lr=1e-4))}, "scheduler.params.warmup_min_lr=0.0001: no equivalent"),
     ({"a.sh": "x.py --micro-batch-size 1 --train-iters 100 --lr 1 --lr-decay-iters 50"}, "--lr-decay-iters=50: no"),
     (
+        {"a.sh": "x.py --micro-batch-size 1 --global-batch-size 8 --train-samples 800 --lr 1 --lr-decay-samples 400"},
+        "--lr-decay-samples=400: no equivalent of this value; the learning rate falls until the last step here: set "
+        "workload.steps 50",
+    ),
+    (
         {"a.sh": "x.py --micro-batch-size 1 --train-iters 100 --lr 1 --lr-decay-style WSD --lr-wsd-decay-iters 9"},
         "--lr-wsd-decay-style=exponential: no equivalent",
     ),

@@ -85,6 +85,35 @@ def test_arguments_of_the_trainer_fill_the_auto_values_of_deepspeed(tmp_path: Pa
     assert (work["batch"], work["steps"], work["optimizer"]["lr"]) == (32, 9, 2e-5)
 
 
+def test_accelerate_takes_the_arguments_of_the_trainer_as_a_file_or_as_options(tmp_path: Path) -> None:
+    """The file was refused: "give the files of one system"."""
+    options = {"max_steps": 9, "learning_rate": 2e-5, "gradient_accumulation_steps": 4, "weight_decay": 0.1}
+    as_options = imported(tmp_path, trainer("accelerate", options), devices=2)
+    arguments = {"per_device_train_batch_size": 2, **options}
+    for files in ({"a.yaml": DDP_YAML, "args.json": arguments}, {"args.json": arguments, "a.yaml": DDP_YAML}):
+        found = imported(tmp_path, files, devices=2)
+        assert found.system.name == "accelerate" and (found.plan, found.job) == (as_options.plan, as_options.job)
+    assert found.job["workload"]["batch"] == 16 and found.job["workload"]["optimizer"]["lr"] == 2e-5
+
+
+@pytest.mark.parametrize("system", ["accelerate", "transformers", "deepspeed"])
+@pytest.mark.parametrize(
+    ("optim", "remedy"),
+    [
+        ("adafactor", "workload.optimizer.name adafactor"),
+        ("sgd", "workload.optimizer.name sgd"),
+        ("paged_adamw_8bit", "workload.optimizer.state 8bit"),
+        ("lomo", "package.module:function"),
+        ("adamw_torch", None),
+    ],
+)
+def test_an_optimizer_of_the_trainer_that_the_job_does_not_have_gets_a_remedy(
+    system: str, optim: str, remedy: str | None, tmp_path: Path
+) -> None:
+    lines = [line for line in imported(tmp_path, trainer(system, {"optim": optim})).not_carried if "optim=" in line]
+    assert len(lines) == (remedy is not None) and all(str(remedy) in line for line in lines)
+
+
 def test_a_deepspeed_section_of_accelerate_names_the_file_to_give(tmp_path: Path) -> None:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
     with pytest.raises(InputError, match="give the JSON file of DeepSpeed"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.core.messages import Message
 from meshwright.interop.settings import Settings
-from meshwright.interop.system import ABSENT, Key, NumericsNote, remark, remark_value
+from meshwright.interop.system import ABSENT, Key, NumericsNote, read_nothing, remark, remark_value
 
 FSDP1_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
 """The sharding strategies of version 1 of FSDP, with the ZeRO stages."""
@@ -74,6 +74,7 @@ def adjust_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
     kind, kwargs = option(keys, "lr_scheduler_type"), _schedule_options(keys)
     if kind is not None and kind not in READ_DECAYS:
         remark_value(settings, "lr_scheduler_type", kind)
+    _report_optimizer(settings, keys)
     if kind == "constant":
         settings["warmup"] = 0
     report_warmup(settings, keys)
@@ -84,6 +85,27 @@ def adjust_schedule(settings: Settings, keys: Mapping[str, Any]) -> None:
     if "min_lr" in kwargs:
         lr = settings.get("lr", TRAINER_DEFAULTS["lr"])
         settings["final_lr"] = min(float(kwargs["min_lr"]) / lr, 1.0) if lr else 0.0
+
+
+ADAMW_NAMES = ("adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused")
+"""The values of `optim` that are AdamW as torch computes it."""
+OPTIMIZER_REMEDIES = {
+    "adafactor": Message(
+        "set workload.optimizer.name adafactor, which is torch.optim.Adafactor and multiplies lr by the size of weights"
+    ),
+    "sgd": Message("set workload.optimizer.name sgd"),
+    "8bit": Message("set workload.optimizer.state 8bit"),
+}
+
+
+def _report_optimizer(settings: Settings, keys: Mapping[str, Any]) -> None:
+    """Reports an optimizer other than AdamW, unless a configuration of DeepSpeed states the optimizer."""
+    kind = "adafactor" if option(keys, "adafactor") is True else option(keys, "optim")
+    if kind is None or kind in ADAMW_NAMES or "optimizer.type" in keys:
+        return
+    found = next((remedy for name, remedy in OPTIMIZER_REMEDIES.items() if name in str(kind)), None)
+    other = Message("set workload.optimizer.name to package.module:function, or train with adamw as the job says")
+    remark_value(settings, "optim", kind, found or other)
 
 
 def _schedule_options(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +222,7 @@ def hf_keys(prefix: str) -> tuple[Key, ...]:
             read=_read_warmup,
             write=lambda s: s["warmup"],
         ),
+        key("optim", "optimizer", read=read_nothing, write=lambda s: ABSENT, also=("adafactor",)),
         key("seed", "seed", default=42),
         key("bf16", "precision", no | {"bf16": True}),
         key("fp16", "precision", no | {"fp16": True}),

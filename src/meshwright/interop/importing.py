@@ -204,15 +204,17 @@ def _lost_schedule(workload: Mapping[str, Any]) -> list[Message]:
 
 
 def _as_options(files: list[ConfigFile]) -> list[ConfigFile]:
-    """Returns the files. With a configuration of DeepSpeed, the keys of a file of TrainingArguments become options of
-    the script. Some have the names of keys of DeepSpeed, whose value is then `auto`."""
-    if not any(key.startswith("zero_optimization.") for file in files for key in file.keys):
+    """Returns the files. Together with a configuration of a launcher (accelerate, DeepSpeed), the keys of a file of
+    TrainingArguments become options of the script. So they cannot be mistaken for keys of the launcher."""
+    trainer = SYSTEMS["transformers"]
+    systems = [_likely_system(file.keys) for file in files]
+    if not any(system.open_arguments and system is not trainer for system in systems):
         return files
     return [
-        file._replace(keys={f"--{key}": value for key, value in file.keys.items()})
-        if {"deepspeed", "per_device_train_batch_size"} & file.keys.keys()
+        file._replace(keys={f"--{name.lstrip('-')}": value for name, value in file.keys.items()})
+        if system is trainer
         else file
-        for file in files
+        for file, system in zip(files, systems, strict=True)
     ]
 
 
@@ -241,9 +243,9 @@ def recognize_file(path: str | Path) -> str | None:
 
 def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
     """Returns the system whose table has the most of `keys`; keys of older versions count too."""
-    counts = {name: len(keys.keys() & (system.own_keys | system.renamed.keys())) for name, system in SYSTEMS.items()}
-    name = max(counts, key=lambda name: counts[name])
-    if counts[name] < min(MIN_KEYS, len(keys)) or not counts[name]:
+    system = _likely_system(keys)
+    count = _count_keys(system, keys)
+    if count < min(MIN_KEYS, len(keys)) or not count:
         if all(str(path).endswith(".py") for path in paths):
             raise InputError(_no_constants(paths))
         raise InputError(
@@ -253,7 +255,16 @@ def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
                 systems=", ".join(system.title for system in SYSTEMS.values()),
             )
         )
-    return SYSTEMS[name]
+    return system
+
+
+def _likely_system(keys: Mapping[str, Any]) -> System:
+    """Returns the system whose table has the most of `keys`."""
+    return max(SYSTEMS.values(), key=lambda system: _count_keys(system, keys))
+
+
+def _count_keys(system: System, keys: Mapping[str, Any]) -> int:
+    return len(keys.keys() & (system.own_keys | system.renamed.keys()))
 
 
 def _check_versions(system: System, keys: Mapping[str, Any]) -> None:

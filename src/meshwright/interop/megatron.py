@@ -136,7 +136,9 @@ def _adjust(settings: Settings, keys: Mapping[str, Any]) -> None:
     samples = keys.get("--train-samples")
     if isinstance(samples, int) and isinstance(batch, int):
         settings["steps"] = -(-samples // batch)
-    decay = keys.get("--lr-decay-iters", settings.get("steps"))
+    decay, decay_samples = keys.get("--lr-decay-iters", settings.get("steps")), keys.get("--lr-decay-samples")
+    if isinstance(decay_samples, int) and isinstance(batch, int):
+        decay = -(-decay_samples // batch)
     fraction, warmup_samples = keys.get("--lr-warmup-fraction"), keys.get("--lr-warmup-samples")
     if isinstance(fraction, float) and isinstance(decay, int):
         settings["warmup"] = round(fraction * decay)
@@ -164,7 +166,9 @@ def _report_schedule(settings: Settings, keys: Mapping[str, Any], decay: Any) ->
     """Reports a decay that does not end with the last step, and one of warmup-stable-decay that is not linear (the
     default there is exponential: megatron/training/arguments.py, --lr-wsd-decay-style)."""
     if isinstance(decay, int) and settings.get("decay") != "constant" and decay != settings.get("steps"):
-        remark_value(settings, "--lr-decay-iters", decay)
+        remedy = Message("the learning rate falls until the last step here: set workload.steps {decay}", decay=decay)
+        key = "--lr-decay-samples" if "--lr-decay-samples" in keys else "--lr-decay-iters"
+        remark_value(settings, key, keys.get(key, decay), remedy)
     if settings.get("decay") == "warmup-stable-decay" and keys.get("--lr-wsd-decay-style") != "linear":
         remark_value(settings, "--lr-wsd-decay-style", keys.get("--lr-wsd-decay-style", "exponential"))
 
@@ -318,7 +322,7 @@ TRAINING_KEYS = (
         "cooldown",
         lambda s: round(s["cooldown"] * s["steps"]) if s["decay"] == "warmup-stable-decay" else ABSENT,
     ),
-    read_only("--lr-decay-iters", "steps", read_nothing),
+    read_only("--lr-decay-iters", "steps", read_nothing, also=("--lr-decay-samples",)),
     read_only("--train-samples", "steps", read_nothing),
     Key("--lr-warmup-iters", "warmup", default=0),
     read_only("--lr-warmup-fraction", "warmup", read_nothing),

@@ -98,9 +98,12 @@ def remark(settings: Settings, text: Message) -> None:
     settings["remarks"] = [*settings.get("remarks", []), text]
 
 
-def remark_value(settings: Settings, key: str, value: Any) -> None:
-    """Reports a value of a known key that is not carried over."""
-    remark(settings, Message("{key}={value}: no equivalent of this value", key=key, value=value))
+def remark_value(settings: Settings, key: str, value: Any, remedy: Message | None = None) -> None:
+    """Reports a value of a known key that is not carried over, with `remedy` if there is one."""
+    line = Message("{key}={value}: no equivalent of this value", key=key, value=value)
+    if remedy is not None:
+        line = Message("{key}={value}: no equivalent of this value; {remedy}", key=key, value=value, remedy=remedy)
+    remark(settings, line)
 
 
 class PlanSpaceLimit(NamedTuple):
