@@ -39,7 +39,7 @@ PLAN_PARTS = {
     ("cp2.ulysses",): ("context parallelism, Ulysses", "上下文并行（Ulysses）"),
     ("cp4.ulysses2",): ("Ulysses in rings", "环中的 Ulysses"),
     ("ep2",): ("expert parallelism", "专家并行"),
-    ("ep2.tp2", "ep2.tp2.sp"): ("experts beside tensor parallelism", "专家并行加张量并行"),
+    ("ep2.tp2", "ep2.tp2.sp"): ("expert and tensor parallelism", "专家并行加张量并行"),
     ("z0",): ("replicas (DDP)", "副本（DDP）"),
     ("z1",): ("ZeRO-1: sharded optimizer states", "ZeRO-1：分片优化器状态"),
     ("z2",): ("ZeRO-2: sharded gradients too", "ZeRO-2：也分片梯度"),
@@ -106,7 +106,7 @@ WORDS = {
         "model": "model",
         "default": "the default",
         "lost": "{title} has no equivalent of {parts}.",
-        "read": "An import reads also {keys}.",
+        "read": "An import also reads {keys}.",
         "comma": ", ",
     },
     "zh": {

@@ -18,6 +18,7 @@ from typing import Any
 
 import meshwright
 from meshwright.cli.application import build_application, command_lines
+from meshwright.cli.help_text import translate_help
 from meshwright.cli.main import main
 
 DOCS = Path(__file__).parent
@@ -54,19 +55,6 @@ WORDS = {
         3: "没有放得下的方案",
         4: "验证失败：运行结果与单设备不一致",
         75: "被抢占或被中断；重复同一命令即可继续",
-        "train": "规划、启动并训练；从上次停下的地方继续",
-        "plan": "为任务排列并行方案，并说明其他方案为何落选",
-        "estimate": "逐项、逐级估算一个方案的显存与时间",
-        "simulate": "逐个动作地模拟一步，或模拟会出故障的集群数月",
-        "fit": "能放下的最大模型，或一个模型所需的最小集群",
-        "export": "把任务和方案写成其他系统的配置",
-        "import": "把其他系统的配置读成任务和方案",
-        "verify": "与单设备比较：损失、每个梯度、参数量与 token 数",
-        "report": "以文本展示一次或多次运行",
-        "checkpoint": "列出、校验、导出、导入检查点",
-        "catalog": "列出已知的模型、设备与集群",
-        "doctor": "检查本机：设备、通信后端、带宽、版本",
-        "schema": "任务文件的 JSON Schema，供编辑器使用",
     },
 }
 CODES = (0, 1, 2, 3, 4, 75)
@@ -80,6 +68,11 @@ def help_of(language: str, *tokens: str) -> str:
     return "\n".join(line.rstrip() for line in caught.getvalue().strip().splitlines())
 
 
+def summary(language: str, line: str) -> str:
+    """The overview line of a command as a sentence."""
+    return translate_help(line) + "。" if language == "zh" else line[:1].upper() + line[1:] + "."
+
+
 def page(language: str) -> str:
     words = WORDS[language]
     parts = [words["title"], words["made"], words["intro"], f"```text\n{help_of(language)}\n```", words["codes"]]
@@ -87,7 +80,7 @@ def page(language: str) -> str:
     for name, line in command_lines().items():
         parts += [
             f"## {name}",
-            words.get(name, line[:1].upper() + line[1:] + "."),
+            summary(language, line),
             f"```text\n{help_of(language, name)}\n```",
         ]
         inside = [word for word in build_application([name])[name] if not word.startswith("-")]
