@@ -5,6 +5,7 @@ The experts of transformers run their plain loop: its grouped product knows no f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,42 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """name: (class of transformers or '', configuration or sizes)."""
 
 
+def _read_early(mixture: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Routes by the result of the shared experts."""
+    rows = hidden.view(-1, hidden.shape[-1])
+    shared = mixture.shared_expert(rows)
+    _, weights, chosen = mixture.gate(rows + shared)
+    return (mixture.experts(rows, chosen, weights) + shared).view(hidden.shape)
+
+
+def _change_input(mixture: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Changes the input of the shared experts, which autograd does not save, before the routed experts run."""
+    rows = hidden.view(-1, hidden.shape[-1]) * 1
+    shared = mixture.shared_expert(rows)
+    rows.mul_(2)
+    _, weights, chosen = mixture.gate(rows)
+    return (mixture.experts(rows, chosen, weights) + shared).view(hidden.shape)
+
+
+REORDERED: dict[str, Callable[..., torch.Tensor]] = {"qwen2-moe-early": _read_early, "qwen2-moe-changed": _change_input}
+"""Mixtures with a forward for which the order of shared and routed experts makes a difference."""
+MIXTURES |= dict.fromkeys(REORDERED, MIXTURES["qwen2-moe"])
+
+
+def _copy_first(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """The feed-forward of Qwen2-MoE, of a copy of `x`. So autograd does not save `x`."""
+    x = x + 0
+    result: torch.Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+    return result
+
+
+def _reorder(model: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+    for module in model.modules():
+        replaced = {"Qwen2MoeSparseMoeBlock": forward, "Qwen2MoeMLP": _copy_first}.get(type(module).__name__)
+        if replaced is not None:
+            module.__class__ = type("Replaced", (type(module),), {"forward": replaced})
+
+
 def build_mixture(name: str) -> nn.Module:
     """The model in float32, the same at every call; biases, norms and routers away from where they begin, so that
     mistakes show."""
@@ -71,6 +108,8 @@ def build_mixture(name: str) -> nn.Module:
                 setattr(config, key, 0.0)
         config._experts_implementation = "eager"
         model = getattr(transformers, kind)(config)
+    if name in REORDERED:
+        _reorder(model, REORDERED[name])
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for path, parameter in model.named_parameters():

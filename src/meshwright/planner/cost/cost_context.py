@@ -93,7 +93,7 @@ class RuntimeModel(NamedTuple):
     """Whether the host waits in the forward of each layer with experts until it knows the tokens of each expert."""
     dispatch_hidden: float | None = 0.0
     """Fraction of the dispatch to experts that overlaps with the compute of another micro-batch. None: the dispatch
-    overlaps with shared experts that a mixture calls after the routed experts."""
+    overlaps with shared experts."""
 
 
 MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True, row_chunks=MAX_ROW_CHUNKS, dispatch_hidden=None)

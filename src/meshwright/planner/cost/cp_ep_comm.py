@@ -20,11 +20,11 @@ together: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 With expert parallelism, ep ranks divide the experts of a layer. In forward, one all-to-all sends each token to top_k
 experts (dispatch), and another all-to-all returns the results (combine). Backward has the same two all-to-alls for
 gradients. The next operation reads their results, so they do not overlap with compute, with one exception: the dispatch
-overlaps with shared experts that the model calls after the routed experts (DeepSeek). Routing is assumed to be
-balanced. Each tensor rank sends 1 / tp of the tokens. Some runtimes send one copy of a token to each node
-instead of one to each expert (`RuntimeModel.node_copies`). If the top_k experts of a token are on random nodes of n,
-the token goes to (n - 1) (1 - (1 - 1 / n)^top_k) other nodes. Sources: Lepikhin et al., GShard, arXiv 2006.16668,
-section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961; DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
+overlaps with shared experts (DeepSeek, Llama 4, Qwen2-MoE). Routing is assumed to be balanced. Each tensor rank sends
+1 / tp of the tokens. Some runtimes send one copy of a token to each node instead of one to each expert
+(`RuntimeModel.node_copies`). If the top_k experts of a token are on random nodes of n, the token goes to
+(n - 1) (1 - (1 - 1 / n)^top_k) other nodes. Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et
+al., Switch Transformer, arXiv 2101.03961; DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
 
 Arrays are over the layer runs of the model (cost_context.py) and over axes of GRID_AXES (plan_grid.py).
 """
@@ -131,12 +131,15 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 
 def _overlapping_numel(setting: CostContext, layer: LayerSpec, ranks: int, stride: int) -> int:
-    """Returns the elements of the shared experts that overlap with the dispatch, 0 without such experts. Models with a
-    gate of the shared experts (Qwen2-MoE) call them before the routed experts."""
+    """Returns the elements of the shared experts that overlap with the dispatch, without their gate (Qwen2-MoE). The
+    result is 0 without such experts."""
     if setting.practice.dispatch_hidden is not None or shares_memory(setting, ranks, stride):
         return 0
-    named = [(weight.name, weight.numel) for weight in layer.parameters if "shared_expert" in weight.name]
-    return 0 if any("shared_expert_gate" in name for name, _ in named) else sum(numel for _, numel in named)
+    return sum(
+        weight.numel
+        for weight in layer.parameters
+        if "shared_expert" in weight.name and "shared_expert_gate" not in weight.name
+    )
 
 
 def expert_stride(box: PlanGrid) -> int:

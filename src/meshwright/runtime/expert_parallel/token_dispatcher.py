@@ -41,6 +41,7 @@ from meshwright.runtime.expert_parallel.load_balancing import CapacityLimiter, c
 from meshwright.runtime.expert_parallel.shared_experts import (
     RowExchange,
     SharedExpertOverlap,
+    SharedExperts,
     end_exchange,
     find_shared_experts,
     start_exchange,
@@ -139,25 +140,29 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
 
-def shared_expert_names(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups) -> dict[str, str]:
-    """Returns the name of the module of shared experts of each expert module, '' if there is none
-    (shared_experts.py). The layers must have their original forwards. The result is empty if ep is 1."""
-    found: dict[type, str] = {}
-    names: dict[str, str] = {}
+def shared_experts_by_path(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups) -> dict[str, SharedExperts | None]:
+    """Returns the shared experts of the mixture of each expert module (shared_experts.py). The layers must have their
+    original forwards. The result is empty if ep is 1."""
+    found: dict[type, SharedExperts | None] = {}
+    by_path: dict[str, SharedExperts | None] = {}
     for experts in anatomy.experts if ranks.ranks > 1 else ():
         path, _, name = experts.path.rpartition(".")
         mixture = model.get_submodule(path)
-        if path and not experts.by_rows and type(mixture) not in found:
+        if path and type(mixture) not in found:
             found[type(mixture)] = find_shared_experts(mixture, name)
-        names[experts.path] = found.get(type(mixture), "")
-    return names
+        by_path[experts.path] = found.get(type(mixture))
+    return by_path
 
 
 def shard_experts(
-    model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext, shared: Mapping[str, str]
+    model: nn.Module,
+    anatomy: ModelGraph,
+    ranks: EpGroups,
+    mesh: ParallelContext,
+    shared: Mapping[str, SharedExperts | None],
 ) -> list[ExpertDispatcher]:
     """Replaces the parameters of each expert module by the parameters of this rank's experts, and the forward by a
-    dispatcher. Returns the dispatchers. `shared`: the result of `shared_expert_names`.
+    dispatcher. Returns the dispatchers. `shared`: the result of `shared_experts_by_path`.
 
     If ep is above 1, the parameters must still be full. If ep is 1, tensor ranks must already have split them.
 
@@ -191,10 +196,10 @@ def shard_experts(
             # Tensor ranks compute different features or pairs, so each rank draws its own dropout.
             TensorParallelRng(mesh.tp, 1).attach([module], [module])
         dispatcher = ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity)
-        path = shared.get(experts.path)
-        if path and ranks.group is not None and ranks.group.process_group is not None:
+        each = shared.get(experts.path)
+        if each is not None and ranks.group is not None and ranks.group.process_group is not None:
             mixture = model.get_submodule(experts.path.rpartition(".")[0])
-            dispatcher.overlap = SharedExpertOverlap(mixture, mixture.get_submodule(path))
+            dispatcher.overlap = SharedExpertOverlap(mixture, each)
         found.append(dispatcher)
     return found
 
@@ -353,7 +358,7 @@ class ExpertDispatcher:
         assert group is not None
         counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
         rows = tuple((count,) * group.size for count in counts)
-        received = _all_to_all_rows(tokens.view(len(tokens), group.size, -1).transpose(0, 1).flatten(0, 1), rows, group)
+        received = self._dispatch(tokens.view(len(tokens), group.size, -1).transpose(0, 1).flatten(0, 1), rows, group)
         back = _all_to_all_rows(self._run_local_experts(received), tuple(zip(*rows, strict=True)), group)
         return back.view(group.size, len(tokens), -1).transpose(0, 1).flatten(1)
 
