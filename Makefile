@@ -123,19 +123,9 @@ gpu-check: $(READY)
 
 setup: $(READY)
 
-# Torch's own small dependencies are in the lock file, so that installing torch after it changes none of them; --no-deps in the first
-# step keeps every other package from pulling a torch of its choice. The stamp is written last: without it everything starts again.
 $(READY):
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; name another: make PYTHON=python3.12")'
-	echo "set-up, once: virtual environment in .venv" >&2
-	$(PYTHON) -m venv --clear .venv
-	echo "set-up, once: $$(grep -c == $(LOCK)) packages of $(LOCK)" >&2
-	$(PIP) install --require-hashes --no-deps -r $(LOCK)
-	echo "set-up, once: torch $(TORCH)" >&2
-	$(PIP) install torch==$(TORCH)
-	$(PIP) install --no-deps --no-build-isolation -e .
-	$(PIP) check
-	touch $@
+	exec requirements/set_up.sh "$(PYTHON)" "$(LOCK)" "$(TORCH)" "$@"
 
 # In an environment of its own, because the tool that writes the lock file is no part of it. No address of a registry is written.
 lock:

@@ -114,6 +114,30 @@ def test_an_optimizer_of_the_trainer_that_the_job_does_not_have_gets_a_remedy(
     assert len(lines) == (remedy is not None) and all(str(remedy) in line for line in lines)
 
 
+def test_options_of_a_script_beside_a_file_of_the_trainer_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """The script was refused, because `--max_seq_length` was said to belong to DeepSpeed."""
+    launch = "torchrun --nproc_per_node 8 t.py args.json --model_name_or_path gpt2 --max_seq_length 1024 --dataset x"
+    arguments = {"per_device_train_batch_size": 4, "max_steps": 100, "bf16": True}
+    found = imported(tmp_path, {"args.json": arguments, "launch.sh": launch})
+    assert found.system.name == "transformers" and found.job["workload"]["sequence"] == 1024
+    assert (found.plan.dp, found.plan.micro_batch, found.job["workload"]["batch"]) == (8, 4, 32)
+    assert "reduce" not in found.job["workload"]
+
+
+@pytest.mark.parametrize("enabled", [True, "auto"])
+def test_keys_of_the_loss_scale_matter_only_with_fp16(enabled: bool | str, tmp_path: Path) -> None:
+    files = trainer("deepspeed", {"bf16": True} if enabled == "auto" else {"fp16": True})
+    files["ds.json"] |= {"fp16": {"enabled": enabled, "initial_scale_power": 16, "hysteresis": 2}}
+    lines = [line for line in imported(tmp_path, files).not_carried if line.startswith("fp16.")]
+    assert len(lines) == 2 * (enabled is True) and all("the loss scale adapts" in line for line in lines)
+
+
+def test_sizes_without_a_vocabulary_are_left_out_with_one_line(tmp_path: Path) -> None:
+    words = "x.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --vocab-file a.json"
+    lines = [line for line in imported(tmp_path, {"a.sh": words}).not_carried if "sizes" in line]
+    assert len(lines) == 1 and "add --vocab-size N (50257 for GPT-2)" in lines[0]
+
+
 def test_a_deepspeed_section_of_accelerate_names_the_file_to_give(tmp_path: Path) -> None:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
     with pytest.raises(InputError, match="give the JSON file of DeepSpeed"):

@@ -187,3 +187,53 @@ def test_the_device_check_runs_on_cpu_and_says_what_is_missing_without_cuda() ->
     for options, code in ((["--skip-without-cuda"], 0), ([], 2)):
         done = subprocess.run([*check, *options], cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=900)
         assert done.returncode == code and "no CUDA device" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+PYTHON_WITHOUT_PACKAGES = """#!/bin/sh
+case "$*" in
+  *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; printf '#!/bin/sh\\necho trained\\n' > .venv/bin/meshwright
+    chmod +x .venv/bin/meshwright ;;
+  *--require-hashes*) trap 'echo "ERROR: Operation cancelled by user" >&2; exit 1' INT
+    [ -e fast ] || { sleep 60 & wait; } ;;
+esac
+"""
+
+
+def make_train(folder: Path, locale: str, stop: bool = False) -> tuple[int, str]:
+    """Returns the exit code and the output of `make train`; `stop`: Ctrl-C while pip installs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "MAKE", "MFLAGS"))}
+    process = subprocess.Popen(
+        ["make", "train", "PYTHON=./python"],
+        cwd=folder,
+        env={**environment, "LANG": locale},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 60
+    while stop and not (folder / ".venv" / "set-up.log").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if stop:
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("locale", "line"), [("C", "starts it again"), ("zh_CN.UTF-8", "安装已中断")])
+def test_ctrl_c_during_the_set_up_prints_one_line_and_the_same_command_works(
+    tmp_path: Path, locale: str, line: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "python").write_text(PYTHON_WITHOUT_PACKAGES)
+    (tmp_path / "python").chmod(0o755)
+    code, said = make_train(tmp_path, locale, stop=True)
+    lines = said.splitlines()
+    assert code and len(lines) == 3 and line in lines[-1]
+    assert all(("安装" if locale.startswith("zh") else "set-up") in each for each in lines)
+    (tmp_path / "fast").touch()
+    code, said = make_train(tmp_path, locale)
+    assert code == 0 and said.splitlines()[-1] == "trained" and len(said.splitlines()) == 4

@@ -3,6 +3,7 @@ the leading node, which node_role.py determines."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from meshwright.cli.leader_file import RETRY_SECONDS
-from meshwright.cli.node_role import TOKEN_FILE, NodeRole
+from meshwright.cli.node_role import TOKEN_FILE, NodeRole, address_problem
 from meshwright.core import storage
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.messages import Message
@@ -39,11 +40,22 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
         if TOKEN_VARIABLE not in os.environ:
             # other nodes read the token from this file, which may still have the token of a dead leader
             storage.replace_file(path, token, private=True)
+    if problem := address_problem(place.host, place.port):
+        raise InputError(problem)
     host = socket.gethostbyname(place.host)
     try:
         devices, nodes = place.devices[place.number], len(place.devices) - 1
         fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, devices, place.warm, nodes)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                Message(
+                    "another run on this node uses {host}:{port}: set MASTER_PORT to a free port on all nodes, or end "
+                    "that run",
+                    host=place.host,
+                    port=place.port,
+                )
+            ) from None
         raise InputError(
             Message(
                 "the leader node cannot listen at {host}:{port} ({strerror}): set MASTER_ADDR and MASTER_PORT",

@@ -172,6 +172,16 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
     else:
         devices = [group.devices for group in cluster.groups for _ in range(group.nodes)]
         fewer = me.world < len(devices) and file.run.min_ranks
+        if requested and len(devices) < me.world:
+            raise InputError(
+                Message(
+                    "{world} nodes were started, but cluster {cluster!r} has {count}: start {count} nodes "
+                    "(WORLD_SIZE), or name a cluster of {world} with --cluster",
+                    world=me.world,
+                    cluster=cluster.name,
+                    count=len(devices),
+                )
+            )
         if requested and len(devices) != me.world and not fewer:
             raise InputError(
                 Message(
@@ -290,8 +300,9 @@ def _join_leader(
             try:
                 if token:
                     return *open_channel(*at, token, me), token, at
-                why = Message(
-                    "no token: set MESHWRIGHT_TOKEN on all nodes, or let them share the run folder {folder!r}",
+                why = address_problem(*at) or Message(
+                    "the first node has not written its token to {folder!r} yet: start it, or set MESHWRIGHT_TOKEN on "
+                    "all nodes if they do not share this folder",
                     folder=str(folder),
                 )
             except AuthenticationError as error:
@@ -315,6 +326,20 @@ def _join_leader(
             why=why,
         )
     )
+
+
+def address_problem(host: str, port: int) -> str:
+    """Returns why the name `host` of the leader has no address, as a line with the remedy, or ''. The line is no error
+    yet: in Kubernetes, a name has no address until its pod runs."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        return Message(
+            "MASTER_ADDR {host!r} has no address ({reason}): set the name or address of the first node",
+            host=host,
+            reason=error.strerror or error,
+        )
+    return ""
 
 
 def _leader_addresses(

@@ -125,20 +125,21 @@ def import_plan(
     _check_constants(found, keys, paths)
     _check_versions(found, keys)
     lost, not_carried = _check_unknown(found, keys, allow_unknown)
-    ignored = tuple(filter(is_harmless, lost))
-    not_carried += [lost_key(name) for name in lost if name not in ignored]
-    not_carried += _check_conditions(files, found, devices)
     stated = _states_devices(found, keys, _launcher_settings(files, devices))
     decoded = decode(found, keys, _launcher_settings(files, devices if stated else devices or default_devices))
     settings = degrees_of(decoded.settings)
+    is_idle = (lambda name: False) if settings.get("precision") == "fp16" else lambda name: name.startswith("fp16.")
+    ignored = tuple(name for name in lost if is_harmless(name) or is_idle(name))
+    not_carried += [lost_key(name) for name in lost if name not in ignored]
+    not_carried += _check_conditions(files, found, devices)
     plan = plan_of(settings)
     _check_limits(found, plan)
     not_carried += _lost_values(decoded, settings, keys)
     workload = _checked_workload(settings, not_carried)
     not_carried += _lost_schedule(workload)
-    sizes = _checked_sizes(settings, not_carried)
+    sizes = _checked_sizes(settings, found, not_carried)
     job = _job_sections(settings, plan, workload, sizes)
-    if not sizes and "model" not in job:
+    if not sizes_of(settings) and "model" not in job:
         not_carried.append(_unknown_model(settings))
     return ImportedPlan(
         system=found,
@@ -208,7 +209,10 @@ def _as_options(files: list[ConfigFile]) -> list[ConfigFile]:
     TrainingArguments become options of the script. So they cannot be mistaken for keys of the launcher."""
     trainer = SYSTEMS["transformers"]
     systems = [_likely_system(file.keys) for file in files]
-    if not any(system.open_arguments and system is not trainer for system in systems):
+    if not any(
+        system.open_arguments and system is not trainer and any(not name.startswith("-") for name in file.keys)
+        for file, system in zip(files, systems, strict=True)
+    ):
         return files
     return [
         file._replace(keys={f"--{name.lstrip('-')}": value for name, value in file.keys.items()})
@@ -259,8 +263,9 @@ def _recognize(keys: Mapping[str, Any], paths: Sequence[str | Path]) -> System:
 
 
 def _likely_system(keys: Mapping[str, Any]) -> System:
-    """Returns the system whose table has the most of `keys`."""
-    return max(SYSTEMS.values(), key=lambda system: _count_keys(system, keys))
+    """Returns the system whose table has the most of `keys`. Options that several systems have are those of the
+    Trainer, which the others start."""
+    return max(SYSTEMS.values(), key=lambda system: (_count_keys(system, keys), system.name == "transformers"))
 
 
 def _count_keys(system: System, keys: Mapping[str, Any]) -> int:
@@ -391,12 +396,17 @@ def _checked_workload(settings: Settings, not_carried: list[Message]) -> dict[st
     return workload
 
 
-def _checked_sizes(settings: Settings, not_carried: list[Message]) -> dict[str, Any]:
+def _checked_sizes(settings: Settings, system: System, not_carried: list[Message]) -> dict[str, Any]:
     sizes = sizes_of(settings)
     if not sizes:
         return {}
     if not sizes.get("vocab"):
-        not_carried.append(Message("the sizes of the model are left out, because no file states the vocabulary"))
+        line = Message(
+            "the sizes of the model are left out, because no file states the vocabulary: add {key} N (50257 for "
+            "GPT-2), or name the model with --model",
+            key=next((key.name for key in system.keys if key.setting == "vocab"), "vocab_size"),
+        )
+        not_carried.append(line)
         return {}
     try:
         found = validate_data(ArchitectureSizes, sizes, "model").model_dump(mode="json", exclude_defaults=True)

@@ -32,7 +32,7 @@ _KEYS = (
     "overwrite_output_dir reduce_scatter remove_unused_columns round_robin_gradients run_name same_network "
     "stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters steps_per_print sub_group_size "
     "transformer_impl use_cpu use_flash_attn use_legacy_prediction_loop use_mcore_models wall_clock_breakdown "
-    "zero3_init_flag zero3_save_16bit_model"
+    "checkpoint_dir checkpointing_steps with_tracking zero3_init_flag zero3_save_16bit_model"
 )
 HARMLESS_KEYS = frozenset(_KEYS.split())
 """Further keys without effect on the result, without their sections."""
@@ -40,6 +40,10 @@ INITIAL_STATE = frozenset(["initial", "load", "pretrained", "resume"])
 """Words in the names of keys about the weights at the start."""
 REMEDIES = (
     ({"epochs"}, Message("set the number of steps with --steps")),
+    (
+        {"initial_scale_power", "loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"},
+        Message("the loss scale adapts by itself here"),
+    ),
     (INITIAL_STATE, Message("--resume-from FOLDER starts from such weights")),
     (
         {"data", "dataset", "datasets", "tokenizer", "vocab_file", "merge_file", "split"},

@@ -86,7 +86,7 @@ NATIVE = (
     write_only("fsdp_cpu_offload", "offload", lambda s: True if s["tp"] > 1 and s["offload"] else ABSENT),
 )
 KEYS = (
-    *(key._replace(also=(*key.also, f"--{key.name}")) for key in hf_keys("")),
+    *(key._replace(also=(*key.also, *(f"--{name}" for name in (key.name, *key.also)))) for key in hf_keys("")),
     _fsdp("fsdp", True),
     _fsdp("fsdp_config.reshard_after_forward", lambda s: s["zero"] == 3),
     _fsdp("fsdp_config.cpu_offload", lambda s: bool(s["offload"])),
