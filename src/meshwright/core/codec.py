@@ -23,7 +23,7 @@ from typing import Annotated, Any, NoReturn, Self, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, WrapValidator
 
 from meshwright.core.errors import MAX_SHOWN_CHARACTERS, InputError, did_you_mean
-from meshwright.core.messages import Message
+from meshwright.core.messages import Message, mark_msgid
 from meshwright.core.printable_text import check_one_line
 from meshwright.core.storage import read_text
 
@@ -322,6 +322,20 @@ def validate_data(kind: type[StrictModelType], data: Any, where: str = "$") -> S
         raise InputError(_first_error_line(kind, error, where)) from None
 
 
+_REASONS = {
+    "literal_error": mark_msgid("input should be {expected}"),
+    "greater_than": mark_msgid("input should be greater than {gt}"),
+    "greater_than_equal": mark_msgid("input should be greater than or equal to {ge}"),
+    "less_than": mark_msgid("input should be less than {lt}"),
+    "less_than_equal": mark_msgid("input should be less than or equal to {le}"),
+    "int_parsing": mark_msgid("input should be a valid integer, unable to parse string as an integer"),
+    "float_parsing": mark_msgid("input should be a valid number, unable to parse string as a number"),
+    "bool_parsing": mark_msgid("input should be a valid boolean, unable to interpret input"),
+    "string_type": mark_msgid("input should be a valid string"),
+}
+"""Texts of pydantic for common errors, as templates that are translated."""
+
+
 def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     first, *more = error.errors(include_url=False)
     fields = ("extra_forbidden", "missing")
@@ -356,7 +370,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
             hint=did_you_mean(name, known),
         )
     place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    reason = _validation_reason(first)
+    reason = validation_reason(first)
     got = first.get("input")
     if not isinstance(got, str | int | float | bool | None) or repr(got) in reason:
         return Message("{place}: {reason}", place=place, reason=reason)
@@ -365,13 +379,21 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
     return Message("{place}: {reason}, got {got}{hint}", place=place, reason=reason, got=_short_repr(got), hint=hint)
 
 
-def _validation_reason(error: Any) -> str:
+def validation_reason(error: Any) -> str:
     """Returns the reason of an error of pydantic: the message that a validator raised, or pydantic's own text."""
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, ValueError) and raised.args and isinstance(raised.args[0], Message):
         return raised.args[0]
     text = re.sub(r"^(Value error|Assertion failed), ", "", error["msg"])
-    return text[:1].lower() + text[1:] if text.startswith("Input") else text
+    text = text[:1].lower() + text[1:] if text.startswith("Input") else text
+    fields = dict(error.get("ctx", {}))
+    first, joined, last = str(fields.get("expected", "")).rpartition(" or ")
+    if joined:
+        fields["expected"] = Message("{first} or {other}", first=first, other=last)
+    template = _REASONS.get(error["type"])
+    # A union has several reasons in one text. Such a text has no template and stays in English.
+    known = template and fields.keys() >= set(re.findall(r"{(\w+)}", template)) and Message(template, **fields)
+    return known if known and known == text else text
 
 
 def without_place(error: InputError) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.core.codec import parse_text, read_text_file, validate_data
+from meshwright.core.codec import parse_text, read_text_file, validate_data, validation_reason
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
 from meshwright.core.messages import Message
@@ -149,13 +149,7 @@ def _pin_value(field: str, value: Any, where: str) -> Any:
         own = next((entry for entry in error.errors() if entry["loc"][:1] == (field,)), None)
     if own is not None:
         raise InputError(
-            Message(
-                "{where}: {msg}{rest}, got {value!r}",
-                where=where,
-                msg=own["msg"][:1].lower(),
-                rest=own["msg"][1:],
-                value=value,
-            )
+            Message("{where}: {reason}, got {value!r}", where=where, reason=validation_reason(own), value=value)
         )
     return tuple(value) if isinstance(value, list) else value
 
