@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from meshwright.data.dataset import open_dataset
 from meshwright.models.model_io import ModelOutput
 from meshwright.report.run import read_records
 from meshwright.runtime.deferred_init import deferred_init_of
-from meshwright.spec.job import ModelSource
+from meshwright.spec.job import LaunchSpec, ModelSource
 from meshwright.spec.record import StepRecord
-from meshwright.spec.workload import DataConfig, OptimizerConfig
+from meshwright.spec.workload import DataConfig, OptimizerConfig, Workload
 from meshwright.train.console import RunConsole
 from meshwright.train.memory import trace_memory
 from meshwright.train.metrics import RecordWriter, agree_on_step
@@ -32,7 +33,7 @@ from meshwright.train.model import build_model, model_objective, vocabulary_size
 from meshwright.train.optimizer import learning_rate, optimizer_factory
 from meshwright.train.rank_main import ProcessGroups, read_external_launch, read_own_launch, slurm_master
 from meshwright.train.run_lock import RunLock
-from meshwright.train.sample import generate_tokens, sample_prompt, sample_text
+from meshwright.train.sample import generate_tokens, sample_of_run, sample_prompt, sample_text
 from meshwright.train.straggler import PhaseSeconds
 
 
@@ -268,6 +269,29 @@ def test_the_same_seed_draws_the_same_sample_and_temperature_0_draws_nothing() -
     drawn = [generate_tokens(model, [1], 20, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert generate_tokens(model, [1], 3, temperature=0) == [1, 2, 3, 4]
+
+
+class RowsThatAreGone:
+    """A data set whose files were deleted while the run trained."""
+
+    tokenizer, validation_rows = Bytes(), 1
+
+    def validation(self, rows: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", "data/a.jsonl")
+
+
+class TrainedWeights:
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        return {"sure": torch.full((1,), 50.0)}
+
+
+def test_a_run_whose_sample_fails_says_why_and_ends_as_usual() -> None:
+    launch = LaunchSpec.model_construct(
+        workload=Workload(batch=1), data=DataConfig(source="data/a.jsonl"), model=ModelSource.model_construct()
+    )
+    found = sample_of_run(TrainedWeights(), launch, "causal", RowsThatAreGone(), 1)  # type: ignore[arg-type]
+    assert found is not None and "text" not in found and "\n" not in found["why"]
+    assert "data/a.jsonl" in found["why"] and "meshwright checkpoint export" in found["why"]
 
 
 def test_weights_that_do_not_fill_the_model_are_never_sampled_from() -> None:

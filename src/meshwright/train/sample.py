@@ -19,6 +19,7 @@ from meshwright.data.dataset import DataObjective, Dataset
 from meshwright.data.instructions import IGNORED_LABEL
 from meshwright.data.preferences import ANSWERS
 from meshwright.data.tokens import Tokenizer
+from meshwright.runtime.error_propagation import describe_error
 from meshwright.runtime.loss import extract_logits
 from meshwright.spec.job import LaunchSpec
 from meshwright.train.model import build_model
@@ -126,9 +127,19 @@ def sample_of_run(
         return {"why": Message("weights are not finite: the model cannot generate text")}
     assert tokenizer is not None
     work = launch.workload
-    model = build_model(launch.model, work.seed, weights=False, lora=work.lora)
-    prompt = sample_prompt(dataset, tokenizer, launch.data.sources == ("stdlib",))
-    text = sample_text(model, weights, tokenizer, prompt, SAMPLE_TOKENS, work.sequence, work.seed)
+    try:
+        prompt = sample_prompt(dataset, tokenizer, launch.data.sources == ("stdlib",))
+        model = build_model(launch.model, work.seed, weights=False, lora=work.lora)
+        text = sample_text(model, weights, tokenizer, prompt, SAMPLE_TOKENS, work.sequence, work.seed)
+    except Exception as error:  # the run is complete and saved, such as when its data have been deleted
+        kind, line = describe_error(error)
+        return {
+            "why": Message(
+                "{error}; the weights are saved: `meshwright checkpoint export RUN --to FOLDER` writes them for "
+                "transformers, which generates text",
+                error=f"{kind}: {line}" if kind else line,
+            )
+        }
     return {"text": text.strip("\n"), "parameters": show_count(parameters)}
 
 

@@ -18,8 +18,8 @@ const WORDS = {
   zh: {
     plan: "方案", ranks: "rank 数", trained: "已训练", lossNow: "损失", heldOutNow: "验证损失", speed: "token/s（中位数）", speedEach: "每设备 token/s", saved: "检查点", peakRank: "峰值 rank", of: "/", steps: "步", tokens: "token",
     loss: "损失", train: "训练", validation: "验证", expected: "预测", broke: "出了故障，或者变慢", smoothing: "平滑", logAxis: "对数坐标", allSteps: "全部步", hint: "指向某一步可看数值；拖动放大，双击回到全部步。", runsNote: (first) => `实线：训练；虚线：验证。其余各节都是 ${first} 的。`, step: "步", stepAt: (at) => `第 ${at} 步`,
-    time: "每步时间", seconds: "每一步的秒数", memory: "峰值 rank 的显存", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
-    timeline: "一步之内的显存", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，峰值 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
+    time: "每步时间", seconds: "每一步的秒数", memory: "峰值 rank 的占用", kind: "", predicted: "预测", measured: "实测", ratio: "比值", inside: (row) => `含在${row}里`,
+    timeline: "一步之内的占用", timelineNote: (step, rank, size, at, all, place) => `第 ${step} 步，峰值 rank ${rank}：峰值 ${size}，在 ${all} 中的 ${at} 处；峰值时在运行：${place || "不在任何模块里"}。`,
     events: "出了什么故障，怎样继续", rank: "rank", phase: "正在", cause: "故障", noticed: "多久后检测到", recovered: "恢复用时", lost: "其中损失", again: "重做步数", nothing: "没有故障。",
     decisions: "慢 rank，以及怎样处理", decided: "发现与处理", faster: "加速倍数：预测", reached: "实测",
     from: (seconds, source) => `${seconds}，从${{ memory: "内存", disk: "磁盘" }[source] || "第 0 步"}开始`,
