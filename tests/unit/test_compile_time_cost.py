@@ -182,7 +182,7 @@ def test_the_host_launches_a_compiled_block_in_less_time_than_an_eager_one() -> 
 
 def test_plans_of_accelerators_are_searched_compiled_and_those_of_cpus_only_over_tensor_ranks() -> None:
     def compiled_by_tp(job: Job) -> set[tuple[bool, bool]]:
-        return {(box.tp > 1, box.compile) for box in PlanSpace(job).boxes()}
+        return {(box.tp > 1, choice.compile) for box in PlanSpace(job).boxes() for choice in box.micro_batches}
 
     def job(cluster: str, **pins: Any) -> Job:
         return named_job("llama-tiny", cluster, 8, 128, "fp32", pins=pins)

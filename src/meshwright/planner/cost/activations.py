@@ -36,6 +36,7 @@ from meshwright.planner.cost.plan_grid import (
     Array,
     PlanGrid,
     RecomputeChoice,
+    are_blocks_compiled,
     broadcast_to_axis,
     pad_last_axis,
     stack_schedules,
@@ -86,10 +87,11 @@ class ActivationBytes(NamedTuple):
 def layer_activations(setting: CostContext, box: PlanGrid) -> list[ActivationBytes]:
     """Returns the activation bytes of one layer of each layer run for one micro-batch. Results are cached by the choice
     of micro-batch, because many grids have equal choices."""
-    key = ("activations", box.cut, box.pp > 1, box.sequence_parallel, box.compile, box.loss_chunks)
+    key = ("activations", box.cut, box.pp > 1, box.sequence_parallel, box.loss_chunks)
     rows, known = setting.cache.get(key, ({}, None))
-    new = tuple(choice for choice in dict.fromkeys(box.micro_batches) if choice not in rows)
-    if new:
+    unknown = [choice for choice in dict.fromkeys(box.micro_batches) if choice not in rows]
+    for is_compiled in sorted({choice.compile for choice in unknown}):
+        new = tuple(choice for choice in unknown if choice.compile == is_compiled)
         more, shape = replace(box, micro_batches=new), (len(new), len(box.sequence_parallel))
         tokens = more.tokens(setting.job.workload.sequence)
         parts = [activation_bytes(setting, entry, more, tokens) for entry in setting.entries]
@@ -103,8 +105,8 @@ def layer_activations(setting: CostContext, box: PlanGrid) -> list[ActivationByt
 
 def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array) -> ActivationBytes:
     """Returns the activation bytes of one layer of the run `entry` for one micro-batch. `tokens` is the tokens of a
-    micro-batch on one rank (b)."""
-    layer, size = entry.layer, setting.recipe.size
+    micro-batch on one rank (b). Either all micro-batch choices of `box` have compiled blocks, or none."""
+    layer, size, is_compiled = entry.layer, setting.recipe.size, box.micro_batches[0].compile
     shape = (len(tokens), len(box.sequence_parallel))
     if entry.copy:
         return ActivationBytes(*(np.zeros(shape) for _ in ActivationBytes._fields))
@@ -117,18 +119,18 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     # Backward of a block begins with the feed-forward, so the recomputed bytes of the feed-forward are the peak.
     at_once = tokens[:, None] * ((layer.derived_split * size + layer.derived_fixed_split) / box.tp)
     derived = at_once + tokens[:, None] * ((layer.derived_whole * size + layer.derived_fixed_whole) / divided)
-    fused = box.compile * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
+    fused = is_compiled * tokens[:, None] * _fused_activation_bytes(layer, size, box.tp, divided)
     pieces = layer.routed > 0
-    if box.compile and pieces:  # layers that torch.compile does not trace save their inputs
+    if is_compiled and pieces:  # layers that torch.compile does not trace save their inputs
         derived, at_once = fused, 0.0 * at_once
-    elif box.compile:  # one kernel fuses the element-wise operations of a function
+    elif is_compiled:  # one kernel fuses the element-wise operations of a function
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
     # Both the input and the output of the all-to-all after attention are saved.
     copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[:, None]
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
-    if box.compile and layer.fused_split and not pieces:
+    if is_compiled and layer.fused_split and not pieces:
         # A fused kernel writes one of the two gradients with the feed-forward's inner width over the other gradient.
         alive = (layer.transient + layer.output) / 2.0
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
@@ -141,7 +143,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     if layer.name == HEAD:
         passing = passing + cpu_logits_bytes(setting, layer, box.tp, tokens)
     gradient = (
-        (entry.largest(cut) if box.compile else setting.separate_wgrad_numel(entry, cut, box.pp > 1)) * size
+        (entry.largest(cut) if is_compiled else setting.separate_wgrad_numel(entry, cut, box.pp > 1)) * size
         if entry.is_block
         else 0
     )
@@ -152,7 +154,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         np.broadcast_to(derived - fused, shape),
         np.broadcast_to(at_once, shape),
         passing + gradient,
-        np.broadcast_to(tokens[:, None] * (layer.fused_gates * size * (box.compile and not pieces)), shape),
+        np.broadcast_to(tokens[:, None] * (layer.fused_gates * size * (is_compiled and not pieces)), shape),
         tokens[:, None] * (split + whole)
         + copied
         - (fused if layer.routed else tokens[:, None] * _unread_bytes(layer, size, box.tp, divided)),
@@ -184,7 +186,7 @@ def deferred_wgrad_bytes(
     Only the columns that `deferred` marks count. The result is over (b, o, r, moments, s x c). `each` is the length of
     the axis c.
     """
-    if not (box.compile and any_split_backward(box.orders) and deferred.any()):
+    if not (are_blocks_compiled(box).any() and any_split_backward(box.orders) and deferred.any()):
         return 0.0
     split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     columns = len(deferred) // len(layers)

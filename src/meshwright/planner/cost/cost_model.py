@@ -42,6 +42,7 @@ from meshwright.planner.cost.plan_grid import (
     RecomputeChoice,
     ScheduleChoice,
     TpEpShape,
+    are_blocks_compiled,
     broadcast_to_axis,
     shard_fraction,
     stack_schedules,
@@ -182,7 +183,7 @@ class CostModel:
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
         self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
         self.blocks = np.array([entry.is_block for entry in self.setting.entries])
-        self._work: dict[tuple[TpEpShape, int, bool], tuple[dict[float, int], Array | None]] = {}
+        self._work: dict[tuple[TpEpShape, int], tuple[dict[tuple[float, bool], int], Array | None]] = {}
 
     def price(self, box: PlanGrid) -> GridCost:
         """Computes the cost of every plan of `box`, including combinations that are not legal plans."""
@@ -301,17 +302,19 @@ class CostModel:
     def work(self, box: PlanGrid) -> LayerTimes:
         """Returns the seconds of one layer of each layer run. Results are cached by the tokens of a micro-batch,
         because many grids have equal numbers of tokens."""
-        key, parallel = (box.cut, box.strides["tp"], box.compile), np.array([False, True][: 1 + (box.tp > 1)])
+        key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
         found, known = self._work.get(key, ({}, None))
-        tokens = self._tokens(box).tolist()
-        new = sorted(set(tokens) - found.keys())
-        if new:
-            more = np.stack(layer_times(self.setting, *key, np.array(new), parallel))
+        choices = list(zip(self._tokens(box).tolist(), are_blocks_compiled(box).tolist(), strict=True))
+        unknown = set(choices) - found.keys()
+        for is_compiled in sorted({choice[1] for choice in unknown}):
+            new = sorted(choice for choice in unknown if choice[1] == is_compiled)
+            tokens = np.array([count for count, _ in new])
+            more = np.stack(layer_times(self.setting, *key, is_compiled, tokens, parallel))
             known = more if known is None else np.concatenate([known, more], axis=2)
-            found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
+            found = {**found, **{choice: len(found) + at for at, choice in enumerate(new)}}
             self._work[key] = found, known
         assert known is not None
-        rows, columns = [found[count] for count in tokens], [int(choice) for choice in box.sequence_parallel]
+        rows, columns = [found[choice] for choice in choices], [int(choice) for choice in box.sequence_parallel]
         return LayerTimes(*known[:, :, rows][..., columns])
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:

@@ -6,7 +6,8 @@ axis. NumPy broadcasting then computes each value once for all plans that share 
 
 - r: classes of pipeline ranks with equal layers
 - o: pipeline schedules (orders of actions), with the blocks of each stage
-- b: sizes and numbers of micro-batches, with the context ranks and the method of context parallelism
+- b: sizes and numbers of micro-batches, the context ranks, the method of context parallelism, and whether blocks are
+  compiled
 - s: sequence parallelism, off or on
 - c: recompute kinds, and the blocks to which they apply
 - z: ZeRO stage, with the division of data and context ranks into replicas and shards
@@ -133,13 +134,14 @@ class ScheduleChoice(NamedTuple):
 class BatchChoice(NamedTuple):
     """The micro-batches of a replica: `number` micro-batches of `size` sequences per step. `cp` context ranks divide
     each sequence by the method `context`. `ulysses` is the number of context ranks that exchange heads; 0 means all
-    context ranks if the method is ulysses."""
+    context ranks if the method is ulysses. `compile`: whether blocks are compiled."""
 
     size: int
     number: int
     cp: int = 1
     context: ContextParallelMethod = ContextParallelMethod.ring
     ulysses: int = 0
+    compile: bool = False
 
 
 class RecomputeChoice(NamedTuple):
@@ -245,7 +247,6 @@ class PlanGrid:
     heft: ShardWeight | None = None
     """The position and size of this shard among uneven shards, or None for equal shards."""
     loss_chunks: int = 1
-    compile: bool = False
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
     """`offload_share` and `weights_share`: the offloaded fractions of optimizer states and of weights, if these are
@@ -410,8 +411,13 @@ class PlanGrid:
             context=micro_batch.context,
             ulysses=micro_batch.ulysses,
             axes=self.layout.axes,
-            compile=self.compile,
+            compile=micro_batch.compile,
         )
+
+
+def are_blocks_compiled(box: PlanGrid) -> Array:
+    """Returns whether blocks are compiled (b)."""
+    return np.array([each.compile for each in box.micro_batches])
 
 
 def shard_fraction(box: PlanGrid) -> Array:
@@ -440,7 +446,9 @@ def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
                 plan.actions,
             ),
         ),
-        micro_batches=(BatchChoice(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses),),
+        micro_batches=(
+            BatchChoice(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses, plan.compile),
+        ),
         sequence_parallel=(plan.sequence_parallel,),
         recompute=(RecomputeChoice(plan.recompute, plan.recompute_layers, rest=plan.recompute_rest),),
         shards=(
@@ -450,7 +458,6 @@ def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
         weight=relative_shard_size(plan),
         heft=largest_shard_weight(plan),
         loss_chunks=plan.loss_chunks,
-        compile=plan.compile,
         offload_share=plan.offload_share / 100,
         weights_share=plan.weights_share / 100,
         offload_layers=plan.offload_layers,

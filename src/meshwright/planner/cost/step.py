@@ -45,7 +45,7 @@ from meshwright.planner.cost.cost_context import CostContext, build_cost_context
 from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, StepTime
 from meshwright.planner.cost.links import collective_rates
 from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
-from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis, grid_of_plan
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, are_blocks_compiled, broadcast_to_axis, grid_of_plan
 from meshwright.planner.cost.step_terms import STEP_TERMS
 from meshwright.planner.cost.uncertainty import is_on_host, memory_interval, step_interval
 from meshwright.spec.constraints import check_batch_size, half_sequence_length, validate_plan
@@ -59,7 +59,8 @@ from meshwright.spec.record import ProofCost, is_proof_cheap
 def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
     """Returns the seconds of torch.compile in the first step, over GRID_AXES. `layers` is the number of layers (r, o,
     layer run)."""
-    if not box.compile:
+    compiled = are_blocks_compiled(box)
+    if not compiled.any():
         return broadcast_to_axis(0.0, "")
     shapes = [
         tuple((each.shape, each.split) for each in entry.layer.parameters) if entry.is_block else None
@@ -69,9 +70,8 @@ def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array
         [[shape == kind for kind in dict.fromkeys(shapes) if kind is not None] for shape in shapes], dtype=float
     )
     present = ((layers @ kinds) > 0).sum(axis=2).max(axis=0)
-    return broadcast_to_axis(
-        present * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o"
-    )
+    each = constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS
+    return broadcast_to_axis(present[:, None] * compiled * each, "ob")
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:

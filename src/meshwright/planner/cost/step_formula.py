@@ -145,7 +145,7 @@ class SymbolicCostModel(CostModel):
 
     def work(self, box: PlanGrid) -> LayerTimes:
         """Returns the seconds of one layer of each layer run."""
-        key = (box.cut, box.strides["tp"], box.compile, box.sequence_parallel)
+        key = (box.cut, box.strides["tp"], box.micro_batches[0].compile, box.sequence_parallel)
         if key not in self._formulas:
             self._formulas[key] = layer_times(self.setting, *key[:3], self._tokens(box), np.array(key[3]))
         return self._formulas[key]

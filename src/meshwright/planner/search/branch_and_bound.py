@@ -242,11 +242,7 @@ class PlanSearch:
         room = np.broadcast_to(parts.host.max(axis=0) <= setting.host_memory if any(box.offload) else True, box.shape)
         taken = np.where(np.isfinite(step) & room, usual, np.inf)
         tight = np.broadcast_to(safe > physical_limit(setting), box.shape)
-        each = (
-            step
-            if not box.compile
-            else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
-        )
+        each = step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         cluster = setting.job.cluster
         links = np.array([int(uses_unmeasured_link(cluster, choice)) for choice in box.offload])  # along axis f
         worth = (

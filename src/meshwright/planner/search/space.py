@@ -184,9 +184,7 @@ class PlanSpace:
                             group_key = cp if self.choices.pins.keys() & {"dp_shard", "dp_replicate"} else 0
                             together.setdefault((cell[:3], group_key), []).append(cell)
                 for cells in together.values():
-                    group = self._group(cells, orders.legal)
-                    for is_compiled in self.choices.compile_choices(tp):
-                        yield replace(group, box=replace(group.box, compile=is_compiled))
+                    yield self._group(cells, orders.legal)
 
     def reject(self, reason: str, count: int, example: str) -> None:
         """Adds `count` rejected plans to the reason `reason`. `example` is the message about one of these plans."""
@@ -332,7 +330,12 @@ class PlanSpace:
     def _group(self, cells: list[ContextSlice], orders: list[ScheduleChoice]) -> DegreeGroup:
         """Returns the degree group that joins `cells`, which differ only in their context-parallel degree."""
         whole = cells[0]._replace(
-            micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
+            micro_batches=tuple(
+                each._replace(compile=is_compiled)
+                for is_compiled in self.choices.compile_choices(cells[0].layout.tp)
+                for cell in cells
+                for each in cell.micro_batches
+            ),
             shards=tuple(
                 sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))
             ),
@@ -371,8 +374,8 @@ class PlanSpace:
         if illegal.any():
             plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
             all_of_it = replace(group, box=in_rounds)
-            count = (all_of_it.legal - group.legal) * len(self.choices.compile_choices(box.tp))
-            _count_rejection(self, next(batch_violations(plan, self.job.workload.batch)), plan, count)
+            fault = next(batch_violations(plan, self.job.workload.batch))
+            _count_rejection(self, fault, plan, all_of_it.legal - group.legal)
 
 
 def _count_rejection(space: PlanSpace, fault: Violation, plan: Plan, count: int) -> None:
