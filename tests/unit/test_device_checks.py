@@ -81,6 +81,8 @@ def test_devices_that_torch_can_use_are_accepted(
         ("1x8:h200", 8, NO_GPU, "", 8, 0, None, "installed torch is built without CUDA: install a torch built for"),
         ("1x8:h200", 8, ROCM, "", 8, 0, None, "the installed torch is built without CUDA"),
         ("1x8:mi300x", 8, CUDA, "", 0, 8, None, "8 GPUs (AMD), but the installed torch is built without ROCm: install"),
+        ("1x8:mi300x", 8, CUDA, "", 0, 8, None, "with --cluster local:4 and HIP_VISIBLE_DEVICES= (empty)"),
+        ("1x8:h200", 8, NO_GPU, "", 8, 0, None, "with --cluster local:4 and CUDA_VISIBLE_DEVICES= (empty)"),
         ("1x8:h200", 8, CUDA, DRIVER.format("470.82.01"), 8, 0, None, "driver 470.82.01 is older than 525.60.13, whi"),
         ("1x8:h200", 8, CUDA_13, OPEN_DRIVER.format("550.54.14"), 8, 0, None, "or install a torch for CUDA 12"),
         ("1x8:h200", 8, CUDA, "", 8, 0, "", "CUDA_VISIBLE_DEVICES= hides all 8 GPUs of this machine (NVIDIA H200)"),

@@ -24,6 +24,8 @@ from meshwright.cli.launch import (
 )
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError, Interrupted
+from meshwright.elastic.launch.submission import network_settings
+from meshwright.planner.inputs.cluster_parser import read_cluster
 from meshwright.planner.search import ranking
 
 BIG = JobOptions(model="llama-7b", cluster="4x8:h100")
@@ -219,3 +221,11 @@ def test_a_job_may_continue_on_fewer_nodes_only_if_a_plan_fits_on_them() -> None
     check_fewest_nodes(job, 4)
     with pytest.raises(InputError, match=r"--min-nodes 2: no plan fits on 2 nodes, so a run that loses the others"):
         check_fewest_nodes(job, 2)
+
+
+@pytest.mark.parametrize(("on", "library"), [("2x8:h100", "NCCL"), ("2x8:mi300x", "RCCL")])
+def test_launch_files_name_the_library_of_collectives_of_the_devices(on: str, library: str) -> None:
+    """RCCL reads the variables of NCCL."""
+    reasons = {each.name: each.reason for each in network_settings(read_cluster(on), "eth1")}
+    assert reasons["NCCL_SOCKET_IFNAME"].startswith(f"{library} uses exactly this interface")
+    assert reasons["NCCL_ALGO"].startswith(f"left to {library}, which chooses")

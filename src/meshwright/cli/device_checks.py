@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 AMD_TOPOLOGY_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+AMD_VISIBLE_VARIABLE = "HIP_VISIBLE_DEVICES"
 
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 """The oldest Linux driver for each major version of CUDA. Source: CUDA release notes, table of minor version
@@ -86,11 +87,11 @@ needs: update the driver, or install a torch for CUDA 12
         raise InputError(
             Message(
                 "this machine has {count} GPUs ({cards}), but the installed torch is built without {platform}: install "
-                "a torch built for {platform}, or train on CPU cores with --cluster local:4 and CUDA_VISIBLE_DEVICES= "
-                "(empty)",
+                "a torch built for {platform}, or train on CPU cores with --cluster local:4 and {variable}= (empty)",
                 count=len(cards) or amd,
                 cards=cards[0] if cards else "AMD",
                 platform="CUDA" if cards else "ROCm",
+                variable=VISIBLE_VARIABLE if cards else AMD_VISIBLE_VARIABLE,
             )
         )
     oldest = OLDEST_DRIVERS.get(int(build.cuda.partition(".")[0]), (0,))
@@ -201,6 +202,6 @@ def check_devices(question: Job | None, ranks: int) -> None:
                 platform="CUDA" if used == "nvidia" else "ROCm",
                 count=len(cards) if used == "nvidia" else amd,
                 cards=cards[0] if used == "nvidia" else "AMD",
-                variable=VISIBLE_VARIABLE if used == "nvidia" else "HIP_VISIBLE_DEVICES",
+                variable=VISIBLE_VARIABLE if used == "nvidia" else AMD_VISIBLE_VARIABLE,
             )
         )

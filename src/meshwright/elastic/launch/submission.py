@@ -7,7 +7,8 @@ CPUs of those machines. Sources: the Kubernetes device plugins of NVIDIA (k8s-de
 of ROCm).
 
 `network_settings` derives environment variables of NCCL and gloo from the links of a cluster, so that ranks use the
-right network. Each variable has a reason. If a variable is left unset, the reason says what sets it instead.
+right network. RCCL, the library of AMD devices, reads the variables of NCCL. Each variable has a reason. If a variable
+is left unset, the reason says what sets it instead.
 
 [Note: rate without kind] The link `@ethernet-100` is Ethernet with TCP, while `@100Gb` states only a rate. For both,
 variables that affect only sockets are set. NCCL_IB_DISABLE is set only for `@ethernet-100`. A link that is known only
@@ -285,7 +286,8 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
     found.append(EnvironmentSetting("GLOO_SOCKET_IFNAME", interface, why if interface else by_node))
     if host:
         return found
-    why = "NCCL uses exactly this interface (=); without it, NCCL uses the first interface that is up"
+    library = "RCCL" if device_vendor(cluster.groups[0].device) == "amd" else "NCCL"
+    why = f"{library} uses exactly this interface (=); without it, {library} uses the first interface that is up"
     found.append(EnvironmentSetting("NCCL_SOCKET_IFNAME", interface and f"={interface}", why if interface else by_node))
     ethernet, rate = "ethernet" in network.name.lower(), is_rate_name(network.name)
     if ethernet:
@@ -295,7 +297,7 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
             )
         )
     else:
-        why = f"left to NCCL: {network.name} is a rate, and " if rate else "left to NCCL: "
+        why = f"left to {library}: {network.name} is a rate, and " if rate else f"left to {library}: "
         found.append(
             EnvironmentSetting(
                 "NCCL_IB_DISABLE", "", f"{why}where there is neither InfiniBand nor RoCE it takes sockets by itself"
@@ -309,8 +311,8 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
                 EnvironmentSetting("NCCL_SOCKET_NTHREADS", "4", why),
                 EnvironmentSetting("NCCL_NSOCKS_PERTHREAD", "4", why),
             ]
-    why = "left to NCCL, which chooses rings, trees or switches for each size of a message from the links that it finds"
-    found.append(EnvironmentSetting("NCCL_ALGO", "", why))
+    why = "which chooses rings, trees or switches for each size of a message from the links that it finds"
+    found.append(EnvironmentSetting("NCCL_ALGO", "", f"left to {library}, {why}"))
     return found
 
 
