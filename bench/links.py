@@ -29,10 +29,11 @@ from meshwright.runtime.build.parallelize import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
-from meshwright.runtime.tensor_parallel import row
+from meshwright.runtime.tensor_parallel import chunks
+from meshwright.runtime.tensor_parallel.column import RegionEntryHook
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import GradReducer
-from meshwright.spec.layout import MAX_ROW_CHUNKS
+from meshwright.spec.layout import MAX_TENSOR_CHUNKS
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.train.trainer import Trainer, parallelize
@@ -155,9 +156,9 @@ def training(rounds: int) -> list[dict[str, Any]]:
 
 
 TENSOR_SIZES = {"layers": 2, "hidden": 768, "ffn": 2048, "vocab": 256, "sequence": 128, "batch": 4}
-TENSOR_PLANS, TENSOR_SHARE, TENSOR_PAIRS = ("tp2", "tp2.sp"), 1.0, 3
-"""Of a core, what each of two tensor ranks takes, so that the wire and other programs leave it this; and the pairs of
-steps for each round of the others."""
+TENSOR_PLANS, TENSOR_SHARE, TENSOR_PAIRS, TENSOR_RATE = ("tp2", "tp2.sp"), 1.0, 3, 15e6
+"""Of a core, what each of two tensor ranks takes, so that the wire and other programs leave it this; the pairs of steps
+for each round of the others; bytes/s of the wire."""
 
 
 @contextmanager
@@ -178,9 +179,24 @@ def timed_waits() -> Iterator[list[float]]:
         async_collectives.CollectiveWork.wait = wait  # type: ignore[method-assign]
 
 
+@contextmanager
+def tensor_overlap(on: bool) -> Iterator[None]:
+    """Whether tensor ranks exchange hidden states in chunks and compute the column layers of a region together. Without
+    it, only the sum of a region's input gradients overlaps, with one weight gradient."""
+    before = RegionEntryHook._is_joint
+    if not on:
+        chunks.MAX_TENSOR_CHUNKS = 1  # type: ignore[attr-defined]
+        RegionEntryHook._is_joint = lambda hook, hidden: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        chunks.MAX_TENSOR_CHUNKS = MAX_TENSOR_CHUNKS  # type: ignore[attr-defined]
+        RegionEntryHook._is_joint = before  # type: ignore[method-assign]
+
+
 def row_layers(rounds: int) -> dict[str, dict[str, Any]]:
-    """Two nodes of one rank: seconds of a tensor-parallel step, and of those exposed by collectives, with row layers in
-    one chunk and in several, in turn. Of each wait, the rank that comes last counts: the other also waits for it."""
+    """Two nodes of one rank: seconds of a tensor-parallel step, and of those exposed by collectives, in one chunk and
+    in several, in turn. Of each wait, the rank that comes last counts: the other also waits for it."""
     torch.manual_seed(0)
     sizes = TENSOR_SIZES
     config = LlamaConfig(
@@ -194,11 +210,10 @@ def row_layers(rounds: int) -> dict[str, dict[str, Any]]:
         trainer = parallelize(Llama(config), lambda params: torch.optim.SGD(params, lr=1e-3), f"{plan}.mb4")
         seconds: dict[str, list[tuple[float, float]]] = {"one chunk": [], "chunks": []}
         for at in range(TENSOR_PAIRS * rounds + 1):
-            for name, chunks in (("one chunk", 1), ("chunks", MAX_ROW_CHUNKS)):
-                row.MAX_ROW_CHUNKS = chunks  # type: ignore[attr-defined]
+            for name in seconds:
                 dist.barrier()
                 began = time.perf_counter()
-                with timed_waits() as waits:
+                with tensor_overlap(name == "chunks"), timed_waits() as waits:
                     trainer.step(rows)
                 took, waited = torch.tensor(time.perf_counter() - began), torch.tensor(waits)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -306,7 +321,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rate", type=float, default=12.5e6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="collectives,training,hidden,rows")
-    parser.add_argument("--rows-rate", type=float, default=15e6, help="bytes/s of the wire for the part rows")
+    parser.add_argument("--rows-rate", type=float, default=TENSOR_RATE, help="bytes/s of the wire for the part rows")
     given = parser.parse_args(arguments)
     warm()
     parts = {"collectives": collectives, "training": training, "hidden": hidden, "rows": row_layers}
@@ -360,7 +375,7 @@ def page(found: dict[str, Any]) -> str:
             f"{TENSOR_SIZES['layers']} blocks of width {TENSOR_SIZES['hidden']}, steps in turn (load "
             f"{found['rows load']:.0f}). Exposed: of each wait, the rank that comes last.",
             "",
-            "| plan | row layers | ms a step | exposed, ms | exposed / one chunk [quartiles] | pairs |",
+            "| plan | exchange | ms a step | exposed, ms | exposed / one chunk [quartiles] | pairs |",
             "|---|---|---|---|---|---|",
         ]
         for plan, it in found["rows"].items():

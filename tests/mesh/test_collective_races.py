@@ -14,7 +14,7 @@ from nccl_streams import nccl_streams
 from race_detector import RaceDetector, detected_races
 from traced_mesh import traced_rank, trained_rank
 
-from meshwright.spec.layout import MIN_ROW_CHUNK_BYTES
+from meshwright.spec.layout import MIN_TENSOR_CHUNK_BYTES
 from meshwright.spec.plan import parse_plan
 
 OFFLOADED = "dp2.z3.off-optimizer.off-parameters.mb2", "dp2.z2.off-optimizer.off-gradients.mb2"
@@ -39,7 +39,7 @@ def train(plan: str, rank: int, dropped: str = "", completes: bool = False) -> R
 
     @contextmanager
     def streams() -> Iterator[None]:
-        several_chunks = mock.patch.dict(MIN_ROW_CHUNK_BYTES, nccl=1, gloo=1)
+        several_chunks = mock.patch.dict(MIN_TENSOR_CHUNK_BYTES, nccl=1, gloo=1)
         with several_chunks, detected_races(dropped) as detector, nccl_streams(detector, completes):
             found.append(detector)
             yield

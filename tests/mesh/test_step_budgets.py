@@ -27,8 +27,8 @@ from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.optim import updater
 from meshwright.runtime.optim.updater import Updater
-from meshwright.runtime.tensor_parallel import row
-from meshwright.runtime.tensor_parallel.graph_region import column_gradients
+from meshwright.runtime.tensor_parallel import chunks
+from meshwright.runtime.tensor_parallel.joint_columns import column_gradients
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import Trainer, parallelize
@@ -271,7 +271,7 @@ def test_a_compiled_block_is_one_graph_without_breaks(
     """Counts in one step of two micro-batches of two blocks. Each call of a graph is overhead of the host, and the
     compiler fuses nothing across a break. Equal blocks share what is compiled for the first one."""
     if in_chunks:
-        monkeypatch.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1, "nccl": 1})
+        monkeypatch.setattr(chunks, "MIN_TENSOR_CHUNK_BYTES", {"gloo": 1, "nccl": 1})
     calls: list[int] = []
     graphs: list[Any] = []
 
@@ -332,7 +332,7 @@ def test_a_compiled_region_sums_over_ranks_while_it_computes_weight_gradients(
     assert [tuple(each.shape) for each in results] == [(1, 4, 3), (5, 3)]
     products = ["product", "product"]
     assert found == (
-        ["all_gather", *products, "wait", "reduce_scatter", "product", "wait"]
+        ["all_gather", *products, "reduce_scatter", "wait", "product", "wait"]
         if sequence_parallel
         else [*products, "all_reduce", "product", "wait"]
     )

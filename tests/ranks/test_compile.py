@@ -17,7 +17,7 @@ from world_group import between_hosts
 
 from meshwright.core.errors import InputError
 from meshwright.runtime import compile
-from meshwright.runtime.tensor_parallel import row
+from meshwright.runtime.tensor_parallel import chunks
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -77,7 +77,7 @@ def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str)
 def train_in_chunks(*given: Any) -> tuple[dict[str, Any], float]:
     """`train_with` over gloo, with row layers in as many chunks as there can be."""
     with between_hosts(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1})
+        patched.setattr(chunks, "MIN_TENSOR_CHUNK_BYTES", {"gloo": 1})
         return train_with(*given)
 
 

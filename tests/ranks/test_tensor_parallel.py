@@ -19,7 +19,7 @@ from meshwright.models.registry import build_reference_model
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.loss import count_valid_labels, sum_cross_entropy
-from meshwright.runtime.tensor_parallel import collectives, row
+from meshwright.runtime.tensor_parallel import chunks, collectives
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, RegionInput
 from meshwright.runtime.tensor_parallel.layers import RowLinear, SequenceParallelRegion, partial_grad_names, shard_model
 
@@ -214,7 +214,7 @@ def test_loss_and_every_gradient_are_those_of_one_device(
 def compare_in_chunks(name: str, sequence_parallel: bool, least: int) -> tuple[float, float, str, int]:
     """`compare` in float64 over gloo, with chunks of at least `least` bytes, and the number of its collectives."""
     with between_hosts(), pytest.MonkeyPatch.context() as patched, Collectives() as counted:
-        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": least})
+        patched.setattr(chunks, "MIN_TENSOR_CHUNK_BYTES", {"gloo": least})
         return *compare(name, torch.float64, sequence_parallel), counted.count
 
 
@@ -222,14 +222,16 @@ def compare_in_chunks(name: str, sequence_parallel: bool, least: int) -> tuple[f
 @pytest.mark.parametrize(
     "name", ["bare", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gpt2", "hf gpt2", "hf llama"))]
 )
-def test_row_layers_in_chunks_compute_what_one_device_computes(ranks: Pool, name: str, sequence_parallel: bool) -> None:
-    """Two row layers in each of two blocks, four chunks instead of one: a sum more for each in forward, and under
-    sequence parallelism a gather more in backward."""
+def test_layers_in_chunks_compute_what_one_device_computes(ranks: Pool, name: str, sequence_parallel: bool) -> None:
+    """Two regions in each of two blocks, four chunks instead of one: of the sum of each row layer, and of that of the
+    input gradients of its column layers. Under sequence parallelism also of the gathers of a region's input in forward,
+    and of the gradient of its output."""
     whole = ranks.run(2, compare_in_chunks, name, sequence_parallel, 1 << 20)
     parts = ranks.run(2, compare_in_chunks, name, sequence_parallel, 1)
     for loss, gradient, worst, _ in (*whole, *parts):
         assert loss < 1e-10 and gradient < 1e-10, worst
-    assert [one[3] - other[3] for one, other in zip(parts, whole, strict=True)] == [12 * (1 + sequence_parallel)] * 2
+    more = 3 * 4 * (4 if sequence_parallel else 2)
+    assert [one[3] - other[3] for one, other in zip(parts, whole, strict=True)] == [more] * 2
 
 
 def reductions_before_the_first_wait(sequence_parallel: bool) -> int:
@@ -239,7 +241,7 @@ def reductions_before_the_first_wait(sequence_parallel: bool) -> int:
     events: list[str] = []
     start, wait = async_collectives.CollectiveWork.__init__, async_collectives.CollectiveWork.wait
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row, "MIN_ROW_CHUNK_BYTES", {"gloo": 1})
+        patched.setattr(chunks, "MIN_TENSOR_CHUNK_BYTES", {"gloo": 1})
         patched.setattr(
             async_collectives.CollectiveWork, "__init__", lambda *args: (events.append("start"), start(*args))[1]
         )
@@ -404,12 +406,18 @@ def test_without_a_group_collectives_hand_their_input_on() -> None:
         assert getattr(collectives, name)(x, None) is x
 
 
-def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> float:
+def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool, joint: bool) -> float:
     """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain
-    autograd."""
-    group, ranks = world_comm_group(), dist.get_world_size()
+    autograd. `joint`: whether the layers are computed together and in chunks, as on ranks that share no memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(chunks, "MIN_TENSOR_CHUNK_BYTES", {"gloo": 1})
+        return _crossing_differs(used, other, sequence_parallel, world_comm_group(shared=not joint))
+
+
+def _crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool, group: CommGroup) -> float:
+    ranks = dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
-    whole = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    whole = torch.randn(2, 12, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weights = [torch.randn(ranks * 5, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
     wanted = sum((whole @ weight.T).square().sum() for weight, is_used in zip(weights, used) if is_used)
     wanted = wanted + ranks * whole.exp().sum() if other else wanted
@@ -432,14 +440,15 @@ def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bo
     return (hidden.grad - expected).abs().max().item()
 
 
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(
     ("used", "other"), [((True, True), False), ((True, True), True), ((True, False), False), ((False, True), True)]
 )
 def test_a_crossing_sums_the_gradients_of_whoever_read(
-    ranks: Pool, used: tuple[bool, bool], other: bool, sequence_parallel: bool
+    ranks: Pool, used: tuple[bool, bool], other: bool, sequence_parallel: bool, joint: bool
 ) -> None:
-    assert max(ranks.run(2, crossing_differs, used, other, sequence_parallel)) < 1e-12
+    assert max(ranks.run(2, crossing_differs, used, other, sequence_parallel, joint)) < 1e-12
 
 
 def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from meshwright.runtime.offload import swap_file, swapper
 from meshwright.runtime.shard import optimizer_shard
 from meshwright.spec.cluster import ClusterRates
 from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.job import Job
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.workload import OptimizerConfig
@@ -298,21 +299,64 @@ def test_the_reduction_of_input_gradients_may_overlap_with_weight_gradients(
     assert overlapped / in_order == pytest.approx(1 - 0.87 * hidden_calls / calls, abs=0.02)
 
 
-@pytest.mark.parametrize("plan", ["tp2.mb4", "tp2.sp.mb4"])
-@pytest.mark.parametrize(("rate", "exposed"), [(0.01, 0.48), (1e3, 1.38)])
-def test_sums_of_row_layers_overlap_with_products_that_are_long_enough(plan: str, rate: float, exposed: float) -> None:
-    """A sum of 4 chunks takes 1.38 times as long as one of 128 MiB. Of it, 1/4 and 13 % of 3/4 are exposed behind long
-    products, and all behind short ones. The gathers of sequence parallelism in forward are not in chunks."""
+def fast_job(rate: float) -> Job:
+    """Llama 2 7B on two H100 whose products are `rate` times as fast as they are."""
     job = named_job("llama2-7b", "1x2:h100", 8, 4096, "bf16")
     device = job.cluster.groups[0].device
-    slow = device.but(peak={name: rate * flops for name, flops in device.peak.items()})
-    job = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[0].but(device=slow),)))
-    chosen = parse_plan(plan)
-    block = [CostModel(job, RuntimeModel(row_chunks=chunks)).work(grid_of_plan(chosen, 8, 32)) for chunks in (1, 4)]
-    index = max(range(len(block[0].forward)), key=lambda at: block[0].forward[at].sum())
-    one, several = (float(each.tensor_forward[index].sum()) for each in block)
-    gather = one / 2 if chosen.sequence_parallel else 0.0
-    assert (several - gather) / (one - gather) == pytest.approx(exposed, abs=0.01)
+    fast = device.but(peak={name: rate * flops for name, flops in device.peak.items()})
+    return job.but(cluster=job.cluster.but(groups=(job.cluster.groups[0].but(device=fast),)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "rate", "forward", "backward"),
+    [
+        ("tp2.mb4", 0.01, 0.38, 0.18),
+        ("tp2.sp.mb4", 0.01, 0.28, 0.16),
+        ("tp2.mb4", 1e3, 1.38, 1.38),
+        ("tp2.sp.mb4", 1e3, 1.38, 1.25),
+    ],
+)
+def test_tensor_collectives_overlap_with_products_that_are_long_enough(
+    plan: str, rate: float, forward: float, backward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of 4 chunks takes 1.38 times as long as one of 128 MiB. Behind long products, 13 % of it are exposed,
+    and of a row layer in forward also the last chunk, which is 1/6. Behind short products all is exposed. Backward
+    gathers the input of a region in one chunk. The additional products of chunks have a price of their own."""
+    monkeypatch.setattr(constants, "MATMUL_RAMP_SECONDS", 0.0)
+    job, grid = fast_job(rate), grid_of_plan(parse_plan(plan), 8, 32)
+    one, several = (CostModel(job, RuntimeModel(tensor_chunks=chunks)).work(grid) for chunks in (1, 4))
+    index = max(range(len(one.forward)), key=lambda at: one.forward[at].sum())
+    found = [
+        float(getattr(several, name)[index].sum() / getattr(one, name)[index].sum())
+        for name in ("tensor_forward", "tensor_backward")
+    ]
+    assert found == pytest.approx([forward, backward], abs=0.01)
+
+
+def test_each_additional_product_of_chunks_loses_its_start_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward of two regions in four chunks: three products more for each row layer."""
+    job, grid, found = fast_job(1.0), grid_of_plan(parse_plan("tp2.mb4"), 8, 32), []
+    for seconds in (3e-6, 0.0):
+        monkeypatch.setattr(constants, "MATMUL_RAMP_SECONDS", seconds)
+        found.append(CostModel(job, RuntimeModel(tensor_chunks=4)).work(grid).tensor_forward.max())
+    assert found[0] - found[1] == pytest.approx(2 * 3 * 3e-6)
+
+
+def test_frozen_weights_have_no_gradients_that_hide_sums_of_input_gradients() -> None:
+    job = fast_job(10.0)
+    layers = job.model.layers
+    frozen = tuple(
+        layer.but(parameters=tuple(each.but(frozen=True) for each in layer.parameters))
+        if layer.name == "block"
+        else layer
+        for layer in layers
+    )
+    grid = grid_of_plan(parse_plan("tp2.mb4"), 8, 32)
+    one, other = (
+        CostModel(job.but(model=job.model.but(layers=some)), RuntimeModel(tensor_chunks=4)).work(grid).tensor_backward
+        for some in (layers, frozen)
+    )
+    assert other.sum() > 1.1 * one.sum()
 
 
 @pytest.mark.parametrize(("on", "cuts"), [("1x2:cpu", False), ("2x1:cpu@1Gb", True), ("2x2:cpu@1Gb", False)])
@@ -320,7 +364,7 @@ def test_cpu_ranks_that_share_memory_have_one_chunk(on: str, cuts: bool) -> None
     job = named_job("llama-tiny", on, 32, 256, "fp32")
     plan = parse_plan("tp2.mb32" if job.cluster.devices == 2 else "dp2.tp2.mb16")
     one, several = (
-        estimate_grid(CostModel(job, RuntimeModel(row_chunks=chunks)), grid_of_plan(plan, 32, 4)).time.tensor
+        estimate_grid(CostModel(job, RuntimeModel(tensor_chunks=chunks)), grid_of_plan(plan, 32, 4)).time.tensor
         for chunks in (1, 4)
     )
     assert (several != one) == cuts

@@ -44,12 +44,12 @@ MiB of each float32 state."""
 SOFTMAX_PARTS = 8
 """Number of parts in which the softmax of low-precision logits is computed. One part at a time is in float32."""
 
-MAX_ROW_CHUNKS = 4
-"""Maximum number of chunks in which a row layer of tensor parallelism is computed and summed over the ranks."""
+MAX_TENSOR_CHUNKS = 4
+"""Maximum number of chunks in which tensor ranks exchange a hidden state while they multiply."""
 
-MIN_ROW_CHUNK_BYTES = {"gloo": 1 << 18, "nccl": 1 << 24}
-"""Minimum bytes of the result of a chunk of a row layer, by collective library. NCCL needs messages of 16 MiB for half
-of its bandwidth on one node. On gloo, smaller chunks would take as long as their latency."""
+MIN_TENSOR_CHUNK_BYTES = {"gloo": 1 << 18, "nccl": 1 << 24}
+"""Minimum bytes of a chunk of a hidden state, by collective library. NCCL needs messages of 16 MiB for half of its
+bandwidth on one node. On gloo, smaller chunks would take as long as their latency."""
 
 NF4_BLOCK_NUMEL, NF4_BLOCK_BYTES = 64, 34
 """Weights of a block of a frozen weight in 4 bits, and the bytes of the block: its codes and its scale

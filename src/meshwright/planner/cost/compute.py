@@ -48,7 +48,7 @@ from meshwright.planner.cost.float8 import MAGNITUDE_BYTES, float8_weights, scal
 from meshwright.planner.cost.links import collective_rates, ranks_by_tier
 from meshwright.planner.cost.overlap import overlapped
 from meshwright.planner.cost.plan_grid import Array, TpEpShape
-from meshwright.spec.layout import MIN_ROW_CHUNK_BYTES
+from meshwright.spec.layout import MIN_TENSOR_CHUNK_BYTES
 from meshwright.spec.model import LayerSpec, ParameterSpec
 
 if TYPE_CHECKING:
@@ -330,8 +330,8 @@ def _tp_comm_seconds(
     that overlap with weight gradients, over axes (b, s) of GRID_AXES. `tensor` is the number of tensor ranks, and the
     distance between neighbouring tensor ranks. Sequence parallelism replaces an all-reduce by an all-gather and a
     reduce-scatter. Each row-parallel convolution sums its output once; blocks without them sum the hidden state
-    TP_ALL_REDUCES_PER_BLOCK times. The runtime overlaps the sums of row layers with their products
-    (`_chunk_gain`)."""
+    TP_ALL_REDUCES_PER_BLOCK times. The runtime overlaps the collectives with products
+    (`_chunk_gain`), except in float8."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor
@@ -350,10 +350,13 @@ def _tp_comm_seconds(
         behind = np.where(sequence_parallel, ranks.gather(state) + gather, total) * setting.practice.dgrad_hidden
         one, other = (ranks.reduce(count * MAGNITUDE_BYTES, count) for count in scale_exchanges(setting, layer))
         forward, backward = seen * total + one, seen * (total + gather - behind) + other
-        if setting.practice.row_chunks > 1 and not convolutions and not shares_memory(setting, tp, stride):
-            saved = _chunk_gain(setting, layer, tensor, tokens, state)
-            gain = np.where(sequence_parallel, saved[1], saved[0])
-            forward, backward = forward - gain, backward - np.where(sequence_parallel, gain, 0.0)
+        overlaps = not (convolutions or float8_weights(setting, layer) or shares_memory(setting, tp, stride))
+        if setting.practice.tensor_chunks > 1 and overlaps:
+            gains = _chunk_gain(setting, layer, tensor, tokens, state)
+            forward, backward = (
+                seconds - np.where(sequence_parallel, *gain[::-1])
+                for seconds, gain in zip((forward, backward), gains, strict=True)
+            )
         return forward, backward, seen * behind
     if layer.name == EMBEDDING:
         return ranks.reduce(state) + none, gather + none, none
@@ -378,26 +381,54 @@ def product_seconds(setting: CostContext, numel: float, tokens: Array) -> Array:
 
 def _chunk_gain(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, state: Array
-) -> tuple[Array, Array]:
-    """Returns the seconds that chunks hide of the sums of a block's row layers (tensor_parallel/row.py), over axes (b,
-    1) of GRID_AXES: of all-reduces, and of reduce-scatters with sequence parallelism. Then backward also overlaps
-    all-gathers with as large products. `state` is the bytes of the hidden state.
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Returns the seconds that products hide of a block's collectives over tensor ranks (tensor_parallel/chunks.py),
+    over axes (b, 1) of GRID_AXES: in forward and in backward, each without and with sequence parallelism. `state` is
+    the bytes of the hidden state.
 
-    The sum of a chunk runs during the product of the next chunk. So with k chunks 1 / k of the sum is exposed, and what
-    the products do not cover of the rest. Chunks have at least MIN_ROW_CHUNK_BYTES. The value is negative if the
-    additional messages take longer than the products hide.
+    A region gathers its input during the products of its column layers, and sums its output during the products of its
+    row layer. Backward sums the gradient of the input during the products of the column layers for input and weights.
+    `edge` is the fraction of the last chunk. Its sum in forward is exposed, and its product does not overlap with its
+    gather. Each additional product takes MATMUL_RAMP_SECONDS. Chunks have at least MIN_TENSOR_CHUNK_BYTES. The value is
+    negative if the additional messages and products take longer than the products hide.
     """
     tp, stride = tensor
     ranks = collective_rates(setting.fabric, tp, stride)
-    chunks = np.clip(
-        state // MIN_ROW_CHUNK_BYTES["gloo" if setting.on_host else "nccl"], 1, setting.practice.row_chunks
-    )
-    rows = [weight for weight in layer.parameters if weight.split == 1 and len(weight.shape) == 2]
-    gains = []
-    for reduce in (ranks.reduce, ranks.gather):
-        whole, several, gain = reduce(state), reduce(state, chunks), 0.0 * state
-        for weight in rows[: constants.TP_ALL_REDUCES_PER_BLOCK]:
-            product = product_seconds(setting, weight.numel / tp, tokens)[:, None]
-            gain = gain + whole - several / chunks - (1.0 - 1.0 / chunks) * overlapped(several, product)
-        gains.append(gain)
-    return gains[0], gains[1]
+    least = MIN_TENSOR_CHUNK_BYTES["gloo" if setting.on_host else "nccl"]
+    chunks = np.clip(state // least, 1, setting.practice.tensor_chunks)
+    edge = 1.0 / np.maximum(2.0 * chunks - 2.0, 1.0)
+    arriving = 1.0 - edge * (tp - 1) / tp
+    reduce, gather = ranks.reduce(state, chunks), ranks.gather(state, chunks)
+    forward, backward = np.zeros((2, 2, *state.shape))
+    ramp, more = constants.MATMUL_RAMP_SECONDS, chunks - 1.0
+    gathered = np.where(more > 0, chunks * min(tp - 1, 2), 0.0)
+    for columns, row, trained, count in _region_numels(layer)[: constants.TP_ALL_REDUCES_PER_BLOCK]:
+        column, last = (product_seconds(setting, numel / tp, tokens)[:, None] for numel in (columns, row))
+        behind = (1.0 - edge) * column + product_seconds(setting, trained / tp, tokens)[:, None]
+        forward += [
+            ranks.reduce(state) - edge * reduce - (1.0 - edge) * overlapped(reduce, last) - ramp * more,
+            2.0 * ranks.gather(state)
+            - (edge * gather + (1.0 - edge) * overlapped(gather, last) + overlapped(gather, arriving * column))
+            - ramp * (more + gathered * count),
+        ]
+        backward += [
+            ranks.reduce(state) - overlapped(reduce, behind) - ramp * more * count,
+            3.0 * ranks.gather(state)
+            - (overlapped(gather, arriving * last) + overlapped(ranks.gather(state) + gather, behind))
+            - ramp * (gathered + more * count),
+        ]
+    return (forward[0], forward[1]), (backward[0], backward[1])
+
+
+def _region_numels(layer: LayerSpec) -> list[tuple[float, float, float, int]]:
+    """Returns for each region of a block the elements of its column layers, of its row layer, and of the column layers
+    that are trained, and the number of column layers. A row layer ends a region."""
+    found, columns, trained, count = [], 0.0, 0.0, 0
+    for weight in layer.parameters:
+        if len(weight.shape) == 2 and weight.split == 0:
+            columns, trained = columns + weight.numel, trained + weight.numel * (not weight.frozen)
+            count += 1
+        elif len(weight.shape) == 2 and weight.split == 1:
+            found.append((columns, float(weight.numel), trained, count))
+            columns, trained, count = 0.0, 0.0, 0
+    return found

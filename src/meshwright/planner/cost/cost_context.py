@@ -26,7 +26,7 @@ from meshwright.planner.cost.links import UNCOMPRESSED, CompressionRatio, LinkMo
 from meshwright.planner.cost.plan_grid import TpEpShape
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.job import Job
-from meshwright.spec.layout import MAX_ROW_CHUNKS, align_numel
+from meshwright.spec.layout import MAX_TENSOR_CHUNKS, align_numel
 from meshwright.spec.model import LayerSpec, ParameterSpec
 from meshwright.spec.precision import Recipe
 
@@ -77,9 +77,9 @@ class RuntimeModel(NamedTuple):
     step. Each rank then stores the full gradients, and at ZeRO 3 the full weights, until the last backward."""
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is split into chunks and overlaps with matrix products."""
-    row_chunks: int = 1
-    """Maximum number of chunks in which a row layer is computed and summed over tensor ranks. The sum of a chunk
-    overlaps with the product of the next chunk."""
+    tensor_chunks: int = 1
+    """Maximum number of chunks in which tensor ranks exchange a hidden state, each during the product of another one.
+    1: nothing overlaps."""
     dgrad_hidden: bool = False
     """Whether backward overlaps the reduction of input gradients over tensor ranks with weight gradients, and with
     sequence parallelism also the second gather of inputs."""
@@ -96,7 +96,7 @@ class RuntimeModel(NamedTuple):
     overlaps with shared experts."""
 
 
-MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True, row_chunks=MAX_ROW_CHUNKS, dispatch_hidden=None)
+MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True, tensor_chunks=MAX_TENSOR_CHUNKS, dispatch_hidden=None)
 
 
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"

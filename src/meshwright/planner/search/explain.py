@@ -54,7 +54,7 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
     """Returns the sentences that `meshwright plan` prints after the ranked plans. `answer` is the result of the
     search."""
     said = [_chosen_message(answer), *_passed_over_messages(job, answer), _breakdown_message(answer)]
-    said += _row_chunk_messages(job, answer.chosen)
+    said += _chunk_messages(job, answer.chosen)
     others = [family for family in answer.families if family.plan != answer.chosen.plan]
     slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
     unfit = [family for family in others if not family.fits]
@@ -161,19 +161,19 @@ def _breakdown_message(answer: SearchResult) -> Message:
     )
 
 
-def _row_chunk_messages(job: Job, chosen: RankedPlan) -> list[Message]:
-    """Returns a text with the fraction of the tensor-parallel communication that chunks of row layers hide, unless it
+def _chunk_messages(job: Job, chosen: RankedPlan) -> list[Message]:
+    """Returns a text with the fraction of the tensor-parallel communication that products hide, unless it
     is a small part of the step."""
     plan, time = chosen.plan, chosen.estimate.time
     if plan.tp == 1 or plan.placement or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
         return []
-    pricer = CostModel(job, MESHWRIGHT_RUNTIME._replace(row_chunks=1))
+    pricer = CostModel(job, MESHWRIGHT_RUNTIME._replace(tensor_chunks=1))
     exposed = estimate_grid(pricer, grid_of_plan(plan, job.workload.batch, job.model.blocks)).time.tensor
     if exposed - time.tensor < MIN_TIME_FRACTION_NAMED * time.step:
         return []
     return [
         Message(
-            "row layers in chunks hide {share:percent} of the communication over tensor ranks behind their products",
+            "matrix products hide {share:percent} of the communication over tensor ranks",
             share=1.0 - time.tensor / exposed,
         )
     ]

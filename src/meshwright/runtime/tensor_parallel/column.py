@@ -13,10 +13,14 @@ tensor. Then autograd computes the layer's gradients as usual, and `RegionInput.
 buffer. A `RegionInput` belongs to one forward, which may be a recompute, and drops its tensors at the end of the
 corresponding backward.
 
-[Note: compiled regions] If torch.compile traces a block, the entry of a region computes the outputs of all its column
-layers with one operator (graph_region.py), and each column layer returns its output. Other consumers of the region's
-input read a second tensor, with collectives as operators of the graph (comm/graph_collectives.py). The compiler drops
-these collectives if there are no such consumers.
+[Note: joint regions] If the tensor ranks do not share memory, the entry of a region computes the outputs of all its
+column layers together (joint_columns.py), and each column layer returns its output. So collectives overlap with the
+products of all these layers. This requires that all column layers are in a block and plain matrix products, and not in
+float8. Other consumers of the region's input read the first result of the same function.
+
+[Note: compiled regions] If torch.compile traces a block, the entry does the same with one operator, for all kinds of
+groups. Other consumers then read a second tensor, with collectives as operators of the graph
+(comm/graph_collectives.py). The compiler drops these collectives if there are no such consumers.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ from meshwright.runtime.float8 import (
     weight_factor,
 )
 from meshwright.runtime.tensor_parallel import collectives
-from meshwright.runtime.tensor_parallel.graph_region import column_layers
-from meshwright.runtime.weight_gradients import WgradSink, matmul_forward
+from meshwright.runtime.tensor_parallel.chunks import network_backends
+from meshwright.runtime.tensor_parallel.joint_columns import JointColumns, column_layers, joint_columns
+from meshwright.runtime.weight_gradients import WgradSink, is_functorch_tensor, matmul_forward
 
 
 class RegionInput:
@@ -146,8 +151,8 @@ class RegionInput:
         return result
 
 
-class TracedRegion:
-    """A region of a graph that torch.compile traces: the hidden state, the input of the region, the outputs of its
+class JointRegion:
+    """A region whose column layers are computed together: the hidden state, the input of the region, the outputs of its
     column layers, and the number of modules and layers that have not read it yet."""
 
     def __init__(self, hidden: torch.Tensor, entered: torch.Tensor, outputs: list[torch.Tensor], unread: int) -> None:
@@ -156,19 +161,22 @@ class TracedRegion:
 
 class RegionEntryHook:
     """A forward pre-hook that replaces the hidden state among a module's arguments by the input of the region. Modules
-    with the same hidden state tensor get one common `RegionInput`. In a compiled graph they get one common tensor
-    ([Note: compiled regions])."""
+    with the same hidden state tensor get one common `RegionInput` or `JointRegion`."""
 
     is_traceable = True
 
-    def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int, modules: int = 1) -> None:
-        """`modules` is the number of modules that the hook is registered on."""
+    def __init__(
+        self, group: CommGroup, sequence_parallel: bool, readers: int, modules: int = 1, in_block: bool = True
+    ) -> None:
+        """`modules` is the number of modules that the hook is registered on. `in_block`: whether the weights of all
+        column layers are present at the entry, as ZeRO 3 gathers the weights of a whole block."""
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
         self.crossing: RegionInput | None = None
         self.modules = modules
         self.columns: list[ColumnLinear] = []
-        self.traced: TracedRegion | None = None
-        """While a graph is traced: the region that has begun, until all modules and column layers have read it."""
+        self.joint: JointRegion | None = None
+        """The joint region that has begun, until all modules and column layers have read it."""
+        self.may_join = in_block and bool(network_backends(group))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,7 +184,8 @@ class RegionEntryHook:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
         # Attention may receive `hidden` three times: as query, key and value.
-        entered = self._enter_in_graph(hidden) if torch.compiler.is_compiling() else self._cross(hidden)
+        is_joint = torch.compiler.is_compiling() or self._is_joint(hidden)
+        entered = self._enter_together(hidden) if is_joint else self._cross(hidden)
         return tuple(entered if value is hidden else value for value in args), {
             name: entered if value is hidden else value for name, value in kwargs.items()
         }
@@ -187,31 +196,51 @@ class RegionEntryHook:
         if self.crossing is not None and not torch.compiler.is_compiling():
             self.crossing.read()
 
-    def _enter_in_graph(self, hidden: torch.Tensor) -> torch.Tensor:
-        traced = self.traced
-        if traced is None or traced.hidden is not hidden:
-            entered = enter_in_graph(hidden, self.group, self.sequence_parallel)
-            is_float8 = any(float8_layer(column.module) is not None for column in self.columns)
-            weights = [] if is_float8 else [column.local_weight() for column in self.columns]
-            outputs = column_layers(hidden, weights, self.group.key, self.sequence_parallel) if weights else []
-            traced = TracedRegion(hidden, entered, outputs, self.modules + len(outputs))
-            self.traced = traced
-        self._has_read(traced)
-        return traced.entered
+    def _is_joint(self, hidden: torch.Tensor) -> bool:
+        return (
+            self.may_join
+            and len(self.columns) == self.readers
+            and all(float8_layer(column.module) is None for column in self.columns)
+            and not is_functorch_tensor(hidden)
+        )
 
-    def _has_read(self, traced: TracedRegion) -> None:
-        traced.unread -= 1
-        if not traced.unread:
-            self.traced = None
+    def _enter_together(self, hidden: torch.Tensor) -> torch.Tensor:
+        joint = self.joint
+        if joint is None or joint.hidden is not hidden:
+            entered, outputs = self._in_graph(hidden) if torch.compiler.is_compiling() else self._in_function(hidden)
+            joint = self.joint = JointRegion(hidden, entered, outputs, self.modules + len(outputs))
+        self._has_read(joint)
+        return joint.entered
 
-    def output_in_graph(self, x: torch.Tensor, column: int) -> torch.Tensor | None:
-        """Returns the output of the column layer with index `column` while a graph is traced, if its input `x` is the
-        input of the region."""
-        traced = self.traced
-        if traced is None or not traced.outputs or x is not traced.entered:
+    def _in_graph(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        entered = enter_in_graph(hidden, self.group, self.sequence_parallel)
+        is_float8 = any(float8_layer(column.module) is not None for column in self.columns)
+        weights = [] if is_float8 else [column.local_weight() for column in self.columns]
+        outputs = column_layers(hidden, weights, self.group.key, self.sequence_parallel) if weights else []
+        return entered, outputs
+
+    def _in_function(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        modules = [column.module for column in self.columns]
+        sinks = [getattr(module, "put_off", None) for module in modules]
+        columns = JointColumns(self.group, self.sequence_parallel, [column.linear for column in self.columns], sinks)
+        weights: list[Any] = [module._parameters["weight"] for module in modules]
+        biases = [module._parameters.get("bias") for module in modules]
+        entered, *outputs = joint_columns(hidden, weights, biases, columns)
+        return entered, outputs
+
+    def _has_read(self, joint: JointRegion) -> None:
+        joint.unread -= 1
+        if not joint.unread:
+            self.joint = None
+
+    def joint_output(self, x: torch.Tensor, column: int) -> torch.Tensor | None:
+        """Returns the output of the column layer with index `column`, if its input `x` is the input of a joint
+        region."""
+        joint = self.joint
+        if joint is None or not joint.outputs or x is not joint.entered:
             return None
-        output = traced.outputs[column]
-        self._has_read(traced)
+        output = joint.outputs[column]
+        self._has_read(joint)
         return output
 
     def _cross(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -263,11 +292,13 @@ class ColumnLinear:
         if products is not None:
             rounded = self._float8_product(x, products)
             return rounded if bias is None else rounded + bias
+        product = self.entry.joint_output(x, self.index)
         if torch.compiler.is_compiling():
-            product = self.entry.output_in_graph(x, self.index)
             if product is None:
                 return F.linear(x, self.local_weight(), bias)
             return product if bias is None else product + bias
+        if product is not None:
+            return product
         crossing = self.entry.crossing
         if crossing is None or x is not crossing.entered:
             return matmul_forward(self.module, x, bias, self.linear)

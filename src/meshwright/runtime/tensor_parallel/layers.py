@@ -36,9 +36,10 @@ from meshwright.core.messages import Message
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.float8 import float8_layer
 from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel.chunks import network_backends
 from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
 from meshwright.runtime.tensor_parallel.random import install_tp_rng
-from meshwright.runtime.tensor_parallel.row import chunk_count, least_chunk_bytes, row_forward, row_layer
+from meshwright.runtime.tensor_parallel.row import row_chunk_count, row_forward, row_layer
 from meshwright.runtime.weight_gradients import is_functorch_tensor, matmul_forward
 
 
@@ -76,7 +77,7 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     for module in tables:  # the embedding modules of encoder and decoder may have one common weight
         VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
     if anatomy.shards_vocabulary(anatomy.head):
-        head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
+        head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1, in_block=False)
         head.register_forward_pre_hook(entry, with_kwargs=True)
         _make_column(head, entry, TpSplit(0))
     install_tp_rng(model, anatomy, group, sequence_parallel)
@@ -266,7 +267,7 @@ class RowLinear:
 
     def __init__(self, module: nn.Module, linear: bool, group: CommGroup, sequence_parallel: bool) -> None:
         self.module, self.linear, self.group, self.sequence_parallel = module, linear, group, sequence_parallel
-        self.backends = group.backends if group.process_group is not None and group.shm is None else ""
+        self.backends = network_backends(group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.module._parameters.get("bias")
@@ -282,7 +283,7 @@ class RowLinear:
         assert weight is not None
         sliced = self.group.size if self.sequence_parallel else 1
         outputs = weight.shape[0 if self.linear else 1]
-        chunks = chunk_count(x, outputs, least_chunk_bytes(self.backends, x.device.type), sliced)
+        chunks = row_chunk_count(x, outputs, self.backends, sliced)
         if chunks > 1 and torch.compiler.is_compiling():
             full = weight if self.linear else weight.t()
             return row_layer(x, full, self.group.key, chunks, self.sequence_parallel)
