@@ -77,6 +77,17 @@ def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float,
     assert min(both) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("less", [1.0, 2.0])
+def test_a_ceiling_omits_no_better_pipeline_over_groups(less: float) -> None:
+    job = unlike_job(3.0, less)
+    every = heterogeneous_plans(job, 100)
+    across = [(score, plan.name) for score, plan in every if len(set(plan.placement)) > 1]
+    for ceiling, _ in across:
+        found = {plan.name for _, plan in heterogeneous_plans(job, 100, ceiling=ceiling)}
+        assert {name for score, name in across if score <= ceiling} <= found
+    assert across and heterogeneous_plans(job, 100, ceiling=every[0][0] / 2) == []
+
+
 def heavy_job(slower: float, batch: int) -> Job:
     """With a model that devices, not their hosts, take their time for."""
     job, model = unlike_job(slower, batch=batch), decoder(((8, 8192),), hidden=2048, heads=4)

@@ -198,7 +198,7 @@ def _warn_slow_group(question: Job, step: float) -> list[Message]:
     started the ranks. A plan must use all of them, so the search could not leave out a slow group."""
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
-    score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
+    score, plan = next(iter(heterogeneous_plans(question, 1, ceiling=step)), (step, None))
     if plan is None or score >= step or len(set(plan.placement)) in (0, len(question.cluster.groups)):
         return []
     groups = ", ".join(str(at) for at in range(len(question.cluster.groups)) if at not in plan.placement)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, GridCost, StepTime
+from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, StepTime
 from meshwright.planner.cost.pipeline import slowest_rank_and_bubble
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 from meshwright.spec.cluster import NodeGroup
@@ -103,16 +103,32 @@ def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
     return like.but(nodes=max(ceil(world / like.devices), 1))
 
 
-def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
-    """Returns, for each group, the cost of every pipeline rank as if all ranks were on this group. `on` has the cost
-    model of each group."""
-    return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
+def rank_times(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, StepTime]:
+    """Returns, for each group, the times of every pipeline rank as if all ranks were on this group. `on` has the cost
+    model of each group. The sizes of flat buffers do not depend on the group."""
+    first = next(iter(on.values()))
+    ranks = first.ranks(box, each=True)
+    states = first.states(box, ranks)
+    return {group: pricer.seconds(box, ranks, states) for group, pricer in on.items()}
 
 
-def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
-    """Returns the times of every pipeline rank, without computing memory."""
-    ranks = pricer.ranks(box, each=True)
-    return pricer.seconds(box, ranks, pricer.states(box, ranks))
+def pipeline_compute_bounds(
+    on: Mapping[int, CostModel], placements: Sequence[tuple[tuple[int, ...], Sequence[int]]], box: PlanGrid
+) -> list[Array]:
+    """Returns lower bounds of the step times of the plans of `box`, over the axes `obsczf` of GRID_AXES, for each
+    placement in `placements`. The second item of a placement is the indices of its schedules in `box`. A bound is the
+    compute and the communication inside the stages, without data ranks, messages and update. Axis z has length 1."""
+    ranks = next(iter(on.values())).ranks(box, each=True)
+    each = {}
+    for group, pricer in on.items():
+        one = pricer.passes(box, ranks)
+        each[group] = (one.compute + one.recompute + one.tensor) + one.context + one.expert
+    found = []
+    for placement, orders in placements:
+        own = select_by_group({group: part[:, orders] for group, part in each.items()}, placement)
+        longest, bubble = slowest_rank_and_bubble(own, np.ones((box.pp, 1, 1, 1, 1, 1, 1)), np.array(1.0))
+        found.append((broadcast_to_axis(box.counts, "b") * longest + bubble)[0])
+    return found
 
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
@@ -124,11 +140,11 @@ def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Arr
 
 
 def pipeline_step_time(
-    on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, costs: Mapping[int, GridCost] | None = None
+    on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, times: Mapping[int, StepTime] | None = None
 ) -> StepTime:
     """Returns the parts of the step time of a plan with `placement`. The bubble is that of a 1f1b schedule. `on` has
-    the cost model of each group. `costs` is the costs by group, if they are already computed."""
-    found = {group: costs[group].seconds if costs else _rank_times(pricer, box) for group, pricer in on.items()}
+    the cost model of each group. `times` is the result of `rank_times`, if it is already computed."""
+    found = times or rank_times(on, box)
     shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
     rows = {
         group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH_FIELDS]]

@@ -30,7 +30,7 @@ a batch under the plan, and also as one device would compute them (the reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -209,13 +209,18 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
     )
 
 
-def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
+def estimate_heterogeneous(job: Job, plan: Plan, known: Mapping[int, CostModel] | None = None) -> Estimate:
     """Returns the estimate of a plan on heterogeneous groups, or with uneven micro-batches or shards. `memory` and
-    `limit` are those of the rank with the least headroom."""
+    `limit` are those of the rank with the least headroom. `known` is the cost models of all groups for `plan.world`
+    devices (`group_cost_models`), if they already exist."""
     whole = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     kinds = heterogeneous.replica_placements(job, plan)
     used = sorted({group for kind in kinds for group in kind.placement})
-    on = heterogeneous.group_cost_models(job, used, plan.world)
+    on = (
+        heterogeneous.group_cost_models(job, used, plan.world)
+        if known is None
+        else {group: known[group] for group in used}
+    )
     boxes = [
         replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),))
         for kind in kinds

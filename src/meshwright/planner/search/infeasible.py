@@ -165,7 +165,8 @@ def fastest_plan(
     """
     try:
         even = _fastest_homogeneous(job, runnable, known, pricer)
-        placed = heterogeneous.heterogeneous_plans(job, 1, runnable)
+        slowest = even.score if even is not None else float("inf")
+        placed = heterogeneous.heterogeneous_plans(job, 1, runnable, slowest)
     except InputError:
         return None
     if placed and (even is None or placed[0][0] < even.score):

@@ -28,7 +28,8 @@ the largest shard, for which all ranks wait, as small as possible. The shard wei
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from heapq import heapify, heapreplace
 from math import gcd
 from typing import NamedTuple
@@ -38,8 +39,8 @@ import numpy as np
 from meshwright.planner.cost import heterogeneous
 from meshwright.planner.cost.communicators import driver_bytes
 from meshwright.planner.cost.cost_context import CostContext, build_cost_context
-from meshwright.planner.cost.cost_model import CostModel, GridCost
-from meshwright.planner.cost.memory import memory_limit, reserved_bytes
+from meshwright.planner.cost.cost_model import CostModel, StepTime
+from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import (
     Array,
@@ -50,16 +51,21 @@ from meshwright.planner.cost.plan_grid import (
     ScheduleChoice,
     ZeroChoice,
 )
-from meshwright.planner.cost.step import estimate
+from meshwright.planner.cost.step import estimate_heterogeneous
 from meshwright.planner.search import uneven_micro_batch
 from meshwright.planner.search.best_plans import risk_adjusted_seconds
 from meshwright.planner.search.choices import divisors, even_split, offered_recompute
+from meshwright.planner.search.partial_recompute import crop_grid
 from meshwright.spec.constraints import plan_violations, tensor_parallel_violations
 from meshwright.spec.enums import DEFAULT_SCHEDULE, MESH_AXES, MeshAxis
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 SHARD_WEIGHT_LEVELS = 16
+
+MAX_BOUND_RATIO = 1.5
+"""Until `top` plans are known, the memory of a grid is computed for plans whose lower bound is at most this ratio times
+the lowest bound that is left."""
 
 
 def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
@@ -151,40 +157,51 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
     """Yields the best plans with uneven numbers of micro-batches, uneven micro-batch sizes or uneven shards, as pairs
     (score, plan). At most `top` of these plans have one micro-batch size for all groups."""
     groups = [group.nodes * group.devices for group in job.cluster.groups]
-    found: list[BoundedPlan] = []
-    tables: list[uneven_micro_batch.MicroBatchTable] = []
     on = heterogeneous.group_cost_models(job, range(len(groups)), job.cluster.devices)
+    grids: list[GroupGridCosts] = []
     for tp in divisors(gcd(*(group.devices for group in job.cluster.groups))):
         if any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
             continue
         for pp in divisors(gcd(*groups) // tp):
             if pp <= max(job.model.blocks, 1) and job.cluster.devices // (tp * pp) > 1:
-                said = GroupGridCosts.of(job, even_batch_grid(job, tp, pp), on, [size // (tp * pp) for size in groups])
-                found += said.bounded() if said else ()
-                tables += said.tables() if said and not job.model.experts else ()
+                grid = even_batch_grid(job, tp, pp)
+                if grid.micro_batches:
+                    grids.append(GroupGridCosts.of(job, grid, on, [size // (tp * pp) for size in groups]))
+    score = partial(_plan_score, job, on)
+    scored = [(said, plan) for plan in _best_shared_plans(job, on, grids, top) if (said := score(plan)) < np.inf]
+    yield from scored
+    best = min((said for said, _ in scored), default=np.inf)
+    tables = [table for grid in grids for table in grid.tables(best)] if not job.model.experts else []
+    yield from uneven_micro_batch.uneven_micro_batch_plans(tables, job.workload.batch, best, score)
+
+
+def _best_shared_plans(job: Job, on: dict[int, CostModel], grids: Sequence[GroupGridCosts], top: int) -> list[Plan]:
+    """Returns the `top` best plans of `grids` with one micro-batch size for all groups."""
     best: list[tuple[float, Plan]] = []
-    for candidate in sorted(found, key=lambda it: it.least):
-        if len(best) >= top and candidate.least > best[top - 1][0]:
+    bounds = [grid.bounds.reshape(-1) for grid in grids]
+    starts = np.cumsum([0, *map(len, bounds)])
+    flat = np.concatenate([*bounds, [np.inf]])
+    for at in np.argsort(flat, kind="stable").tolist():
+        least = float(flat[at])
+        limit = best[top - 1][0] if len(best) >= top else np.inf
+        if least > limit or least == np.inf:
             break
+        number = int(np.searchsorted(starts, at, side="right")) - 1
+        candidate = grids[number].bounded_plan(at - int(starts[number]), min(limit, MAX_BOUND_RATIO * least))
+        if candidate is None:
+            continue
         seconds, plan = candidate.shared(job.workload.batch)
         if (plan.shares or plan.shard_weights) and not any(plan_violations(job, plan)):
             if plan.shard_weights:
-                priced = estimate(job, plan)
+                priced = estimate_heterogeneous(job, plan, on)
                 seconds = priced.time.step if priced.fits else np.inf
             best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
-    scored = [(score, plan) for _, plan in best if (score := _plan_score(job, plan)) < np.inf]
-    yield from scored
-    yield from uneven_micro_batch.uneven_micro_batch_plans(
-        tables,
-        job.workload.batch,
-        min((score for score, _ in scored), default=np.inf),
-        lambda plan: _plan_score(job, plan),
-    )
+    return [plan for _, plan in best]
 
 
-def _plan_score(job: Job, plan: Plan) -> float:
+def _plan_score(job: Job, on: dict[int, CostModel], plan: Plan) -> float:
     """Returns the score of a plan (`risk_adjusted_seconds`), or infinity if the plan does not fit or breaks a rule."""
-    if any(plan_violations(job, plan)) or not (priced := estimate(job, plan)).fits:
+    if any(plan_violations(job, plan)) or not (priced := estimate_heterogeneous(job, plan, on)).fits:
         return np.inf
     return risk_adjusted_seconds(job, plan, priced)
 
@@ -207,96 +224,130 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
     )
 
 
-class GroupGridCosts(NamedTuple):
+@dataclass(eq=False)
+class GroupGridCosts:
     """The cost of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES.
 
-    There is one array for each group. `each` is the seconds per micro-batch, `once` the other seconds per step. `after`
-    is the seconds of the common work of all replicas after the last micro-batch. `fits` is whether a plan fits.
-    `replicas` is the number of replicas on each group.
+    `seconds` is the times on each group, `replicas` the number of replicas on each group. Memory is computed on demand:
+    `_fits` is whether the plans in `_known` fit on each group, `_caps` the largest shards (`shard_weight_caps`) of the
+    plans in `_known_caps`.
     """
 
     box: PlanGrid
     on: dict[int, CostModel]
     batch: int
     replicas: Sequence[int]
-    each: list[Array]
-    once: list[Array]
-    after: list[Array]
-    fits: list[Array]
+    seconds: uneven_micro_batch.GroupSeconds
+
+    def __post_init__(self) -> None:
+        self._known, self._known_caps = (np.zeros(self.box.shape, dtype=bool) for _ in range(2))
+        self._fits = [np.zeros(self.box.shape, dtype=bool) for _ in self.on]
+        self._caps = [np.full(self.box.shape, np.nan) for _ in self.on]
 
     @classmethod
-    def of(cls, job: Job, box: PlanGrid, on: dict[int, CostModel], replicas: Sequence[int]) -> GroupGridCosts | None:
-        """Computes the costs of the plans of `box`. Returns None if no micro-batch size is possible."""
-        if not box.micro_batches:
-            return None
-        said = {group: pricer.price(box) for group, pricer in on.items()}
-        each, once, after = (
-            [_broadcast_to_grid(part(prices), box) for prices in said.values()]
-            for part in (_micro_batch_seconds, _fixed_seconds, _final_seconds)
+    def of(cls, job: Job, box: PlanGrid, on: dict[int, CostModel], replicas: Sequence[int]) -> GroupGridCosts:
+        """Computes the seconds of the plans of `box`."""
+        first = next(iter(on.values()))
+        ranks = first.ranks(box)
+        states = first.states(box, ranks)
+        said = [pricer.seconds(box, ranks, states) for pricer in on.values()]
+        seconds = uneven_micro_batch.GroupSeconds(
+            *(
+                [_broadcast_to_grid(part(seconds), box) for seconds in said]
+                for part in (_micro_batch_seconds, _fixed_seconds, _final_seconds)
+            )
         )
-        fits = [_fits_on_group(on[group].setting, prices, box) for group, prices in said.items()]
-        return cls(box, on, job.workload.batch, replicas, each, once, after, fits)
+        return cls(box, on, job.workload.batch, replicas, seconds)
 
-    def tables(self) -> Iterator[uneven_micro_batch.MicroBatchTable]:
-        """Yields the input of the search for micro-batch sizes that differ by group."""
-        return uneven_micro_batch.micro_batch_tables(
-            self.box, self.each, self.once, self.after, self.fits, self.replicas
-        )
+    def fits(self, mask: Array) -> list[Array]:
+        """Returns, for each group, which plans fit with equal shards. The result is valid where `mask` is true."""
+        if (new := mask & ~self._known).any():
+            part, at = crop_grid(self.box, new)
+            first = next(iter(self.on.values()))
+            ranks = first.ranks(part)
+            states = first.states(part, ranks)
+            for pricer, fits in zip(self.on.values(), self._fits, strict=True):
+                fits[at] = _fits_on_group(pricer.setting, pricer.memory(part, ranks, states), part)
+            self._known[at] = True
+        return self._fits
 
-    def bounded(self) -> Iterator[BoundedPlan]:
-        """Yields the plans that fit on every group, with equal or uneven shards, and the lower bounds of their step
-        times. At ZeRO 2 and 3, plans that fit with equal shards are omitted, because their numbers of micro-batches
-        must be equal too."""
-        box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
-        after = np.maximum.reduce(self.after)
-        number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(
+    def levels(self, index: tuple[int, ...], limit: float) -> Array:
+        """Returns the shard size of each group (`balance_shard_weights`) of the plan at `index`. The sizes are computed
+        for all plans with a bound of at most `limit` that do not fit with equal shards."""
+        if not self._known_caps[index]:
+            uneven = self._known & ~np.logical_and.reduce(self._fits) & ~self._known_caps
+            part, at = crop_grid(self.box, uneven & (self.bounds <= limit))
+            for caps, found in zip(self._caps, shard_weight_caps(self.on, part), strict=True):
+                caps[at] = found
+            self._known_caps[at] = True
+        return balance_shard_weights([caps[index] for caps in self._caps], self.replicas)
+
+    def tables(self, best: float) -> Iterator[uneven_micro_batch.MicroBatchTable]:
+        """Yields the input of the search for micro-batch sizes that differ by group, for plans that may be faster than
+        `best` seconds."""
+        return uneven_micro_batch.micro_batch_tables(self.box, self.seconds, self.fits, self.replicas, self.batch, best)
+
+    @cached_property
+    def bounds(self) -> Array:
+        """Returns the lower bounds of the step times, without regard to memory. At ZeRO 2 and 3, all replicas have
+        equal numbers of micro-batches, so only plans with uneven shards count, and only if the numbers are whole."""
+        after = np.maximum.reduce(self.seconds.after)
+        number = np.array([self.batch // micro_batch.size for micro_batch in self.box.micro_batches]).reshape(
             1, -1, 1, 1, 1, 1
         )
-        rate = sum(count / seconds for count, seconds in zip(replicas, self.each, strict=True))
-        begun = sum(
-            count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True)
+        groups = list(zip(self.replicas, self.seconds.each, self.seconds.once, strict=True))
+        rate = sum(count / seconds for count, seconds, _ in groups)
+        begun = sum(count * first / seconds for count, seconds, first in groups)
+        even = np.maximum.reduce([number / sum(self.replicas) * seconds + first for _, seconds, first in groups])
+        even = np.where(number % sum(self.replicas) > 0, np.inf, even)
+        return np.asarray(np.where(self.box.zero[0] > 1, even, (number + begun) / rate) + after)
+
+    def bounded_plan(self, flat: int, limit: float) -> BoundedPlan | None:
+        """Returns the plan at the index `flat` of the flattened grid, with equal or uneven shards, or None if it does
+        not fit. At ZeRO 2 and 3, the result is also None if it fits with equal shards. Memory is computed for all plans
+        with a bound of at most `limit`."""
+        index = tuple(map(int, np.unravel_index(flat, self.box.shape)))
+        if not self._known[index]:
+            self.fits(self.bounds <= limit)
+        if all(fits[index] for fits in self._fits):
+            if self.box.shards[index[4]].zero > 1:
+                return None
+            weights: tuple[int, ...] = ()
+        else:
+            levels = self.levels(index, limit)
+            if not np.isfinite(levels[0]):
+                return None
+            weights = round_shard_weights([float(part) for part in levels], self.replicas)
+        per, first = (
+            tuple(float(part[index]) for part, count in zip(parts, self.replicas, strict=True) for _ in range(count))
+            for parts in (self.seconds.each, self.seconds.once)
         )
-        levels = balance_shard_weights(shard_weight_caps(self.on, box), replicas)
-        even = np.maximum.reduce(
-            [number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)]
-        )
-        even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
-        bound = np.where(
-            fits | np.isfinite(levels[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf
-        )
-        for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
-            parts = [
-                (float(part[index]), float(first[index]), count)
-                for part, first, count in zip(self.each, self.once, replicas, strict=True)
-            ]
-            per = tuple(seconds for seconds, _, count in parts for _ in range(count))
-            first = tuple(seconds for _, seconds, count in parts for _ in range(count))
-            weights = () if fits[index] else round_shard_weights([float(part[index]) for part in levels], replicas)
-            yield BoundedPlan(float(bound[index]), float(after[index]), box, index, per, first, weights)
+        after = float(max(part[index] for part in self.seconds.after))
+        return BoundedPlan(float(self.bounds[index]), after, self.box, index, per, first, weights)
 
 
-def _micro_batch_seconds(prices: GridCost) -> Array:
+def _micro_batch_seconds(seconds: StepTime) -> Array:
     """Returns the seconds of a micro-batch on the slowest rank."""
-    return prices.seconds.each.max(axis=0)
+    return np.asarray(seconds.each.max(axis=0))
 
 
-def _fixed_seconds(prices: GridCost) -> Array:
+def _fixed_seconds(seconds: StepTime) -> Array:
     """Returns the seconds of a step that do not depend on the number of micro-batches. Messages are counted as if all
     replicas had equally many micro-batches."""
-    return (prices.seconds.bubble + prices.seconds.messages + prices.seconds.terms.sum(axis=0))[0]
+    return np.asarray((seconds.bubble + seconds.messages + seconds.terms.sum(axis=0))[0])
 
 
-def _final_seconds(prices: GridCost) -> Array:
+def _final_seconds(seconds: StepTime) -> Array:
     """Returns the seconds of the work that all replicas do together once per step: reductions and the update."""
-    return prices.seconds.once + prices.seconds.update
+    return seconds.once + seconds.update
 
 
 def _broadcast_to_grid(part: Array, box: PlanGrid) -> Array:
     return np.broadcast_to(part[0] if part.ndim > len(box.shape) else part, box.shape)
 
 
-def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Array:
-    taken, _ = reserved_bytes(setting, prices.allocated, driver_bytes(setting, box))
+def _fits_on_group(setting: CostContext, footprint: MemoryFootprint, box: PlanGrid) -> Array:
+    taken, _ = reserved_bytes(setting, footprint.total.max(axis=0), driver_bytes(setting, box))
     return np.broadcast_to(taken <= memory_limit(setting), box.shape)
 
 

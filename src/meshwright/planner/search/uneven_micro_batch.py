@@ -89,22 +89,43 @@ class MicroBatchTable(NamedTuple):
         return float((batch + (counts * first * rate).sum()) / (counts * rate).sum() + after.max())
 
 
+class GroupSeconds(NamedTuple):
+    """The seconds of the plans of a grid on each group, over the axes `obsczf` of GRID_AXES. The fields are those of
+    `MicroBatchTable`."""
+
+    each: Sequence[Array]
+    once: Sequence[Array]
+    after: Sequence[Array]
+
+    def least(self, sizes: Array, replicas: Array, batch: int) -> Array:
+        """Returns lower bounds of the seconds of a step for the best choice of sizes (b), with length 1 along b. Each
+        group has its fastest size, and the least seconds of all groups and sizes in which it does not compute."""
+        rate = sum(
+            count * (sizes / each).max(axis=1, keepdims=True) for count, each in zip(replicas, self.each, strict=True)
+        )
+        first = np.minimum.reduce([part.min(axis=1, keepdims=True) for part in self.once])
+        last = np.maximum.reduce([part.min(axis=1, keepdims=True) for part in self.after])
+        return np.asarray(batch / rate + first + last)
+
+
 def micro_batch_tables(
     box: PlanGrid,
-    each: Sequence[Array],
-    once: Sequence[Array],
-    after: Sequence[Array],
-    fits: Sequence[Array],
+    seconds: GroupSeconds,
+    fits: Callable[[Array], Sequence[Array]],
     replicas: Sequence[int],
+    batch: int,
+    best: float,
 ) -> Iterator[MicroBatchTable]:
-    """Yields one table for each set of plans of `box` that differ only in the micro-batch size. The arguments `each` to
-    `fits` have one array per group, over the axes `obsczf` of GRID_AXES. Sets that do not fit on a group are
-    omitted."""
-    parts = [
-        np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1)
-        for part in (each, once, after, fits)
-    ]
-    per = np.where(parts[3], parts[0], inf)
+    """Yields one table for each set of plans of `box` that differ only in the micro-batch size. Sets are omitted if
+    they do not fit on a group, or cannot be faster than MAX_UNEVEN_STEP_RATIO times `best`. `fits` returns, for each
+    group, whether plans fit, for those that its argument marks."""
+    sizes = np.array([micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
+    fast = seconds.least(sizes, np.array(replicas), batch) < MAX_UNEVEN_STEP_RATIO * best
+    if not fast.any():
+        return
+    mask = np.broadcast_to(fast, box.shape)
+    parts = [np.moveaxis(np.stack(part), 2, -1) for part in (*seconds, fits(mask))]
+    per = np.where(parts[3] & np.moveaxis(mask, 1, -1), parts[0], inf)
     for at in np.argwhere(np.isfinite(per).any(axis=-1).all(axis=0)).tolist():
         row: tuple[Any, ...] = (slice(None), *at)
         yield MicroBatchTable(box, row[1:], per[row], parts[1][row], parts[2][row], tuple(replicas))
