@@ -174,6 +174,29 @@ def test_a_second_ctrl_c_ends_a_save_at_once_and_keeps_the_previous_checkpoint(
     assert sorted(losses(place, "mine")) == list(range(41))
 
 
+def test_ctrl_c_saves_the_step_in_memory_if_a_rank_does_not_answer(place: Path) -> None:
+    """The rank is suspended, so the ranks cannot end their step within the grace period. Without new ranks that save,
+    all steps since the last checkpoint on disk would be lost."""
+    options = ("--steps", "4000", "--set", "run.grace_period=1", "--set", "run.checkpoint_every=0")
+    options += ("--set", "run.hang_timeout=0")
+    process = start(place, "train", "job.yaml", "--run", "mine", *options)
+    wait_for_step(place, "mine", 9, process)
+    os.kill(find_rank(process, "mesh-rank-1"), signal.SIGSTOP)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    code, lines = ended(place, process)
+    assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: everything is saved"), lines
+    assert any("no save within 1 s of the request to stop" in line for line in lines), lines
+    saved = parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path())
+    assert 9 <= saved == max(losses(place, "mine")) < 4000
+
+
+def find_rank(process: subprocess.Popen[str], name: str) -> int:
+    """Returns the pid of a rank. Ranks are children of the fork server, a child of the command."""
+    every = [grandchild for child in children(process.pid) for grandchild in children(child)]
+    return next(pid for pid in every if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+
+
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("command", ["train", "plan", "probe", "verify"])
 @pytest.mark.covering(1)

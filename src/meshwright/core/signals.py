@@ -3,6 +3,7 @@ and ranks install handlers with it."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -72,12 +73,15 @@ class StopRequest:
     """Records the stop signals that a training run has received, by name in `signals`. After the first signal, the run
     completes the step and saves everything. A second signal ends the run at once. `deadline` is the time when the run
     ends in any case, or None before the first signal. `is_forced`: whether the run must end at once. `is_own`: whether
-    the supervisor itself has requested the stop."""
+    the supervisor itself has requested the stop.
+
+    [Note: saves of new ranks] If the ranks do not save before the deadline, new ranks save the last in-memory
+    checkpoint. Their start takes as long as it takes. Then they have a deadline of their own, which is the last one."""
 
     def __init__(self) -> None:
         self.signals: list[str] = []
         self.deadline: float | None = None
-        self.is_forced = self.is_own = False
+        self.is_forced = self.is_own = self._is_restarted = False
         self._handled = 0
 
     def on_signal(self, number: int, _: Any) -> None:
@@ -94,7 +98,21 @@ class StopRequest:
         handled, self._handled = self._handled, len(self.signals)
         return self._handled > handled
 
-    def expire(self, now: float) -> None:
-        """Sets `is_forced` if `now` is after the deadline."""
-        if self.deadline is not None and now > self.deadline:
-            self.is_forced = True
+    def expire(self, now: float, has_snapshot: bool) -> bool:
+        """Handles a deadline before `now`: sets `is_forced`, or returns True if new ranks must save the last in-memory
+        checkpoint ([Note: saves of new ranks]). `has_snapshot`: whether the ranks have one."""
+        if self.deadline is None or now <= self.deadline:
+            return False
+        self.is_forced = self.is_own or self._is_restarted or not has_snapshot
+        return not self.is_forced
+
+    def restart(self) -> bool:
+        """Suspends the deadline, once, because new ranks start. Returns whether the run is to stop."""
+        if self.deadline is not None and not (self.is_own or self._is_restarted):
+            self.deadline, self._is_restarted = math.inf, True
+        return self.deadline is not None
+
+    def resume(self, deadline: float) -> None:
+        """Ends the suspension of the deadline, when new ranks have begun to train."""
+        if self.deadline == math.inf:
+            self.deadline = deadline

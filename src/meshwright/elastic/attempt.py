@@ -112,6 +112,11 @@ class Attempt:
         }
         agent.command("start", PROBE_RANK, target=target, payload=payload, **here)
 
+    def fail_without_save(self, seconds: float) -> None:
+        """Counts as a failure of no rank that the ranks have not saved within `seconds` of a request to stop."""
+        words = Message("no save within {seconds:.0f} s of the request to stop", seconds=seconds)
+        self.failures[-1] = RankExit(-1, self.clock(), 1, words=words)
+
     def heed(self, event: IpcMessage) -> None:
         """Updates the state from an event of the fork server. Events of other generations, of the checkpoint writer and
         of the device probe are ignored."""

@@ -8,8 +8,8 @@ Guarantees:
   action. It resumes from the in-memory snapshots of the last step, if there are any, and otherwise from the last
   checkpoint on disk.
 - A fault without recovery ends with a diagnosis that names the rank that caused it.
-- Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace_period` seconds. A second
-  signal ends the run at once.
+- Ctrl-C and SIGTERM end the run at a step boundary with everything saved. If the ranks take longer than
+  `grace_period` seconds, new ranks save the last in-memory snapshots. A second signal ends the run at once.
 - No process is left behind.
 
 [Note: generations] A generation is one start of all ranks. A fault ends all ranks of its generation. The next
@@ -187,7 +187,7 @@ class Supervisor:
         )
         now.start(self._agent, self._holdings, self._sets.source)
         self._slots.started(self.work.plan)
-        if self._stop.deadline is not None:  # the last generation failed after a stop request
+        if self._stop.restart():  # the last generation failed after a stop request
             now.tell(self._agent, {"stop": self._stop.signals[0]})
         while now.living and not self._stop.is_forced:
             # If this process was suspended for long, messages from before must be handled before a check for hangs.
@@ -218,7 +218,9 @@ class Supervisor:
         return now
 
     def _hear(self, rank: int, message: IpcMessage) -> None:
-        self._begun = self._begun or message["kind"] == "begin"
+        if message["kind"] == "begin":
+            self._begun = True
+            self._stop.resume(self._agent.outside.clock() + self.grace_period)
         if message["kind"] == "write":
             self._journal.hear(message, self.generation)
             self._writer.begin(partial(self._now.write, self._agent, self._holdings), message)
@@ -248,11 +250,10 @@ class Supervisor:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Attempt, heard: float) -> bool:
-        """Returns whether the generation has failed and need not continue. If ranks have only lost connections, or if
-        the run will not recover, ranks get SETTLE_SECONDS to report errors. `heard`: the time up to which messages have
-        been handled."""
-        self._stop.expire(self._agent.outside.clock())
-        return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
+        """Returns whether the generation has failed and need not continue. If ranks have only lost connections, or the
+        run will not recover, they get SETTLE_SECONDS to report errors. `heard`: earlier messages have been handled."""
+        recovers = now.guilty and self.care.retries > 0 and self._begun
+        return _is_stop_overdue(self, now) or now.waited(heard) > SETTLE_SECONDS or recovers
 
     def _is_resized(self, now: Attempt) -> bool:
         """Returns whether the generation must end because the number of ranks or the devices change. It also closes the
@@ -403,6 +404,14 @@ def _request_stop(run: Supervisor, now: Attempt) -> None:
     now.tell(run._agent, {"stop": reason})
 
 
+def _is_stop_overdue(run: Supervisor, now: Attempt) -> bool:
+    """Returns whether new ranks must save, because those of `now` did not before the deadline of a stop request."""
+    is_overdue = run._stop.expire(now.clock(), run.care.retries > 0 and run._holdings.snapshot_step > 0)
+    if is_overdue:
+        now.fail_without_save(run.grace_period)
+    return is_overdue
+
+
 def _revive(run: Supervisor, first: RankExit | None = None) -> None:
     """Starts a new fork server and waits until it is ready. If it ends before, or hangs, this counts as a failure and
     is retried. `first`: how the first fork server of the run has failed. Raises RankFailed after the last retry, or if
@@ -472,22 +481,20 @@ def _finish(run: Supervisor, now: Attempt) -> None:
         )
     # If no rank failed or stopped, the signal came too late: the run has completed its last step.
     if signals and (now.failures or now.stopped or run._stop.is_forced):
-        saved = len(now.stopped) == run.work.world
-        if saved:
+        if len(now.stopped) == run.work.world:
             text = Message(
                 "stopped by {reason}: everything is saved; the same command goes on where this one stopped",
                 reason=signals[0],
             )
         else:
+            remedy = Message(
+                " (the ranks did not save within {seconds:.0f} s: --set run.grace_period=N gives them N seconds)",
+                seconds=run.grace_period,
+            )
             text = Message(
                 "stopped by {reason}: the step in progress was given up; the same command goes on from the last "
                 "checkpoint, or from the start if there is none{remedy}",
                 reason=signals[0],
-                remedy=""
-                if len(signals) > 1
-                else Message(
-                    " (the ranks did not save within {seconds:.0f} s: --set run.grace_period=N gives them N seconds)",
-                    seconds=run.grace_period,
-                ),
+                remedy="" if len(signals) > 1 else remedy,
             )
         raise Interrupted(text)

@@ -93,11 +93,8 @@ class TrainLoop:
             model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **extra
         )
         self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder, process)
-        self.control = (
-            self.trainer.mesh.world
-            if backend_of(self.device).memory_is_host
-            else wrap_process_group(self.connection.control)
-        )
+        on_host = backend_of(self.device).memory_is_host
+        self.control = self.trainer.mesh.world if on_host else wrap_process_group(self.connection.control)
         self.stopping, identity = False, {"data": self.dataset.digest, "parameters": self.parameters}
         said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
         self.trainer.recount = SdcRecompute(launch.run.sdc_check_every, lambda step, line: said(line, step))
@@ -143,20 +140,23 @@ class TrainLoop:
             loss = self._evaluate(validation_batches)
             first = StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
             self._report(records, first)
-        self.recovery.catch_up()
+        self.stopping = self.recovery.catch_up()
         delayed = self.recovery.unreported(records.last if records is not None else 0)
-        for record in chain([delayed] if delayed is not None else [], self._steps(began)):
+        for record in chain([delayed] if delayed is not None else [], [] if self.stopping else self._steps(began)):
             if validation_batches and self._due(record.step, self.launch.run.evaluate_every):
                 record = record.model_copy(update={"held_out_loss": self._evaluate(validation_batches)})
             self._report(records, record)
-            if self.stopping or self.recovery.due(record.step):
-                self.recovery.save(must=self.stopping or record.step == self.steps)
-            if self.stopping and record.step < self.steps:
-                self._end(records, record.step)
-                self._say("stopped", step=record.step)
-                return Interrupted.exit_code
+            if self.stopping:
+                break
+            if self.recovery.due(record.step):
+                self.recovery.save(must=record.step == self.steps)
+        if self.stopping:
+            self.recovery.save(must=True)
         self.recovery.finish()
-        self._end(records, self.steps)
+        self._end(records, self.trainer.steps)
+        if self.trainer.steps < self.steps:
+            self._say("stopped", step=self.trainer.steps)
+            return Interrupted.exit_code
         found = sample_of_run(self.trainer, self.launch, self.objective, self.dataset, self.parameters)
         if found is not None:
             self._say("sample", **found)

@@ -155,17 +155,18 @@ class Recovery:
         # A report of a later step was made before a rollback; since the rollback, this step has not been reported.
         return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
 
-    def catch_up(self) -> None:
-        """Saves the checkpoint of the resumed step to disk if this save was due and a fault prevented it. All ranks
-        call it."""
-        if self.source == "memory" and self.due(self.trainer.steps):
-            there = str(
-                bool(self.pulse.read(HeartbeatField.busy))
-                or self.trainer.steps in map(parse_step, list_checkpoints(self.folder))
-            )
-            if rank_exchange(self.trainer.mesh).all_gather(there)[0] == "False":
+    def catch_up(self) -> bool:
+        """Saves the checkpoint of the resumed step to disk if a fault prevented it. Returns True instead if a stop was
+        requested before: the loop must save before its next step, which may take too long. All ranks call it."""
+        ranks = rank_exchange(self.trainer.mesh)
+        if self.source != "memory" or "True" in ranks.all_gather(str(bool(self.channel.stop))):
+            return self.source == "memory"
+        if self.due(self.trainer.steps):
+            listed = self.trainer.steps in map(parse_step, list_checkpoints(self.folder))
+            if ranks.all_gather(str(bool(self.pulse.read(HeartbeatField.busy)) or listed))[0] == "False":
                 _copy_first(self)
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
+        return False
 
     def go_back(self) -> int:
         """Rolls back to the newest valid checkpoint that was saved before the loss spike (loss_spike.py). Returns the
