@@ -334,6 +334,7 @@ def test_a_probe_is_said_in_chinese_down_to_what_is_odd() -> None:
         assert said.count("\n") == chinese.count("\n")
         assert set(re.findall("[A-Za-z]{3,}", chinese)) <= {
             "cpu",
+            "CPU",
             "GFLOP",
             "MiB",
             "GiB",

@@ -210,6 +210,7 @@ def make_train(folder: Path, locale: str, stop: bool = False) -> tuple[int, str]
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     until = time.monotonic() + 60
     while stop and not (folder / ".venv" / "set-up.log").exists() and time.monotonic() < until:

@@ -330,8 +330,8 @@ def _tp_comm_seconds(
     that overlap with weight gradients, over axes (b, s) of GRID_AXES. `tensor` is the number of tensor ranks, and the
     distance between neighbouring tensor ranks. Sequence parallelism replaces an all-reduce by an all-gather and a
     reduce-scatter. Each row-parallel convolution sums its output once; blocks without them sum the hidden state
-    TP_ALL_REDUCES_PER_BLOCK times. The runtime overlaps the collectives with products
-    (`_chunk_gain`), except in float8."""
+    TP_ALL_REDUCES_PER_BLOCK times. The runtime overlaps the collectives with products, except in float8
+    (`_chunk_gain`)."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor
@@ -351,7 +351,7 @@ def _tp_comm_seconds(
         one, other = (ranks.reduce(count * MAGNITUDE_BYTES, count) for count in scale_exchanges(setting, layer))
         forward, backward = seen * total + one, seen * (total + gather - behind) + other
         overlaps = not (convolutions or float8_weights(setting, layer) or shares_memory(setting, tp, stride))
-        if setting.practice.tensor_chunks > 1 and overlaps:
+        if setting.tensor_chunks > 1 and overlaps:
             gains = _chunk_gain(setting, layer, tensor, tokens, state)
             forward, backward = (
                 seconds - np.where(sequence_parallel, *gain[::-1])
@@ -395,28 +395,30 @@ def _chunk_gain(
     tp, stride = tensor
     ranks = collective_rates(setting.fabric, tp, stride)
     least = MIN_TENSOR_CHUNK_BYTES["gloo" if setting.on_host else "nccl"]
-    chunks = np.clip(state // least, 1, setting.practice.tensor_chunks)
+    chunks = np.clip(state // least, 1, setting.tensor_chunks)
     edge = 1.0 / np.maximum(2.0 * chunks - 2.0, 1.0)
     arriving = 1.0 - edge * (tp - 1) / tp
     reduce, gather = ranks.reduce(state, chunks), ranks.gather(state, chunks)
-    forward, backward = np.zeros((2, 2, *state.shape))
+    forward = backward = [0.0 * state, 0.0 * state]
     ramp, more = constants.MATMUL_RAMP_SECONDS, chunks - 1.0
     gathered = np.where(more > 0, chunks * min(tp - 1, 2), 0.0)
     for columns, row, trained, count in _region_numels(layer)[: constants.TP_ALL_REDUCES_PER_BLOCK]:
         column, last = (product_seconds(setting, numel / tp, tokens)[:, None] for numel in (columns, row))
         behind = (1.0 - edge) * column + product_seconds(setting, trained / tp, tokens)[:, None]
-        forward += [
+        in_forward = [
             ranks.reduce(state) - edge * reduce - (1.0 - edge) * overlapped(reduce, last) - ramp * more,
             2.0 * ranks.gather(state)
             - (edge * gather + (1.0 - edge) * overlapped(gather, last) + overlapped(gather, arriving * column))
             - ramp * (more + gathered * count),
         ]
-        backward += [
+        in_backward = [
             ranks.reduce(state) - overlapped(reduce, behind) - ramp * more * count,
             3.0 * ranks.gather(state)
             - (overlapped(gather, arriving * last) + overlapped(ranks.gather(state) + gather, behind))
             - ramp * (gathered + more * count),
         ]
+        forward = [total + gain for total, gain in zip(forward, in_forward, strict=True)]
+        backward = [total + gain for total, gain in zip(backward, in_backward, strict=True)]
     return (forward[0], forward[1]), (backward[0], backward[1])
 
 

@@ -77,9 +77,9 @@ class RuntimeModel(NamedTuple):
     step. Each rank then stores the full gradients, and at ZeRO 3 the full weights, until the last backward."""
     tensor_hidden: float = 0.0
     """Fraction of tensor-parallel traffic that is split into chunks and overlaps with matrix products."""
-    tensor_chunks: int = 1
+    tensor_chunks: int | None = 1
     """Maximum number of chunks in which tensor ranks exchange a hidden state, each during the product of another one.
-    1: nothing overlaps."""
+    1: nothing overlaps. None: MAX_TENSOR_CHUNKS on CPU ranks, 1 on accelerators, where the gain is not measured."""
     dgrad_hidden: bool = False
     """Whether backward overlaps the reduction of input gradients over tensor ranks with weight gradients, and with
     sequence parallelism also the second gather of inputs."""
@@ -96,7 +96,7 @@ class RuntimeModel(NamedTuple):
     overlaps with shared experts."""
 
 
-MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True, tensor_chunks=MAX_TENSOR_CHUNKS, dispatch_hidden=None)
+MESHWRIGHT_RUNTIME = RuntimeModel(gather_hidden=True, tensor_chunks=None, dispatch_hidden=None)
 
 
 BLOCK, EMBEDDING, HEAD = "block", "embedding", "head"
@@ -191,6 +191,12 @@ class CostContext:
     def on_host(self) -> bool:
         """Returns whether ranks are CPU processes, with gloo instead of NCCL and without a caching allocator."""
         return self.device.name.lower().startswith("cpu")
+
+    @cached_property
+    def tensor_chunks(self) -> int:
+        """Returns the maximum number of chunks of `RuntimeModel.tensor_chunks`."""
+        chunks = self.practice.tensor_chunks
+        return (MAX_TENSOR_CHUNKS if self.on_host else 1) if chunks is None else chunks
 
     @cached_property
     def shares_memory(self) -> bool:
